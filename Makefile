@@ -1,0 +1,47 @@
+# `make demo` and `make test` do all the set-up that they need, in .venv; a second call costs nothing.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+PYTHON ?= python3
+SEED ?= 0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# A machine without an NVIDIA driver takes the CPU build of torch.
+CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
+
+.PHONY: help setup demo test test-all check static bench clean
+
+help: ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+setup: $(STAMP) ## Create .venv and install everything (about two minutes).
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "areal-agents needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable '.[dev]'
+	@touch $@
+
+demo: setup ## Train the search agent on this machine: under ten minutes on two cores.
+	$(BIN)/areal-agents train examples/search_agent/config.yaml --fresh seed=$(SEED)
+
+test: setup ## Run the test suite.
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup ## Run the test suite with its long forms.
+	$(BIN)/python -m pytest
+
+static: setup ## Lint and type-check.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: static test ## Lint, type-check and test.
+
+bench: setup ## Measure the engine on this machine.
+	$(BIN)/areal-agents bench engine --json
+
+clean: ## Remove the environment and caches; runs/ stays.
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
