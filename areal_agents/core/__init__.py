@@ -1,0 +1,1 @@
+"""The types that every room shares. No torch, no HTTP, no import of ours but errors."""

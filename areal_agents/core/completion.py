@@ -1,0 +1,104 @@
+"""What an engine is asked for and what it sampled.
+
+A completion's three arrays always have the same length: one behavior logprob and one policy
+version for every sampled token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+Logprobs = npt.NDArray[np.float32]
+Versions = npt.NDArray[np.int32]
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+def as_token_ids(values: npt.ArrayLike) -> TokenIds:
+    """Copy `values` into a read-only int32 array of token ids, shape [N]; ValueError if not 1-D."""
+    return _frozen(values, np.int32)
+
+
+def as_logprobs(values: npt.ArrayLike) -> Logprobs:
+    """Copy `values` into a read-only float32 array, shape [N]; ValueError if not 1-D."""
+    return _frozen(values, np.float32)
+
+
+def _frozen(values: npt.ArrayLike, dtype: type) -> npt.NDArray:
+    array = np.array(values, dtype=dtype)
+    if array.ndim != 1:
+        raise ValueError(f"expected a one-dimensional array, got shape {array.shape}")
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ValueError(f"temperature must be in [0, 100], got {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+
+    def with_max_new_tokens(self, max_new_tokens: int) -> SamplingParams:
+        """The same parameters with another token limit."""
+        return replace(self, max_new_tokens=max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """Tokens sampled by the behavior policy.
+
+    Attributes:
+        token_ids: [C] sampled ids, the stop token included where one was sampled.
+        logprobs: [C] behavior logprobs, after temperature.
+        versions: [C] policy version of the forward pass that sampled each token.
+        finish_reason: "stop" (a stop token or string), "length", or "abort".
+    """
+
+    token_ids: TokenIds
+    logprobs: Logprobs
+    versions: Versions
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
+        object.__setattr__(self, "logprobs", as_logprobs(self.logprobs))
+        object.__setattr__(self, "versions", as_token_ids(self.versions))
+        if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"{len(self.token_ids)} token ids, {len(self.logprobs)} logprobs and "
+                f"{len(self.versions)} versions: a completion has one of each per token"
+            )
+        if self.finish_reason not in get_args(FinishReason):
+            raise ValueError(f"finish_reason must be one of {get_args(FinishReason)}, got {self.finish_reason!r}")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
+            raise ValueError("behavior logprobs must be finite and at most 0")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)

@@ -1,0 +1,131 @@
+"""Canonical conversation messages, the form that every dialect is turned into.
+
+Two messages are *the same* when `canonical_key` agrees, not when their wire forms do: frameworks
+replay an assistant message with other whitespace, re-serialised tool arguments, or without its
+reasoning. Tool-call ids are minted by us and compared apart from the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+Role = Literal["system", "user", "assistant", "tool"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool. `arguments` is the text that was sampled, normally a JSON object."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ValueError("a tool call needs the name of the tool")
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message. Absent text is "", never None; `tool_call_id` belongs to role "tool"."""
+
+    role: Role
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.role not in get_args(Role):
+            raise ValueError(f"role must be one of {get_args(Role)}, got {self.role!r}")
+        if self.role != "assistant" and (self.tool_calls or self.reasoning):
+            raise ValueError(f"only an assistant message has tool calls or reasoning, got role {self.role!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """A plain JSON-serialisable form without the empty fields; `from_dict` reverses it."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            out["reasoning"] = self.reasoning
+        if self.tool_calls:
+            out["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in self.tool_calls]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            out["name"] = self.name
+        return out
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Message:
+        """The message that `to_dict` wrote."""
+        return cls(
+            role=data["role"],
+            content=data["content"],
+            reasoning=data.get("reasoning", ""),
+            tool_calls=tuple(ToolCall(**call) for call in data.get("tool_calls", ())),
+            tool_call_id=data.get("tool_call_id"),
+            name=data.get("name"),
+        )
+
+
+def canonical_key(message: Message) -> str:
+    """A text that is equal for two messages that mean the same.
+
+    Content is stripped; tool arguments are compared as parsed JSON with sorted keys and integral
+    floats as integers; reasoning and ids are left out (see `reasoning_conflicts`, and the forest,
+    which uses ids to choose between siblings).
+    """
+    calls = [(call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
+    return json.dumps([message.role, message.content.strip(), calls], ensure_ascii=False)
+
+
+def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:
+    """Whether the client replays reasoning that differs from what was recorded.
+
+    Reasoning that the client leaves out is no conflict: most frameworks drop it.
+    """
+    return bool(replayed.reasoning) and replayed.reasoning.strip() != recorded.reasoning.strip()
+
+
+def history_digests(messages: Sequence[Message], tools_id: str) -> list[bytes]:
+    """Digest of each prefix of the conversation: entry i covers messages[: i + 1] and the tools."""
+    digest = hashlib.blake2b(tools_id.encode(), digest_size=16).digest()
+    out = []
+    for message in messages:
+        digest = extend_digest(digest, message)
+        out.append(digest)
+    return out
+
+
+def extend_digest(digest: bytes, message: Message) -> bytes:
+    """The digest of a conversation that `message` is appended to."""
+    return hashlib.blake2b(digest + canonical_key(message).encode(), digest_size=16).digest()
+
+
+def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
+    """A stable id of a list of tool specifications; "" for none. Order counts, key order does not."""
+    specs = list(tools)
+    if not specs:
+        return ""
+    return hashlib.blake2b(json.dumps(specs, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _canonical_arguments(arguments: str) -> Any:
+    try:
+        return _integral(json.loads(arguments))
+    except ValueError:
+        return arguments.strip()
+
+
+def _integral(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _integral(value[key]) for key in sorted(value)}
+    if isinstance(value, list):
+        return [_integral(item) for item in value]
+    return value

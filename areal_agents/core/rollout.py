@@ -1,0 +1,98 @@
+"""Tasks, the episodes that attempt them, and the groups that are trained on together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal_agents.core.trajectory import Forest, Turn
+
+Split = Literal["train", "eval"]
+EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
+RewardScope = Literal["episode", "turn", "branch"]
+
+SEALED: frozenset[EpisodeStatus] = frozenset({"finished", "truncated", "failed", "aborted"})
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One thing to attempt. `input` is what the agent function is called with."""
+
+    id: str
+    input: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward, keyed by (scope, target, name).
+
+    Attributes:
+        scope: "episode", "turn" or "branch".
+        target: the turn's id, or the id of the branch's leaf; "" for the episode.
+        name: which of several rewards; a function's return value is named "return".
+        value: finite.
+    """
+
+    scope: RewardScope
+    target: str
+    name: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.value):
+            raise ValueError(f"a reward must be a finite number, got {self.value} for {self.name!r}")
+        if (self.scope == "episode") != (self.target == ""):
+            raise ValueError(f"a reward of scope {self.scope!r} cannot have the target {self.target!r}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One attempt at a task: every call of the model, and the rewards."""
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...]
+    status: EpisodeStatus
+    rewards: tuple[Reward, ...]
+    forest: Forest = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "forest", Forest(self.turns))
+        for reward in self.rewards:
+            if reward.target and reward.target not in self.forest:
+                raise ValueError(f"episode {self.id} has a reward for {reward.target}, which is no turn of it")
+
+    @property
+    def score(self) -> float:
+        """The sum of all its rewards, undiscounted, each once."""
+        return math.fsum(reward.value for reward in self.rewards)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rollout:
+    """Member `index` of a group: an episode, and the error that ended it if it failed."""
+
+    task: Task
+    index: int
+    episode: Episode
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutGroup:
+    """The rollouts of one task that share a baseline. None of them failed."""
+
+    id: str
+    task: Task
+    rollouts: tuple[Rollout, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rollouts:
+            raise ValueError(f"group {self.id} is empty")
+        for rollout in self.rollouts:
+            if rollout.episode.status not in ("finished", "truncated"):
+                raise ValueError(f"group {self.id} has an episode with status {rollout.episode.status!r}")
+            if rollout.task.id != self.task.id:
+                raise ValueError(f"group {self.id} mixes the tasks {self.task.id} and {rollout.task.id}")
