@@ -30,7 +30,7 @@ def as_logprobs(values: npt.ArrayLike) -> Logprobs:
 
 
 def _frozen(values: npt.ArrayLike, dtype: type) -> npt.NDArray:
-    array = np.array(values, dtype=dtype)
+    array: npt.NDArray = np.array(values, dtype=dtype)
     if array.ndim != 1:
         raise ValueError(f"expected a one-dimensional array, got shape {array.shape}")
     array.setflags(write=False)
@@ -96,7 +96,9 @@ class Completion:
                 f"{len(self.versions)} versions: a completion has one of each per token"
             )
         if self.finish_reason not in get_args(FinishReason):
-            raise ValueError(f"finish_reason must be one of {get_args(FinishReason)}, got {self.finish_reason!r}")
+            raise ValueError(
+                f"finish_reason must be one of {get_args(FinishReason)}, got {self.finish_reason!r}"
+            )
         if not np.isfinite(self.logprobs).all() or (self.logprobs > 1e-4).any():
             raise ValueError("behavior logprobs must be finite and at most 0")
 

@@ -62,7 +62,9 @@ class Episode:
         object.__setattr__(self, "forest", Forest(self.turns))
         for reward in self.rewards:
             if reward.target and reward.target not in self.forest:
-                raise ValueError(f"episode {self.id} has a reward for {reward.target}, which is no turn of it")
+                raise ValueError(
+                    f"episode {self.id} has a reward for {reward.target}, which is no turn of it"
+                )
 
     @property
     def score(self) -> float:

@@ -37,14 +37,23 @@ class TrainingSample:
     def __post_init__(self) -> None:
         lengths = {
             name: len(getattr(self, name))
-            for name in ("token_ids", "loss_mask", "behavior_logprobs", "versions", "temperatures", "advantages")
+            for name in (
+                "token_ids",
+                "loss_mask",
+                "behavior_logprobs",
+                "versions",
+                "temperatures",
+                "advantages",
+            )
         }
         if len(set(lengths.values())) != 1 or not lengths["token_ids"]:
             raise ValueError(f"group {self.group_id}, episode {self.episode_id}: misaligned arrays {lengths}")
         if self.loss_mask[0]:
             raise ValueError(f"episode {self.episode_id}: the first token has no prediction to train")
         if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
-            raise ValueError(f"group {self.group_id}, episode {self.episode_id}: a non-finite advantage or logprob")
+            raise ValueError(
+                f"group {self.group_id}, episode {self.episode_id}: a non-finite advantage or logprob"
+            )
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -22,7 +22,13 @@ from areal_agents.core.completion import (
     Versions,
     as_token_ids,
 )
-from areal_agents.core.messages import Message, extend_digest, history_digests, reasoning_conflicts
+from areal_agents.core.messages import (
+    Message,
+    canonical_key,
+    extend_digest,
+    history_digests,
+    reasoning_conflicts,
+)
 
 ForkReason = Literal[
     "new conversation",
@@ -153,7 +159,9 @@ class Trajectory:
     def temperatures(self) -> npt.NDArray[np.float32]:
         """[L] sampling temperature of each sampled token, 1 at prompt tokens."""
         return self._concatenate(
-            lambda t: _zeros_prompt(t) + 1, lambda t: np.full(len(t.completion), t.sampling.temperature), np.float32
+            lambda t: _zeros_prompt(t) + 1,
+            lambda t: np.full(len(t.completion), t.sampling.temperature),
+            np.float32,
         )
 
     @property
@@ -162,7 +170,7 @@ class Trajectory:
         sizes = [len(t.new_prompt_ids) + len(t.completion) for t in self.turns]
         return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
 
-    def _concatenate(self, prompt, completion, dtype):  # type: ignore[no-untyped-def]
+    def _concatenate(self, prompt, completion, dtype):
         parts = [part(turn) for turn in self.turns for part in (prompt, completion)]
         return np.concatenate(parts).astype(dtype)
 
@@ -236,7 +244,9 @@ class Forest:
                 return Continuation(parent, tuple(messages[index + 1 :]), None)
         return Continuation(None, tuple(messages), self._explain(messages, tools_id))
 
-    def fork(self, parent: Turn, messages: Sequence[Message], new_messages: Sequence[Message], reason: ForkReason) -> Continuation:
+    def fork(
+        self, parent: Turn, messages: Sequence[Message], new_messages: Sequence[Message], reason: ForkReason
+    ) -> Continuation:
         """A continuation that starts a new root although `parent` was found."""
         return Continuation(None, tuple(messages), Fork(parent.id, reason, len(messages) - len(new_messages)))
 
@@ -269,13 +279,13 @@ class Forest:
     def _explain(self, messages: Sequence[Message], tools_id: str) -> Fork | None:
         if not self._turns:
             return None
+        keys = [canonical_key(message) for message in messages]
         best, shared = None, 0
-        for turn in self._turns.values():
-            recorded = (*self.history(turn.id), turn.reply)
-            common = _common_prefix(recorded, messages)
+        for leaf in self.leaves():
+            turn, common = _common_history(self.path(leaf.id).turns, messages, keys)
             if common > shared:
                 best, shared = turn, common
-        if best is None or shared <= 1 and messages[0].role == "system":
+        if best is None or (shared == 1 and messages[0].role == "system"):
             return Fork(None, "new conversation", shared)
         if best.tools_id != tools_id:
             return Fork(best.id, "tools changed", shared)
@@ -292,11 +302,16 @@ def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
     return chosen[-1] if chosen else None
 
 
-def _common_prefix(recorded: Sequence[Message], messages: Sequence[Message]) -> int:
-    pairs = zip(history_digests(recorded, ""), history_digests(messages, ""), strict=False)
-    count = 0
-    for left, right in pairs:
-        if left != right:
-            break
-        count += 1
-    return count
+def _common_history(
+    turns: Sequence[Turn], messages: Sequence[Message], keys: Sequence[str]
+) -> tuple[Turn, int]:
+    """The turn of a path that holds the last message shared with a conversation, and how many are shared."""
+    reached, count = turns[0], 0
+    for turn in turns:
+        for recorded in (*turn.new_messages, turn.reply):
+            if count == len(keys) or canonical_key(recorded) != keys[count]:
+                return reached, count
+            if reasoning_conflicts(messages[count], recorded):
+                return reached, count
+            reached, count = turn, count + 1
+    return reached, count

@@ -1,0 +1,49 @@
+"""Reinforcement learning for LLM agents that keep their own code.
+
+Only the names below are public at the top. Importing this package imports neither torch, numpy nor
+an HTTP client; what needs one is loaded when its name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# Not lazy: the decorator shares its name with the module that defines it, and whoever imports a
+# submodule later must not find the module under that name.
+from areal_agents.episode import Episode, current_key, episode
+
+if TYPE_CHECKING:
+    from areal_agents.client import AsyncClient, Client, OpenedEpisode
+    from areal_agents.errors import ArealAgentsError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArealAgentsError",
+    "AsyncClient",
+    "Client",
+    "Episode",
+    "OpenedEpisode",
+    "current_key",
+    "episode",
+]
+
+_HOME = {
+    "ArealAgentsError": "areal_agents.errors",
+    "AsyncClient": "areal_agents.client",
+    "Client": "areal_agents.client",
+    "OpenedEpisode": "areal_agents.client",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,164 @@
+"""The `areal-agents` command. Each command imports what it needs when it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from areal_agents.errors import ArealAgentsError
+
+if TYPE_CHECKING:
+    from areal_agents.inference.config import EmbeddedEngineConfig
+
+app = typer.Typer(
+    help="Train the agents you already have, with fully asynchronous decoupled PPO.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+bench_app = typer.Typer(help="Measure a part of the system on this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Overrides, for example trainer.steps=10.", metavar="[KEY=VALUE]..."),
+]
+
+
+@app.command()
+def train(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Set an earlier run aside and begin anew.")] = False,
+    ablate_tool: Annotated[
+        bool, typer.Option("--ablate-tool", help="Afterwards, evaluate with the agent's tool switched off.")
+    ] = False,
+) -> None:
+    """Train an agent: starts engine, proxy, rollouts and trainer, and ends them all."""
+    from areal_agents.config import load_config
+    from areal_agents.launch.train import train as run
+
+    run(load_config(config, overrides or ()), console=Console(), fresh=fresh, ablate_tool=ablate_tool)
+
+
+@app.command("eval")
+def evaluate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Weights to evaluate; default: the config's model.")
+    ] = None,
+    ablate_tool: Annotated[
+        bool, typer.Option("--ablate-tool", help="Use the config's `ablation` agent.")
+    ] = False,
+) -> None:
+    """Evaluate a model on the held-out tasks of a config."""
+    from areal_agents.config import load_config
+    from areal_agents.launch.train import evaluate as run
+
+    console = Console()
+    changes = [*(overrides or ()), *([f"model={model.resolve()}"] if model else [])]
+    loaded = load_config(config, changes)
+    score = run(loaded, console=console, ablate_tool=ablate_tool)
+    console.print(f"held-out reward of {loaded.model}: [bold]{score:.3f}[/bold]")
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    engine_url: Annotated[
+        list[str] | None, typer.Option(help="A running SGLang; without one an embedded engine is started.")
+    ] = None,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Key of the control API; may be absent on loopback only.", envvar="AREAL_AGENTS_ADMIN_KEY"
+        ),
+    ] = None,
+    store: Annotated[Path, typer.Option(help="Where episodes are kept.")] = Path("runs/serve/store.db"),
+    family: Annotated[
+        str, typer.Option(help="Chat template family; auto reads the model's config.json.")
+    ] = "auto",
+) -> None:
+    """Serve a model to agents and record every call token by token."""
+    from areal_agents.proxy.config import ProxyConfig
+    from areal_agents.proxy.server import serve as run
+
+    settings = ProxyConfig(host=host, port=port, admin_key=admin_key, family=family)
+    run(model, settings, store=store, engine_urls=tuple(engine_url or ()))
+
+
+@app.command()
+def engine(
+    model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
+    threads: Annotated[int, typer.Option(help="CPU threads; 0 takes all cores.")] = 0,
+    slots: Annotated[int, typer.Option(help="Sequences whose keys and values are kept.")] = 64,
+    max_context: Annotated[
+        int, typer.Option(help="Longest prompt plus completion; 0 takes the model's.")
+    ] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    kernel: Annotated[str, typer.Option(help="auto, numba or torch.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
+) -> None:
+    """Start the embedded engine, which speaks SGLang's native protocol."""
+    from areal_agents.inference.embedded.server import serve as run
+
+    run(
+        _engine_config(
+            model=str(model), host=host, port=port, threads=threads, slots=slots, max_context=max_context,
+            dtype=dtype, device=device, kernel=kernel, seed=seed,
+        )
+    )  # fmt: skip
+
+
+@bench_app.command("engine")
+def bench_engine(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+) -> None:
+    """Decode speed over HTTP, and against transformers' generate in the same run."""
+    from areal_agents.bench.engine import run
+
+    run(json=as_json)
+
+
+def _engine_config(**options: object) -> EmbeddedEngineConfig:
+    from pydantic import ValidationError
+
+    from areal_agents.errors import ConfigError
+    from areal_agents.inference.config import EmbeddedEngineConfig
+
+    try:
+        return EmbeddedEngineConfig.model_validate(options)
+    except ValidationError as error:
+        faults = (
+            f"--{str(f['loc'][0]).replace('_', '-') if f['loc'] else ''}: {f['msg']}" for f in error.errors()
+        )
+        raise ConfigError("; ".join(faults)) from None
+
+
+def main() -> None:
+    """Entry point: an expected error is one clear message and exit code 1, never a stack trace."""
+    console = Console(stderr=True)
+    try:
+        app(standalone_mode=True)
+    except ArealAgentsError as error:
+        console.print(f"[bold red]{type(error).__name__}[/bold red]: {error}", highlight=False, markup=True)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        console.print(
+            "stopped; everything has been ended. The same command goes on from the last checkpoint."
+        )
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""Episodes by hand, over HTTP: for an agent that runs on its own and for tools around a run.
+
+The two clients differ only in `await`. Every refusal is a RequestError in the server's words; every
+call has a time limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import httpx
+
+from areal_agents.episode import RewardValue, checked_reward
+from areal_agents.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedEpisode:
+    """What an agent needs to make its calls part of an episode.
+
+    Attributes:
+        id: names the episode in every other call.
+        api_key: the episode's own key.
+        base_url: for an OpenAI-compatible client.
+    """
+
+    id: str
+    api_key: str
+    base_url: str
+
+
+class Client:
+    """A synchronous client of the proxy's control API. Also a context manager.
+
+    Args:
+        base_url: the proxy, for example "http://127.0.0.1:8000".
+        admin_key: as given to the proxy; not needed on loopback without one.
+        timeout_s: limit of each call.
+    """
+
+    def __init__(self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0) -> None:
+        transport = httpx.HTTPTransport(retries=2)  # connecting only
+        self._http = httpx.Client(**_settings(base_url, admin_key, timeout_s), transport=transport)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def open_episode(
+        self,
+        task: Mapping[str, Any] | None = None,
+        *,
+        group: str | None = None,
+        group_size: int | None = None,
+        index: int | None = None,
+        split: str = "train",
+        metadata: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> OpenedEpisode:
+        """Open an episode.
+
+        Args:
+            task: `{"id": …, "input": {…}}`.
+            group: id of the group it is a member of; members share a baseline.
+            group_size: members that complete the group, the same for each of them.
+            index: which member; an index whose earlier attempt failed is a retry.
+            split: "train" or "eval"; evaluation is never trained on.
+            metadata: anything JSON, to find the episode again.
+            limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `time_s`.
+            sampling: parameters that replace what the agent asks for.
+        """
+        body = _opening(task, group, group_size, index, split, metadata, limits, sampling)
+        return _opened(self._call("POST", "/episodes", body))
+
+    def reward(
+        self,
+        episode_id: str,
+        value: RewardValue,
+        *,
+        completion_id: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """Reward an episode, or the turn that `completion_id` names; see `Episode.reward`."""
+        self.post_to_episode(episode_id, "reward", _reward(value, completion_id, name))
+
+    def finish(self, episode_id: str, *, truncated: bool = False) -> dict[str, Any]:
+        """Seal an episode: no further model calls. `truncated` if the model ran into a limit."""
+        return self.post_to_episode(episode_id, "finish", {"truncated": truncated})
+
+    def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
+        """End an episode that says nothing about the model."""
+        return self.post_to_episode(episode_id, "fail", {"error": error, "aborted": aborted})
+
+    def drop_group(self, group: str, reason: str) -> dict[str, Any]:
+        """Give a group up: it will not be trained on."""
+        return self._call("POST", f"/groups/{_segment(group)}/drop", {"reason": reason})
+
+    def get_episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
+        """Status, rewards and turns of an episode; with `tokens` each turn's ids and logprobs."""
+        return self._call(
+            "GET", f"/episodes/{_segment(episode_id)}", params={"tokens": "1"} if tokens else None
+        )
+
+    def list_episodes(self, *, split: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
+        """The episodes with this split and status."""
+        answer = self._call("GET", "/episodes", params=_filters(split, status))
+        return list(answer["episodes"])
+
+    def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """POST to one of an episode's endpoints."""
+        return self._call("POST", f"/episodes/{_segment(episode_id)}/{path}", body)
+
+    def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        try:
+            response = self._http.request(method, path, json=body, params=params)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._http.base_url, error) from error
+        return _answer(response)
+
+
+class AsyncClient:
+    """The same for asyncio; one of them serves any number of concurrent episodes.
+
+    Args:
+        base_url, admin_key, timeout_s: see `Client`.
+        connections: open at most; more calls queue.
+    """
+
+    def __init__(
+        self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0, connections: int = 32
+    ) -> None:
+        transport = httpx.AsyncHTTPTransport(
+            retries=2, limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        )
+        self._http = httpx.AsyncClient(**_settings(base_url, admin_key, timeout_s), transport=transport)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def open_episode(
+        self,
+        task: Mapping[str, Any] | None = None,
+        *,
+        group: str | None = None,
+        group_size: int | None = None,
+        index: int | None = None,
+        split: str = "train",
+        metadata: Mapping[str, Any] | None = None,
+        limits: Mapping[str, Any] | None = None,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> OpenedEpisode:
+        """See `Client.open_episode`."""
+        body = _opening(task, group, group_size, index, split, metadata, limits, sampling)
+        return _opened(await self._call("POST", "/episodes", body))
+
+    async def reward(
+        self,
+        episode_id: str,
+        value: RewardValue,
+        *,
+        completion_id: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        """See `Client.reward`."""
+        await self.post_to_episode(episode_id, "reward", _reward(value, completion_id, name))
+
+    async def finish(self, episode_id: str, *, truncated: bool = False) -> dict[str, Any]:
+        """See `Client.finish`."""
+        return await self.post_to_episode(episode_id, "finish", {"truncated": truncated})
+
+    async def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
+        """See `Client.fail`."""
+        return await self.post_to_episode(episode_id, "fail", {"error": error, "aborted": aborted})
+
+    async def drop_group(self, group: str, reason: str) -> dict[str, Any]:
+        """See `Client.drop_group`."""
+        return await self._call("POST", f"/groups/{_segment(group)}/drop", {"reason": reason})
+
+    async def get_episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
+        """See `Client.get_episode`."""
+        params = {"tokens": "1"} if tokens else None
+        return await self._call("GET", f"/episodes/{_segment(episode_id)}", params=params)
+
+    async def list_episodes(
+        self, *, split: str | None = None, status: str | None = None
+    ) -> list[dict[str, Any]]:
+        """See `Client.list_episodes`."""
+        answer = await self._call("GET", "/episodes", params=_filters(split, status))
+        return list(answer["episodes"])
+
+    async def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Client.post_to_episode`."""
+        return await self._call("POST", f"/episodes/{_segment(episode_id)}/{path}", body)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        params: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, path, json=body, params=params)
+        except httpx.HTTPError as error:
+            raise _unreachable(self._http.base_url, error) from error
+        return _answer(response)
+
+
+def _settings(base_url: str, admin_key: str | None, timeout_s: float) -> dict[str, Any]:
+    if not base_url.startswith(("http://", "https://")):
+        raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
+    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
+    # Not through a proxy of the environment: this talks to the cluster, and its keys stay there.
+    return {"base_url": base_url.rstrip("/"), "headers": headers, "timeout": timeout_s, "trust_env": False}
+
+
+def _opening(
+    task: Mapping[str, Any] | None,
+    group: str | None,
+    group_size: int | None,
+    index: int | None,
+    split: str,
+    metadata: Mapping[str, Any] | None,
+    limits: Mapping[str, Any] | None,
+    sampling: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    body = {
+        "task": task,
+        "group": group,
+        "group_size": group_size,
+        "index": index,
+        "split": split,
+        "metadata": metadata,
+        "limits": limits,
+        "sampling": sampling,
+    }
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def _opened(answer: Mapping[str, Any]) -> OpenedEpisode:
+    return OpenedEpisode(id=answer["id"], api_key=answer["key"], base_url=answer["base_url"])
+
+
+def _reward(value: RewardValue, completion_id: str | None, name: str | None) -> dict[str, Any]:
+    body = {"reward": checked_reward(value), "completion_id": completion_id, "name": name}
+    return {key: item for key, item in body.items() if item is not None}
+
+
+def _filters(split: str | None, status: str | None) -> dict[str, str]:
+    return {key: value for key, value in (("split", split), ("status", status)) if value is not None}
+
+
+def _segment(value: str) -> str:
+    return quote(value, safe="")
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    if response.is_success:
+        return response.json() if response.content else {}
+    try:
+        error = response.json()["error"]
+        message, code = error["message"], error.get("code") or "error"
+    except (ValueError, KeyError, TypeError):
+        message, code = response.text[:500] or response.reason_phrase, "error"
+    raise RequestError(message, status=response.status_code, code=code)
+
+
+def _unreachable(base_url: httpx.URL, error: httpx.HTTPError) -> RequestError:
+    if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+        return RequestError(f"{base_url} did not answer in time", status=504, code="timeout")
+    what = str(error) or type(error).__name__
+    return RequestError(
+        f"cannot reach {base_url}: {what}; is `areal-agents serve` running there?",
+        status=503,
+        code="unreachable",
+    )

@@ -1,0 +1,213 @@
+"""The door for agent code: `@episode`, the `Episode` handle, and `current_key`.
+
+Only the standard library is imported here, so that it loads beside any agent framework. The same
+agent function runs in three places: inside a training run, which passes the handle; as a command of
+a run, which finds the episode in its environment; and on its own, where it talks to whatever
+OPENAI_BASE_URL names.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import os
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from areal_agents.errors import AgentError
+
+EPISODE_ID_VARIABLE = "AREAL_AGENTS_EPISODE_ID"
+DEFAULT_BASE_URL = "https://api.openai.com/v1"  # what the OpenAI SDK itself falls back to
+PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; SDKs refuse to send none
+
+Agent = TypeVar("Agent", bound=Callable[..., Any])
+RewardValue = bool | float | Mapping[str, float]
+Report = Callable[[str, dict[str, Any]], None]
+
+_current: ContextVar[Episode | None] = ContextVar("areal_agents_episode", default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode:
+    """One attempt at a task, as the agent sees it.
+
+    Attributes:
+        id: "" outside a run.
+        base_url: for an OpenAI-compatible client; every call through it is recorded in this episode.
+        api_key: the episode's own key.
+    """
+
+    id: str
+    base_url: str
+    api_key: str
+    report: Report = field(default=lambda path, body: None, repr=False)
+
+    def reward(self, value: RewardValue, completion_id: str | None = None, name: str = "return") -> None:
+        """Give a reward: to the whole episode, or to the turn that `completion_id` names.
+
+        Rewards with different names add up; giving one again replaces it. A dict gives several at
+        once: by turn if all its keys are completion ids, else by name.
+
+        Raises:
+            AgentError: a reward that is no finite number.
+        """
+        body: dict[str, Any] = {"reward": checked_reward(value)}
+        if not isinstance(value, Mapping):
+            body["name"] = name
+        if completion_id is not None:
+            body["completion_id"] = completion_id
+        self.report("reward", body)
+
+    def fail(self, error: str) -> None:
+        """Mark the episode as failed for a reason that is not the model's doing: it will be retried."""
+        self.report("fail", {"error": error})
+
+    @classmethod
+    def from_environment(cls) -> Episode:
+        """The episode that a run put into this process's environment; without one, a bare handle.
+
+        The bare handle points at OPENAI_BASE_URL with OPENAI_API_KEY, and its rewards go nowhere.
+        """
+        base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
+        api_key = os.environ.get("OPENAI_API_KEY") or PLACEHOLDER_KEY
+        episode_id = os.environ.get(EPISODE_ID_VARIABLE, "")
+        if not episode_id:
+            return cls("", base_url, api_key)
+        return cls(episode_id, base_url, api_key, report=_report_over_http(episode_id, base_url, api_key))
+
+
+def episode(agent: Agent) -> Agent:
+    """Make a function an agent that can be trained.
+
+    ``async def agent(task: dict, ep: Episode) -> None | bool | float | dict``, or the same without
+    ``async``. What it returns is its reward, named "return"; None gives none. The function stays an
+    ordinary one: ``agent(task)`` without an episode runs it against OPENAI_BASE_URL.
+
+    Clients. Build one from the handle, ``AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)``, or
+    derive it from a shared one, ``client.with_options(base_url=ep.base_url, api_key=ep.api_key)``:
+    that costs almost nothing, since it shares the connection pool. A client made at module level
+    takes ``api_key=areal_agents.current_key`` instead.
+
+    Raises:
+        AgentError: the function cannot be called as ``agent(task, ep)``.
+    """
+    check_signature(agent)
+    if inspect.iscoroutinefunction(agent):
+
+        @functools.wraps(agent)
+        async def run_async(task: Mapping[str, Any], ep: Episode | None = None) -> Any:
+            if ep is not None:
+                return await agent(task, ep)
+            with _standing_alone() as own:
+                return _rewarded(own, await agent(task, own))
+
+        return cast(Agent, run_async)
+
+    @functools.wraps(agent)
+    def run_sync(task: Mapping[str, Any], ep: Episode | None = None) -> Any:
+        if ep is not None:
+            return agent(task, ep)
+        with _standing_alone() as own:
+            return _rewarded(own, agent(task, own))
+
+    return cast(Agent, run_sync)
+
+
+class _Key(str):
+    """A key that may also be awaited: sync clients want a callable's text, async ones an awaitable."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[None, None, str]:
+        return str(self)
+        yield
+
+
+def current_key() -> Any:
+    """The key of the episode that is running here; give it to a client as ``api_key=current_key``.
+
+    Works for ``OpenAI`` and ``AsyncOpenAI`` alike. It is asked once per request, in the context of
+    the caller, and never suspends, so concurrent episodes may share one client. In a thread that the
+    agent starts itself, run the function in ``contextvars.copy_context()`` (``asyncio.to_thread``
+    does so by itself). Outside an episode it is OPENAI_API_KEY.
+
+    Raises:
+        AgentError: no episode runs in this context, and OPENAI_API_KEY is not set.
+    """
+    running = _current.get()
+    key = running.api_key if running is not None else os.environ.get("OPENAI_API_KEY")
+    if not key:
+        raise AgentError(
+            "current_key() was called where no episode is running, and OPENAI_API_KEY is not set; in a "
+            "thread of your own, run the call in contextvars.copy_context()"
+        )
+    return _Key(key)
+
+
+@contextmanager
+def running(ep: Episode) -> Iterator[Episode]:
+    """Make `ep` the episode whose key `current_key` gives inside the block."""
+    token = _current.set(ep)
+    try:
+        yield ep
+    finally:
+        _current.reset(token)
+
+
+def checked_reward(value: Any) -> float | dict[str, float]:
+    """`value` as a finite float, or a dict of them. AgentError for anything else."""
+    if isinstance(value, Mapping):
+        if not value:
+            raise AgentError("a reward dict must not be empty")
+        return {str(key): _finite(item, f"reward {key!r}") for key, item in value.items()}
+    return _finite(value, "a reward")
+
+
+def check_signature(agent: Callable[..., Any]) -> None:
+    """AgentError unless `agent` can be called as ``agent(task, ep)``."""
+    name = getattr(agent, "__name__", repr(agent))
+    if not callable(agent):
+        raise AgentError(f"{name} is no function")
+    try:
+        inspect.signature(agent).bind({}, None)
+    except TypeError as error:
+        raise AgentError(
+            f"{name}{inspect.signature(agent)} cannot be called as {name}(task, ep): {error}"
+        ) from error
+    if inspect.isasyncgenfunction(agent) or inspect.isgeneratorfunction(agent):
+        raise AgentError(f"{name} is a generator; an agent returns its reward, or None")
+
+
+def _finite(value: Any, what: str) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise AgentError(f"{what} must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise AgentError(f"{what} must be finite, got {number}")
+    return number
+
+
+@contextmanager
+def _standing_alone() -> Iterator[Episode]:
+    with running(Episode.from_environment()) as own:
+        yield own
+
+
+def _rewarded(own: Episode, value: Any) -> Any:
+    if value is not None and own.id:
+        own.reward(value)
+    return value
+
+
+def _report_over_http(episode_id: str, base_url: str, api_key: str) -> Report:
+    def report(path: str, body: dict[str, Any]) -> None:
+        from areal_agents.client import Client  # here, because it loads an HTTP library
+
+        with Client(base_url.split("/e/")[0].removesuffix("/v1"), api_key) as client:
+            client.post_to_episode(episode_id, path, body)
+
+    return report

@@ -1,0 +1,23 @@
+"""Inference: the engine that samples, as the other rooms see it, and how to start one.
+
+Everything speaks SGLang's native HTTP protocol, so the embedded engine and a real SGLang server are driven
+by one client.
+"""
+
+from __future__ import annotations
+
+from areal_agents.inference.config import EmbeddedEngineConfig, EngineConfig
+from areal_agents.inference.engine import Engine, ModelInfo, PauseMode
+from areal_agents.inference.server import EngineProcess, running_engine
+from areal_agents.inference.sglang import SGLangEngine
+
+__all__ = [
+    "EmbeddedEngineConfig",
+    "Engine",
+    "EngineConfig",
+    "EngineProcess",
+    "ModelInfo",
+    "PauseMode",
+    "SGLangEngine",
+    "running_engine",
+]

@@ -1,0 +1,217 @@
+"""The HTTP side: SGLang's endpoints over an `EngineThread`. Routes parse, call and serialise; nothing blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
+from areal_agents.inference.embedded.protocol import Generation, answer, make_request, parse_generate
+from areal_agents.inference.embedded.service import EngineService
+
+Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+def create_app(service: EngineService) -> Starlette:
+    """The application; it starts and stops `service` with its lifespan."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        service.start(asyncio.get_running_loop())
+        yield
+        await asyncio.to_thread(service.stop)
+
+    routes = Routes(service)
+    posts: dict[str, Handler] = {
+        "/generate": routes.generate,
+        "/abort_request": routes.abort_request,
+        "/pause_generation": routes.pause_generation,
+        "/continue_generation": routes.continue_generation,
+        "/update_weights_from_disk": routes.update_weights_from_disk,
+        "/update_weight_version": routes.update_weight_version,
+        "/flush_cache": routes.flush_cache,
+        "/weights_checker": routes.weights_checker,
+    }
+    gets: dict[str, Handler] = {
+        "/health": routes.health,
+        "/health_generate": routes.health_generate,
+        "/model_info": routes.model_info,
+        "/get_model_info": routes.model_info,
+        "/server_info": routes.server_info,
+        "/get_server_info": routes.server_info,
+    }
+    return Starlette(
+        routes=[Route(path, _guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        + [Route(path, _guarded(handler), methods=["GET"]) for path, handler in gets.items()],
+        lifespan=lifespan,
+    )
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _error(message: str, status: int) -> Response:
+    return _json({"error": {"message": message}}, status)
+
+
+def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+    """Parse the JSON body, and answer refusals in SGLang's form."""
+
+    async def route(http: HttpRequest) -> Response:
+        try:
+            return await handler(http, await _body(http) if http.method == "POST" else {})
+        except RequestError as error:
+            return _error(error.message, error.status)
+        except EngineUnavailable as error:
+            return _error(str(error), 503)
+        except ArealAgentsError as error:
+            return _error(str(error), 400)
+
+    return route
+
+
+async def _body(http: HttpRequest) -> dict[str, Any]:
+    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
+        raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+    raw = await http.body()
+    try:
+        body = orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"expected a JSON object, got {type(body).__name__}")
+    return body
+
+
+class Routes:
+    """The handlers, about ten lines each."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def generate(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+        generations, batch, stream = parse_generate(body, self._service.limits)
+        if stream:
+            return StreamingResponse(self._stream(generations[0]), media_type="text/event-stream")
+        answers = self._run_all(generations)
+        done = await _unless_disconnected(http, answers)
+        if done is None:
+            return Response(status_code=499)
+        return _json(done if batch else done[0])
+
+    async def _run_all(self, generations: list[Generation]) -> list[dict[str, Any]]:
+        if len(generations) == 1:
+            return [await self._run(generations[0])]
+        return list(await asyncio.gather(*(self._run(generation) for generation in generations)))
+
+    async def _run(self, generation: Generation) -> dict[str, Any]:
+        started = time.perf_counter()
+        request = make_request(
+            generation, seed=self._service.next_seed(), streaming=False, notify=self._service.notify
+        )
+        await self._service.run(request)
+        return answer(request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started)
+
+    async def _stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Server-sent events with cumulative ids and logprobs, SGLang's default."""
+        started = time.perf_counter()
+        request = make_request(generation, seed=self._service.next_seed(), streaming=True, notify=self._service.notify)
+        async for _ in self._service.stream(request):
+            chunk = answer(
+                request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started
+            )
+            yield b"data: " + orjson.dumps(chunk) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    async def abort_request(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        rid, everything = body.get("rid"), body.get("abort_all", False)
+        if not everything and not (isinstance(rid, str) and rid):
+            raise RequestError('expected {"rid": "..."} or {"abort_all": true}')
+        await self._service.abort(None if everything else rid)
+        return _json({"success": True})
+
+    async def pause_generation(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        mode = body.get("mode", "abort")
+        if mode not in ("abort", "in_place", "retract"):
+            raise RequestError(f"mode must be abort, in_place or retract, got {mode!r}")
+        await self._service.pause(mode)
+        return _json({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        await self._service.resume()
+        return _json({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_weights_from_disk(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        path, version = body.get("model_path"), body.get("weight_version")
+        if not isinstance(path, str) or not path:
+            raise RequestError("model_path must name a model folder")
+        if version is not None and not isinstance(version, str):
+            raise RequestError(f"weight_version must be a string, got {version!r}")
+        await self._service.update_weights(path, version, flush_cache=bool(body.get("flush_cache", True)))
+        return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+
+    async def update_weight_version(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        version = body.get("new_version")
+        if not isinstance(version, str) or not version:
+            raise RequestError(f"new_version must be a string, got {version!r}")
+        if body.get("abort_all_requests", True):
+            await self._service.abort(None)
+        await self._service.use_version(version)
+        return _json({"success": True, "message": "Weight version updated.", "new_version": version})
+
+    async def flush_cache(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        if not await self._service.flush_cache():
+            return _error("the cache is not flushed while requests are running", 400)
+        return _json({"success": True, "message": "Cache flushed."})
+
+    async def weights_checker(self, _: HttpRequest, body: dict[str, Any]) -> Response:
+        if body.get("action") != "checksum":
+            raise RequestError(f'action must be "checksum", got {body.get("action")!r}')
+        checksum = await self._service.checksum()
+        return _json({"success": True, "message": "", "checksum": checksum})
+
+    async def health(self, _: HttpRequest, __: dict[str, Any]) -> Response:
+        self._service.check()
+        return Response(status_code=200)
+
+    async def health_generate(self, _: HttpRequest, __: dict[str, Any]) -> Response:
+        await self._run_all(parse_generate(
+            {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}, self._service.limits
+        )[0])  # fmt: skip
+        return Response(status_code=200)
+
+    async def model_info(self, _: HttpRequest, __: dict[str, Any]) -> Response:
+        return _json(self._service.model_info())
+
+    async def server_info(self, _: HttpRequest, __: dict[str, Any]) -> Response:
+        return _json(await self._service.server_info())
+
+
+async def _unless_disconnected(
+    http: HttpRequest, work: Awaitable[list[dict[str, Any]]]
+) -> list[dict[str, Any]] | None:
+    """The result of `work`, or None after cancelling it because the client hung up."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(http.receive())  # the body was read: the next message is the disconnect
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for pending in (task, gone):
+            if not pending.done():
+                pending.cancel()
+                with suppress(asyncio.CancelledError):
+                    await pending

@@ -1,0 +1,254 @@
+"""SGLang's JSON, both ways: a /generate body to checked requests, a finished request to its answer."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import repeat
+from typing import Any
+
+import numpy as np
+
+from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
+from areal_agents.errors import RequestError
+from areal_agents.inference.embedded.request import Request
+from areal_agents.inference.embedded.text import Detokenizer
+
+DEFAULT_MAX_NEW_TOKENS = 128
+MAX_SEED = 2**63 - 1
+_GENERATE_FIELDS = {
+    "input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream",
+    "top_logprobs_num", "return_text_in_logprobs", "priority", "routed_dp_rank", "bootstrap_room",
+}  # fmt: skip
+_SAMPLING_FIELDS = {
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
+    "stop", "stop_token_ids", "ignore_eos", "sampling_seed", "skip_special_tokens",
+    "spaces_between_special_tokens", "no_stop_trim", "n", "repetition_penalty", "min_new_tokens",
+}  # fmt: skip
+# Known to SGLang and accepted here at the one value that changes nothing.
+_NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0, "top_logprobs_num": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One prompt of a /generate body, checked."""
+
+    rid: str
+    prompt: TokenIds
+    sampling: SamplingParams
+    logprobs: bool
+    input_logprobs_from: int
+    skip_special_tokens: bool
+    trim_stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What requests are checked against."""
+
+    vocab_size: int
+    max_context: int
+    has_tokenizer: bool
+
+
+def parse_generate(body: Any, limits: Limits) -> tuple[list[Generation], bool, bool]:
+    """Parse a body into (prompts, whether it is a batch, whether to stream); RequestError says what is wrong."""
+    if not isinstance(body, dict):
+        raise RequestError(f"expected a JSON object, got {type(body).__name__}")
+    _check_fields(body, _GENERATE_FIELDS, "field")
+    ids = body.get("input_ids")
+    if not isinstance(ids, list) or not ids:
+        raise RequestError("input_ids must be a non-empty list of token ids (text prompts are not supported)")
+    batch = isinstance(ids[0], list)
+    prompts = ids if batch else [ids]
+    rids = body.get("rid")
+    rids = [None] * len(prompts) if rids is None else rids if batch else [rids]
+    params = body.get("sampling_params") or {}
+    params = params if batch and isinstance(params, list) else [params] * len(prompts)
+    if not isinstance(rids, list) or len(rids) != len(prompts) or len(params) != len(prompts):
+        raise RequestError(f"{len(prompts)} prompts need as many rids and sampling_params")
+    stream = _flag(body, "stream", default=False)
+    if stream and batch:
+        raise RequestError("stream takes a single prompt")
+    generations = [
+        _generation(body, prompt, rid, sampling, limits)
+        for prompt, rid, sampling in zip(prompts, rids, params, strict=True)
+    ]
+    return generations, batch, stream
+
+
+def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits: Limits) -> Generation:
+    if rid is not None and not isinstance(rid, str):
+        raise RequestError(f"rid must be a string, got {rid!r}")
+    if not isinstance(params, dict):
+        raise RequestError(f"sampling_params must be an object, got {params!r}")
+    _check_fields(params, _SAMPLING_FIELDS, "sampling parameter")
+    ids = _prompt_ids(prompt, limits)
+    sampling = _sampling(params)
+    if len(ids) + sampling.max_new_tokens > limits.max_context:
+        raise RequestError(
+            f"{len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the context of "
+            f"{limits.max_context}",
+            code="context_length_exceeded",
+        )
+    if sampling.stop and not limits.has_tokenizer:
+        raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_token_ids")
+    logprobs = _flag(body, "return_logprob", default=False)
+    start = _integer(body, "logprob_start_len", -1, low=-1)
+    return Generation(
+        rid=rid or uuid.uuid4().hex,
+        prompt=ids,
+        sampling=sampling,
+        logprobs=logprobs,
+        input_logprobs_from=start if logprobs and start < len(ids) else -1,
+        skip_special_tokens=_flag(params, "skip_special_tokens", default=True),
+        trim_stop=not _flag(params, "no_stop_trim", default=False),
+    )
+
+
+def _prompt_ids(prompt: Any, limits: Limits) -> TokenIds:
+    if not isinstance(prompt, list) or not prompt:
+        raise RequestError("input_ids must be a non-empty list of token ids")
+    try:
+        ids = np.array(prompt)
+    except ValueError as error:
+        raise RequestError("input_ids must be a flat list of integers") from error
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError("input_ids must be a flat list of integers")
+    if ids.min() < 0 or ids.max() >= limits.vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= limits.vocab_size)][0])
+        raise RequestError(f"token id {wrong} is outside the vocabulary of {limits.vocab_size}")
+    return as_token_ids(ids)
+
+
+def _sampling(params: dict[str, Any]) -> SamplingParams:
+    stop = params.get("stop") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    stop_ids = params.get("stop_token_ids") or []
+    if not isinstance(stop, list) or not all(isinstance(s, str) and s for s in stop):
+        raise RequestError(f"stop must be a string or a list of strings, got {params['stop']!r}")
+    if not isinstance(stop_ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in stop_ids):
+        raise RequestError(f"stop_token_ids must be a list of token ids, got {params['stop_token_ids']!r}")
+    top_k = _integer(params, "top_k", -1, low=-1)
+    seed = params.get("sampling_seed")
+    try:
+        return SamplingParams(
+            max_new_tokens=_integer(params, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, low=1),
+            temperature=_number(params, "temperature", 1.0),
+            top_p=_number(params, "top_p", 1.0),
+            top_k=max(top_k, 0),
+            min_p=_number(params, "min_p", 0.0),
+            frequency_penalty=_number(params, "frequency_penalty", 0.0),
+            presence_penalty=_number(params, "presence_penalty", 0.0),
+            stop=tuple(stop),
+            stop_token_ids=tuple(stop_ids),
+            ignore_eos=_flag(params, "ignore_eos", default=False),
+            seed=None if seed is None else _integer(params, "sampling_seed", 0, low=0) % (MAX_SEED + 1),
+        )
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def _check_fields(given: dict[str, Any], known: set[str], what: str) -> None:
+    if unknown := sorted(given.keys() - known):
+        raise RequestError(f"unknown {what} {unknown[0]!r}; the embedded engine knows {', '.join(sorted(known))}")
+    for name, neutral in _NEUTRAL.items():
+        if given.get(name) not in (None, neutral):
+            raise RequestError(f"{name} {given[name]!r} is not supported by the embedded engine, only {neutral}")
+
+
+def _flag(given: dict[str, Any], name: str, *, default: bool) -> bool:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {value!r}")
+    return value
+
+
+def _integer(given: dict[str, Any], name: str, default: int, *, low: int) -> int:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) is not int or not low <= value < 2**63:
+        raise RequestError(f"{name} must be an integer of at least {low}, got {value!r}")
+    return value
+
+
+def _number(given: dict[str, Any], name: str, default: float) -> float:
+    value = given.get(name)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise RequestError(f"{name} must be a number, got {value!r}")
+    return float(value)
+
+
+def make_request(
+    generation: Generation, *, seed: int, streaming: bool, notify: Callable[[Request], None]
+) -> Request:
+    """The scheduler's request for a parsed generation; `seed` is used where it brings none."""
+    sampling = generation.sampling
+    return Request(
+        rid=generation.rid,
+        prompt=generation.prompt,
+        sampling=sampling,
+        seed=seed if sampling.seed is None else sampling.seed,
+        notify=notify,
+        input_logprobs_from=generation.input_logprobs_from,
+        streaming=streaming,
+    )
+
+
+def answer(request: Request, generation: Generation, detokenizer: Detokenizer, *, latency_s: float) -> dict[str, Any]:
+    """The JSON answer for what `request` has so far; meta_info.finish_reason is null until it has finished."""
+    ids = request.output_ids
+    finish = request.finish
+    meta: dict[str, Any] = {
+        "id": request.rid,
+        "finish_reason": None,
+        "prompt_tokens": len(request.prompt),
+        "completion_tokens": len(ids),
+        "cached_tokens": request.cached_tokens,
+        "weight_version": request.spans[-1].version,
+        "num_retractions": request.retractions,
+        "e2e_latency": latency_s,
+    }
+    if generation.logprobs:
+        meta["output_token_logprobs"] = list(zip(request.output_logprobs.tolist(), ids.tolist(), repeat(None)))  # noqa: B905
+        if request.input_logprobs is not None:
+            meta["input_token_logprobs"] = _input_logprobs(request)
+    if finish is not None:
+        meta["finish_reason"] = _finish_reason(request)
+        meta["weight_versions"] = request.version_spans()
+    return {"text": _text(request, generation, detokenizer), "output_ids": ids.tolist(), "meta_info": meta}
+
+
+def _finish_reason(request: Request) -> dict[str, Any]:
+    finish = request.finish
+    assert finish is not None
+    if finish.reason == "stop":
+        return {"type": "stop", "matched": finish.matched}
+    if finish.reason == "length":
+        return {"type": "length", "length": len(request.output_ids)}
+    return {"type": "abort", "message": finish.message}
+
+
+def _input_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
+    start = request.input_logprobs_from
+    assert request.input_logprobs is not None
+    values: list[float | None] = request.input_logprobs[start:].tolist()
+    if start == 0:
+        values[0] = None
+    return list(zip(values, request.prompt[start:].tolist(), repeat(None)))  # noqa: B905
+
+
+def _text(request: Request, generation: Generation, detokenizer: Detokenizer) -> str:
+    """The completion's text, without the stop token or string that ended it."""
+    ids, finish = request.output_ids, request.finish
+    matched = finish.matched if finish is not None and generation.trim_stop else None
+    if isinstance(matched, int):
+        ids = ids[:-1]
+    text = detokenizer.text(ids, skip_special_tokens=generation.skip_special_tokens)
+    return text[: text.find(matched)] if isinstance(matched, str) and matched in text else text

@@ -1,0 +1,69 @@
+"""One generation as the scheduler sees it, from submission to its last token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from areal_agents.core.completion import FinishReason, SamplingParams, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Why a generation ended; `matched` is the stop id or string, `message` says why it was aborted."""
+
+    reason: FinishReason
+    matched: int | str | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens from `start` on were sampled by `version`, until the next span."""
+
+    version: str
+    start: int
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A generation in the scheduler's hands. Only the scheduler's thread changes it.
+
+    `output_ids` and `output_logprobs` are complete when `finish` is set, and are current after a retraction;
+    while the request runs, its tokens live in the slot table. `notify` is called with the request when it has
+    finished, and after every step if `streaming`.
+    """
+
+    rid: str
+    prompt: TokenIds  # [P]
+    sampling: SamplingParams
+    seed: int
+    notify: Callable[[Request], None]
+    input_logprobs_from: int = -1  # first prompt position whose logprob is wanted; -1: none
+    streaming: bool = False
+    output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for
+    spans: list[Span] = field(default_factory=list)
+    cached_tokens: int = 0
+    retractions: int = 0
+    finish: Finish | None = None
+
+    def mark_version(self, version: str, sampled: int) -> None:
+        """The next token, number `sampled`, will be drawn by `version`."""
+        if self.spans and self.spans[-1].start == sampled:
+            self.spans.pop()
+        if not self.spans or self.spans[-1].version != version:
+            self.spans.append(Span(version, sampled))
+
+    def version_spans(self) -> list[dict[str, Any]]:
+        """Spans in wire form; they cover output_ids exactly, and an empty output has one empty span."""
+        ends = [span.start for span in self.spans[1:]] + [len(self.output_ids)]
+        spans = [
+            {"version": span.version, "start": span.start, "end": end}
+            for span, end in zip(self.spans, ends, strict=True)
+        ]
+        return [span for span in spans if span["end"] > span["start"]] or spans[:1]

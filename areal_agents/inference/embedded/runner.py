@@ -1,0 +1,62 @@
+"""What computes: rows of tokens in, logits out, keys and values kept per slot in between."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from areal_agents.inference.embedded.weights import Weights
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The tokens of one forward pass, N rows in S segments; a segment is the next tokens of one slot.
+
+    Attributes:
+        tokens, slots, positions: [N]; the rows of a segment are contiguous, their positions ascending by one.
+        segment_starts: [S + 1] first row of each segment, then N.
+        outputs: [M] ascending rows whose logits are wanted.
+    """
+
+    tokens: Int32
+    slots: Int32
+    positions: Int32
+    segment_starts: Int32
+    outputs: Int32
+
+
+class Runner(Protocol):
+    """A model with its keys and values. Not thread-safe: the scheduler's thread alone calls it."""
+
+    kind: Literal["numba", "torch"]
+
+    def load(self, weights: Weights) -> None:
+        """Replace the weights; keys and values stay as they are."""
+        ...
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Store the rows' keys and values and return logits [M, V], float32, valid until the next call."""
+        ...
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
+        ...
+
+    def checksum(self) -> str:
+        """SHA-256 over the weights in use, the same for equal weights in one runner and dtype."""
+        ...
+
+
+def checksum_arrays(arrays: list[npt.NDArray]) -> str:
+    """SHA-256 over arrays in the order given."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
+    return digest.hexdigest()

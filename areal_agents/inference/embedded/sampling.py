@@ -1,0 +1,98 @@
+"""Drawing tokens: one uniform number per token, by inversion of the (truncated) distribution.
+
+The number is a hash of (the request's seed, the token's index), so that a seeded request samples the same
+tokens whatever shares its batch, before and after a pause. Logprobs are those of the distribution after
+temperature and before top-k, top-p and min-p, as SGLang reports them; greedy rows use temperature 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplingBatch:
+    """How each of M rows is drawn; temperature 0 is greedy, top_k 0 is off.
+
+    `seeds` [M] uint64 and `indices` [M] (how many tokens the request has sampled already) key the draw.
+    """
+
+    temperature: npt.NDArray[np.float32]  # [M]
+    top_p: npt.NDArray[np.float32]  # [M]
+    min_p: npt.NDArray[np.float32]  # [M]
+    top_k: npt.NDArray[np.int32]  # [M]
+    seeds: npt.NDArray[np.uint64]  # [M]
+    indices: npt.NDArray[np.int32]  # [M]
+
+
+@torch.inference_mode()
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Draw a token from each row of logits [M, V]; return tokens [M] and their logprobs [M].
+
+    A row whose logits are not finite gets a logprob that is not finite; the caller ends that request.
+    """
+    device = logits.device
+    greedy = batch.temperature == 0.0
+    if (batch.temperature != 1.0).any():
+        scale = torch.from_numpy(np.where(greedy, np.float32(1.0), batch.temperature)).to(device)
+        logits = logits / scale[:, None]
+    logprobs = torch.log_softmax(logits, dim=-1)
+    if greedy.all():
+        tokens = logits.argmax(dim=-1)
+    else:
+        tokens = _invert(_truncate(logprobs, batch), _uniform(batch.seeds, batch.indices))
+        if greedy.any():
+            tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(dim=-1), tokens)
+    chosen = logprobs.gather(1, tokens[:, None])[:, 0]
+    return tokens.to("cpu", torch.int32).numpy(), chosen.cpu().numpy()
+
+
+def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
+    """Probabilities [M, V] in which the tokens that top-k, top-p and min-p exclude are zero.
+
+    Each limit is taken on the full distribution. top-p keeps the most likely tokens until their mass reaches
+    it, and always the first.
+    """
+    probs = logprobs.exp()
+    limited = (batch.top_p < 1.0) | (batch.top_k > 0) | (batch.min_p > 0.0)
+    if not limited.any():
+        return probs
+    rows = torch.from_numpy(np.flatnonzero(limited)).to(probs.device)
+    chosen = limited.nonzero()[0]
+    ranked, order = probs[rows].sort(dim=-1, descending=True, stable=True)
+    vocab = ranked.shape[1]
+    top_k = np.where(batch.top_k[chosen] > 0, batch.top_k[chosen], vocab)
+    top_p, min_p, rank_limit = (
+        torch.from_numpy(a).to(probs.device)[:, None] for a in (batch.top_p[chosen], batch.min_p[chosen], top_k)
+    )
+    mass_before = ranked.cumsum(dim=-1) - ranked
+    outside = (mass_before > top_p) | (ranked < ranked[:, :1] * min_p)
+    outside |= torch.arange(vocab, device=probs.device) >= rank_limit
+    kept = torch.zeros_like(ranked).scatter_(1, order, ranked.masked_fill(outside, 0.0))
+    return probs.index_copy(0, rows, kept)
+
+
+def _invert(probs: Tensor, uniform: npt.NDArray[np.float64]) -> Tensor:
+    """The token at which each row's cumulative mass [M, V] passes uniform [M] of its total."""
+    mass = probs.cumsum(dim=-1, dtype=torch.float64)
+    goal = torch.from_numpy(uniform).to(probs.device)[:, None] * mass[:, -1:]
+    return torch.searchsorted(mass, goal, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
+
+
+def _uniform(seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """Uniform numbers in [0, 1) from (seed, index): two rounds of the splitmix64 finaliser."""
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    mixed = _mix(seeds + golden)
+    mixed = _mix(mixed ^ ((indices.astype(np.uint64) + np.uint64(1)) * golden))
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,279 @@
+"""Continuous batching: which rows each step computes, and what becomes of the tokens it samples.
+
+A step takes the next token of every decoding slot and as many prompt tokens as the budget allows, runs them
+in one forward pass, and samples for the slots whose last token was among them. Prompt and decode are the same
+thing here: a slot whose `valid` trails its `length`.
+
+Invariant: a token is sampled only when the keys and values of everything before it are valid under the
+current weights, or the slot went on over an in-place swap.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from areal_agents.inference.embedded.batch import SlotSampling
+from areal_agents.inference.embedded.request import Finish, Request
+from areal_agents.inference.embedded.runner import Rows, Runner
+from areal_agents.inference.embedded.sampling import sample
+from areal_agents.inference.embedded.slots import SlotTable
+from areal_agents.inference.engine import PauseMode
+
+StopMatcher = Callable[[np.ndarray, tuple[str, ...]], str | None]
+
+
+class Scheduler:
+    """Requests, slots and the runner. Not thread-safe: `worker.EngineThread` alone calls it.
+
+    Args:
+        find_stop: (output ids, stop strings) → the stop string that their text contains, if any.
+        version: the weights' version on the wire.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        slots: int,
+        max_context: int,
+        prefill_tokens: int,
+        prefix_cache: bool,
+        eos_ids: tuple[int, ...],
+        vocab_size: int,
+        find_stop: StopMatcher,
+        version: str,
+    ) -> None:
+        self.version = version
+        self.paused: PauseMode | None = None
+        self._runner = runner
+        self._table = SlotTable(slots, max_context)
+        self._sampling = SlotSampling(slots, max_context, vocab_size, eos_ids)
+        self._prefill_tokens = prefill_tokens
+        self._prefix_cache = prefix_cache
+        self._find_stop = find_stop
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._watched: set[int] = set()  # slots whose requests stream or have stop strings
+        self._scored: set[int] = set()  # slots whose prompt logprobs are still being computed
+        self._when_idle: deque[Callable[[], None]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` would do something now."""
+        if self.paused is not None:
+            return bool(self._when_idle)
+        return bool(self._running or self._waiting or self._when_idle)
+
+    @property
+    def load(self) -> dict[str, int]:
+        """Counts of running and waiting requests."""
+        return {"running": len(self._running), "waiting": len(self._waiting)}
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its rid must not be in use."""
+        self._waiting.append(request)
+
+    def abort(self, rid: str | None) -> None:
+        """End the request `rid`, or all of them; an unknown rid is not an error, it may just have finished."""
+        for slot, request in list(self._running.items()):
+            if rid is None or request.rid == rid:
+                self._finish(slot, Finish("abort", message="aborted"))
+        for request in [r for r in self._waiting if rid is None or r.rid == rid]:
+            self._waiting.remove(request)
+            request.mark_version(self.version, len(request.output_ids))
+            request.finish = Finish("abort", message="aborted")
+            request.notify(request)
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop sampling until `resume`; see Engine.pause."""
+        if mode == "abort":
+            self.abort(None)
+        elif mode == "retract":
+            for slot in sorted(self._running, reverse=True):
+                self._retract(slot)
+        self.paused = mode
+
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self.paused = None
+
+    def when_idle(self, action: Callable[[], None]) -> None:
+        """Run `action` between steps: at once while paused, else when what runs now has finished.
+
+        New requests are held until then.
+        """
+        self._when_idle.append(action)
+
+    def use_version(self, version: str) -> None:
+        """Tokens sampled from now on carry `version`."""
+        self.version = version
+        for slot, request in self._running.items():
+            request.mark_version(version, int(self._table.length[slot]) - len(request.prompt))
+
+    def weights_changed(self) -> None:
+        """Nothing computed before may be reused."""
+        self._table.invalidate()
+
+    def flush_cache(self) -> bool:
+        """Drop the prefix cache; False (and nothing done) while requests run."""
+        if self._running:
+            return False
+        self._table.forget_idle()
+        return True
+
+    def step(self) -> None:
+        """Admit, compute one batch, sample, and hand over what finished."""
+        if self._when_idle and (self.paused is not None or not self._running):
+            while self._when_idle:
+                self._when_idle.popleft()()
+        if self.paused is not None:
+            return
+        if not self._when_idle:
+            self._admit()
+        if not self._running:
+            return
+        slots, counts = self._plan()
+        complete = self._table.valid[slots] + counts == self._table.length[slots]
+        rows = self._rows(slots, counts, complete)
+        logits = self._runner.forward(rows)
+        self._table.valid[slots] += counts
+        if self._scored:
+            logits = self._score_prompts(rows, logits, (rows.segment_starts[1:] - 1)[complete])
+        if complete.any():
+            self._commit(slots[complete], logits)
+
+    def _admit(self) -> None:
+        while self._waiting and self._table.free:
+            request = self._waiting.popleft()
+            ids = np.concatenate([request.prompt, request.output_ids])
+            reuse = len(ids) - 1 if self._prefix_cache else 0
+            if request.input_logprobs_from >= 0 and not request.retractions:
+                reuse = min(reuse, max(request.input_logprobs_from - 1, 0))
+                request.input_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+            place = self._table.take(ids, max_reuse=reuse)
+            if place.source != place.slot and place.reused:
+                self._runner.copy_prefix(place.source, place.slot, place.reused)
+            if not request.retractions:
+                request.cached_tokens = place.reused
+            request.mark_version(self.version, len(request.output_ids))
+            self._sampling.assign(place.slot, request)
+            self._running[place.slot] = request
+            if request.input_logprobs is not None and not request.retractions:
+                self._scored.add(place.slot)
+            if request.streaming or request.sampling.stop:
+                self._watched.add(place.slot)
+
+    def _plan(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of this step and how many tokens each computes: every decode, then prompts within the budget."""
+        slots = np.fromiter(self._running, np.int32, len(self._running))
+        pending = self._table.length[slots] - self._table.valid[slots]
+        if (pending == 1).all():
+            return slots, pending
+        budget = self._prefill_tokens
+        counts = np.minimum(pending, 1)
+        for i in np.flatnonzero(pending > 1):
+            counts[i] = min(int(pending[i]), budget)
+            budget -= int(counts[i])
+        return slots[counts > 0], counts[counts > 0]
+
+    def _rows(self, slots: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> Rows:
+        """The step's rows; logits are wanted of the last row of each complete slot, and for prompt logprobs."""
+        table = self._table
+        starts = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        if starts[-1] == len(slots):
+            row_slots, positions = slots, table.valid[slots]
+        else:
+            row_slots = np.repeat(slots, counts)
+            first = np.repeat(table.valid[slots] - starts[:-1], counts)
+            positions = first + np.arange(starts[-1], dtype=np.int32)
+        outputs = (starts[1:] - 1)[complete]
+        if self._scored:
+            wanted = [row for row, _, _ in self._scored_rows(row_slots, positions)]
+            outputs = np.union1d(outputs, np.array(wanted, np.int32)).astype(np.int32)
+        return Rows(table.tokens[row_slots, positions], row_slots, positions, starts, outputs)
+
+    def _scored_rows(self, row_slots: np.ndarray, positions: np.ndarray) -> list[tuple[int, Request, int]]:
+        """(row, request, prompt position that the row predicts) wherever a prompt logprob was asked for."""
+        found = []
+        for slot in self._scored:
+            request = self._running[slot]
+            for row in np.flatnonzero(row_slots == slot).tolist():
+                predicted = int(positions[row]) + 1
+                if request.input_logprobs_from <= predicted < len(request.prompt):
+                    found.append((row, request, predicted))
+        return found
+
+    def _score_prompts(self, rows: Rows, logits: torch.Tensor, last_rows: np.ndarray) -> torch.Tensor:
+        """Fill in prompt logprobs (at temperature 1, as SGLang gives them); return the logits of `last_rows`."""
+        for row, request, predicted in self._scored_rows(rows.slots, rows.positions):
+            logprobs = torch.log_softmax(logits[int(np.searchsorted(rows.outputs, row))], dim=-1)
+            assert request.input_logprobs is not None
+            request.input_logprobs[predicted] = float(logprobs[int(request.prompt[predicted])])
+        self._scored -= {int(rows.slots[row]) for row in last_rows}
+        return logits[torch.from_numpy(np.searchsorted(rows.outputs, last_rows))]
+
+    def _commit(self, slots: np.ndarray, logits: torch.Tensor) -> None:
+        """Sample for `slots` [M] from logits [M, V]; append, and finish what has ended."""
+        table, sampling = self._table, self._sampling
+        tokens, logprobs = sample(sampling.penalised(slots, logits, table), sampling.batch(slots, table.length[slots]))
+        table.tokens[slots, table.length[slots]] = tokens
+        sampling.logprobs[slots, table.length[slots] - sampling.prompt_length[slots]] = logprobs
+        table.length[slots] += 1
+        stopped = sampling.stops(slots, tokens)
+        ended = stopped | (table.length[slots] >= sampling.limit[slots]) | ~np.isfinite(logprobs)
+        for i in np.flatnonzero(ended):
+            self._finish(int(slots[i]), self._reason(int(slots[i]), int(tokens[i]), bool(stopped[i]), logprobs[i]))
+        if self._watched:
+            self._watch(slots)
+
+    def _reason(self, slot: int, token: int, stopped: bool, logprob: float) -> Finish:
+        if not np.isfinite(logprob):
+            self._table.length[slot] -= 1  # the token was drawn from garbage
+            return Finish("abort", message="the model's logits are not finite")
+        if stopped:
+            return Finish("stop", matched=token)
+        matched = self._matched_stop(slot)
+        return Finish("length") if matched is None else Finish("stop", matched=matched)
+
+    def _matched_stop(self, slot: int) -> str | None:
+        request = self._running[slot]
+        return self._find_stop(self._output(slot)[0], request.sampling.stop) if request.sampling.stop else None
+
+    def _watch(self, slots: np.ndarray) -> None:
+        """Stop strings and streams, for the requests that have them."""
+        for slot in self._watched.intersection(slots.tolist()):
+            request = self._running[slot]
+            if (matched := self._matched_stop(slot)) is not None:
+                self._finish(slot, Finish("stop", matched=matched))
+            elif request.streaming:
+                request.output_ids, request.output_logprobs = self._output(slot)
+                request.notify(request)
+
+    def _output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
+        """Copies of the ids and logprobs that `slot` has sampled."""
+        start, stop = int(self._sampling.prompt_length[slot]), int(self._table.length[slot])
+        return self._table.tokens[slot, start:stop].copy(), self._sampling.logprobs[slot, : stop - start].copy()
+
+    def _finish(self, slot: int, finish: Finish) -> None:
+        request = self._leave(slot)
+        request.finish = finish
+        request.notify(request)
+
+    def _retract(self, slot: int) -> None:
+        request = self._leave(slot)
+        request.retractions += 1
+        self._waiting.appendleft(request)
+
+    def _leave(self, slot: int) -> Request:
+        """Take a request out of its slot with what it has sampled."""
+        request = self._running.pop(slot)
+        self._watched.discard(slot)
+        self._scored.discard(slot)
+        request.output_ids, request.output_logprobs = self._output(slot)
+        self._table.release(slot)
+        return request

@@ -1,0 +1,185 @@
+"""The engine process: put the parts together, listen, and end cleanly.
+
+    areal-agents engine --model PATH --port N
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import uvicorn
+
+from areal_agents.errors import ConfigError
+from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.embedded.app import create_app
+from areal_agents.inference.embedded.architecture import DEFAULT_MAX_CONTEXT, Architecture, read_architecture
+from areal_agents.inference.embedded.runner import Runner
+from areal_agents.inference.embedded.scheduler import Scheduler
+from areal_agents.inference.embedded.service import EngineService
+from areal_agents.inference.embedded.text import Detokenizer
+from areal_agents.inference.embedded.torch_runner import TorchRunner
+from areal_agents.inference.embedded.warmup import warm_up
+from areal_agents.inference.embedded.weights import load_weights, random_weights
+
+logger = logging.getLogger(__name__)
+
+STARTED_VERSION = "default"
+SHUTDOWN_TIMEOUT_S = 5
+# The engine's thread wants the interpreter back quickly after each kernel; 5 ms would be a whole step.
+SWITCH_INTERVAL_S = 0.0005
+
+
+def serve(config: EmbeddedEngineConfig) -> None:
+    """Serve until SIGTERM or SIGINT; ConfigError when the model or the port cannot be had."""
+    started = time.perf_counter()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    listener = _listen(config)
+    service = build_service(config)
+    server = _Server(
+        uvicorn.Config(
+            create_app(service),
+            loop="uvloop",
+            http="httptools",
+            lifespan="on",
+            access_log=False,
+            log_level="warning",
+            timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
+        ),
+        service,
+    )
+    if config.exit_with_parent:
+        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+    host, port = listener.getsockname()[:2]
+    logger.info("engine ready on http://%s:%d after %.1f s", host, port, time.perf_counter() - started)
+    server.run(sockets=[listener])
+
+
+def build_service(config: EmbeddedEngineConfig) -> EngineService:
+    """Load the model and put the engine together, compiled and ready to start."""
+    folder = Path(config.model)
+    if not folder.is_dir():
+        raise ConfigError(f"engine.model: {config.model} is not a folder")
+    threads = config.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    arch = read_architecture(folder)
+    max_context = config.max_context or min(arch.max_positions, DEFAULT_MAX_CONTEXT)
+    if max_context > arch.max_positions:
+        raise ConfigError(f"engine.max_context: {max_context} exceeds the model's {arch.max_positions} positions")
+    weights = random_weights(arch, config.seed) if config.load_format == "dummy" else load_weights(folder, arch)
+    runner = make_runner(config, arch, max_context=max_context, threads=threads)
+    runner.load(weights)
+    warm_up(runner)
+    detokenizer = Detokenizer(folder)
+    scheduler = Scheduler(
+        runner,
+        slots=config.slots,
+        max_context=max_context,
+        prefill_tokens=config.prefill_tokens,
+        prefix_cache=config.prefix_cache,
+        eos_ids=arch.eos_ids,
+        vocab_size=arch.vocab_size,
+        find_stop=detokenizer.find_stop,
+        version=STARTED_VERSION,
+    )
+    info: dict[str, Any] = {
+        "engine": "areal-agents",
+        "kernel": runner.kind,
+        "device": config.device,
+        "dtype": config.dtype,
+        "threads": threads,
+        "slots": config.slots,
+    }
+    logger.info("%s with %d layers: %s", arch.model_type, arch.layers, info)
+    return EngineService(
+        scheduler,
+        runner,
+        arch,
+        detokenizer,
+        model_path=config.model,
+        max_context=max_context,
+        seed=config.seed,
+        info=info,
+    )
+
+
+def make_runner(config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int) -> Runner:
+    """numba for float32 on a CPU where it is installed and the sizes fit, torch otherwise; the log says which."""
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
+    if _use_numba(config, arch):
+        from areal_agents.inference.embedded.numba_runner import NumbaRunner
+
+        return NumbaRunner(
+            arch,
+            slots=config.slots,
+            max_context=max_context,
+            max_rows=config.slots + config.prefill_tokens,
+            threads=threads,
+        )
+    return TorchRunner(
+        arch,
+        slots=config.slots,
+        max_context=max_context,
+        device=torch.device(config.device),
+        dtype=torch.float32 if config.dtype == "float32" else torch.bfloat16,
+    )
+
+
+def _use_numba(config: EmbeddedEngineConfig, arch: Architecture) -> bool:
+    if config.kernel == "torch" or config.device != "cpu" or config.dtype != "float32":
+        return False
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        if config.kernel == "numba":
+            raise ConfigError("engine.kernel: numba is not installed; install it or use kernel=torch") from error
+        logger.warning("numba is not installed: decoding with torch, several times slower on small models")
+        return False
+    if config.kernel == "auto" and any(n % 8 for n in (arch.hidden, arch.head_dim, arch.feed_forward)):
+        logger.warning("numba needs sizes divisible by 8: decoding with torch")
+        return False
+    return True
+
+
+def _listen(config: EmbeddedEngineConfig) -> socket.socket:
+    if config.listen_fd is not None:
+        return socket.socket(fileno=config.listen_fd)
+    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((config.host, config.port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"engine.port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+    listener.listen(2048)
+    return listener
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe that only the parent holds: it reads as ended when the parent is gone."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with running generations aborted at the first signal, so that their connections can end."""
+
+    def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.abort_soon()
+        super().handle_exit(sig, frame)

@@ -1,0 +1,203 @@
+"""Between the event loop and the engine's thread: futures for finished requests, and weight swaps.
+
+Invariant: a rid is in `_active` exactly while its request is with the scheduler, so a rid is never running twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_agents.errors import EngineUnavailable, RequestError
+from areal_agents.inference.embedded.architecture import Architecture
+from areal_agents.inference.embedded.protocol import MAX_SEED, Limits
+from areal_agents.inference.embedded.request import Request
+from areal_agents.inference.embedded.runner import Runner
+from areal_agents.inference.embedded.scheduler import Scheduler
+from areal_agents.inference.embedded.text import Detokenizer
+from areal_agents.inference.embedded.weights import Weights, load_weights
+from areal_agents.inference.embedded.worker import EngineThread
+from areal_agents.inference.engine import PauseMode
+
+
+class EngineService:
+    """What the routes call. Everything here runs in the event loop except `_deliver` and `_fail`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        arch: Architecture,
+        detokenizer: Detokenizer,
+        *,
+        model_path: str,
+        max_context: int,
+        seed: int,
+        info: dict[str, Any],
+    ) -> None:
+        self.detokenizer = detokenizer
+        self.limits = Limits(arch.vocab_size, max_context, detokenizer.available)
+        self._scheduler = scheduler
+        self._runner = runner
+        self._arch = arch
+        self._model_path = model_path
+        self._info = info
+        self._seeds = itertools.count(int(np.random.default_rng(seed).integers(MAX_SEED // 2)))
+        self._active: dict[str, asyncio.Future[None]] = {}
+        self._streams: dict[str, asyncio.Event] = {}
+        self._failure: BaseException | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._swap = asyncio.Lock()
+        self._thread = EngineThread(scheduler, deliver=self._deliver, on_failure=self._fail)
+        self.notify = self._thread.notify
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine's thread; results are delivered into `loop`."""
+        self._loop = loop
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Abort what runs and end the thread."""
+        self._thread.stop()
+
+    def check(self) -> None:
+        """EngineUnavailable if the engine's thread has died."""
+        if self._failure is not None:
+            raise EngineUnavailable(f"the engine has failed: {self._failure!r}")
+
+    def next_seed(self) -> int:
+        """A seed for a request that brings none."""
+        return next(self._seeds)
+
+    async def run(self, request: Request) -> None:
+        """Return when `request` has finished; cancelling aborts it."""
+        future = self._submit(request)
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._thread.submit(lambda scheduler: scheduler.abort(request.rid))
+            raise
+
+    async def stream(self, request: Request) -> AsyncIterator[None]:
+        """Yield whenever `request` has new tokens, the last time when it has finished."""
+        event = self._streams[request.rid] = asyncio.Event()
+        future = self._submit(request)
+        future.add_done_callback(lambda _: event.set())
+        try:
+            while not future.done():
+                await event.wait()
+                event.clear()
+                yield
+            future.result()
+        finally:
+            self._streams.pop(request.rid, None)
+            if not future.done():
+                self._thread.submit(lambda scheduler: scheduler.abort(request.rid))
+
+    async def abort(self, rid: str | None) -> None:
+        """Abort one request, or all."""
+        await self._call(lambda scheduler: scheduler.abort(rid))
+
+    def abort_soon(self) -> None:
+        """Abort everything without waiting; callable from a signal handler."""
+        self._thread.submit(lambda scheduler: scheduler.abort(None))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See Engine.pause."""
+        await self._call(lambda scheduler: scheduler.pause(mode))
+
+    async def resume(self) -> None:
+        """See Engine.resume."""
+        await self._call(lambda scheduler: scheduler.resume())
+
+    async def use_version(self, version: str) -> None:
+        """Name the weights in use."""
+        await self._call(lambda scheduler: scheduler.use_version(version))
+
+    async def flush_cache(self) -> bool:
+        """Drop the prefix cache; False while requests run."""
+        return await self._call(lambda scheduler: scheduler.flush_cache())
+
+    async def checksum(self) -> str:
+        """Checksum of the weights in use."""
+        return await self._call(lambda _: self._runner.checksum())
+
+    async def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> None:
+        """Serve the folder at `path`. Reading and checking go on beside generation; only the swap stops it."""
+        async with self._swap:
+            weights = await asyncio.to_thread(load_weights, Path(path), self._arch)
+            self.check()
+            await asyncio.wrap_future(
+                self._thread.call_when_idle(lambda scheduler: self._swap_in(scheduler, weights, version, flush_cache))
+            )
+            self._model_path = path
+
+    def _swap_in(self, scheduler: Scheduler, weights: Weights, version: str | None, flush_cache: bool) -> None:
+        if flush_cache and scheduler.paused == "in_place" and scheduler.load["running"]:
+            raise RequestError(
+                "flush_cache would drop the keys and values of requests paused in place: send flush_cache false"
+            )
+        self._runner.load(weights)
+        scheduler.weights_changed()
+        if version is not None:
+            scheduler.use_version(version)
+
+    def model_info(self) -> dict[str, Any]:
+        """SGLang's /model_info, with the limits beside it."""
+        return {
+            "model_path": self._model_path,
+            "tokenizer_path": self._model_path,
+            "is_generation": True,
+            "weight_version": self._scheduler.version,
+            "vocab_size": self.limits.vocab_size,
+            "context_length": self.limits.max_context,
+            "model_type": self._arch.model_type,
+            **self._info,
+        }
+
+    async def server_info(self) -> dict[str, Any]:
+        """model_info and the current load."""
+        return {**self.model_info(), **await self._call(lambda scheduler: scheduler.load)}
+
+    def _submit(self, request: Request) -> asyncio.Future[None]:
+        self.check()
+        if request.rid in self._active:
+            raise RequestError(f"rid {request.rid!r} is already running")
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._active[request.rid] = future
+        self._thread.submit(lambda scheduler: scheduler.add(request))
+        return future
+
+    async def _call(self, action: Any) -> Any:
+        self.check()
+        return await asyncio.wrap_future(self._thread.call(action))
+
+    def _deliver(self, requests: list[Request]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._resolve, requests)
+
+    def _resolve(self, requests: list[Request]) -> None:
+        for request in requests:
+            if request.finish is None:
+                if (event := self._streams.get(request.rid)) is not None:
+                    event.set()
+                continue
+            future = self._active.pop(request.rid, None)
+            if future is not None and not future.done():
+                future.set_result(None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._resolve_failed)
+
+    def _resolve_failed(self) -> None:
+        for future in self._active.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(f"the engine has failed: {self._failure!r}"))
+        self._active.clear()

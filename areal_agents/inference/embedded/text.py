@@ -1,0 +1,45 @@
+"""Ids to text: what a completion reads, and where a stop string ends it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from areal_agents.errors import ConfigError
+
+
+class Detokenizer:
+    """The model folder's tokenizer, or none: then text is empty and stop strings are refused."""
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        self._tokenizer: Tokenizer | None = None
+        if path.is_file():
+            try:
+                self._tokenizer = Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises bare Exception
+                raise ConfigError(f"model: {path} cannot be read: {error}") from error
+
+    @property
+    def available(self) -> bool:
+        """Whether there is a tokenizer."""
+        return self._tokenizer is not None
+
+    def text(self, ids: np.ndarray, *, skip_special_tokens: bool = True) -> str:
+        """The text of `ids` [N]."""
+        if self._tokenizer is None:
+            return ""
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
+
+    def find_stop(self, ids: np.ndarray, stops: tuple[str, ...]) -> str | None:
+        """The stop string that the text of `ids` contains, given that it was looked for after every token.
+
+        A new match ends in the last token, so only as many tokens as can spell the longest string are
+        decoded (four of them can make one character).
+        """
+        tail = ids[-(4 * max(map(len, stops)) + 16) :]
+        text = self.text(tail)
+        found = [(text.find(stop), stop) for stop in stops if stop in text]
+        return min(found)[1] if found else None

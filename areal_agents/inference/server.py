@@ -1,0 +1,173 @@
+"""Start an embedded engine as a child process, wait until it serves, and end it.
+
+The child inherits a socket that is already listening, so no port is guessed; and it holds the read end of a
+pipe whose write end only this process has, so it ends when this process does, however that happens.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference.config import EmbeddedEngineConfig
+
+POLL_S = 0.05
+LOG_TAIL_BYTES = 2000
+
+
+class EngineProcess:
+    """An embedded engine in a process of its own. A context manager; `url` is where it serves.
+
+    Args:
+        config: the engine's options; port 0 takes a free port.
+        log_path: where its output goes; a temporary file, removed at `stop`, if None.
+        start_timeout_s: longest wait for the port to answer, loading and compiling included.
+        stop_timeout_s: how long SIGTERM may take before SIGKILL.
+        env: variables to add to this process's environment for the child.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddedEngineConfig,
+        *,
+        log_path: Path | None = None,
+        start_timeout_s: float = 120.0,
+        stop_timeout_s: float = 15.0,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._start_timeout_s = start_timeout_s
+        self._stop_timeout_s = stop_timeout_s
+        self._env = env or {}
+        self._temporary_log = log_path is None
+        self._log_path = log_path
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def __enter__(self) -> EngineProcess:
+        self.start()
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        assert self._process is not None, "start() comes first"
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the child is running."""
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Start the child; `url` is set, and answers once `wait_ready` returns."""
+        listener = _listen(self._config.host, self._config.port)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = self._config.model_copy(
+            update={"port": port, "listen_fd": listener.fileno(), "exit_with_parent": True}
+        )
+        if self._log_path is None:
+            handle, name = tempfile.mkstemp(prefix="areal-agents-engine-", suffix=".log")
+            os.close(handle)
+            self._log_path = Path(name)
+        with listener, open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "areal_agents.inference.embedded", config.model_dump_json()],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                pass_fds=[listener.fileno()],
+                env={**os.environ, **self._env},
+                start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
+            )
+
+    def wait_ready(self) -> None:
+        """Return once the engine answers; EngineUnavailable with the end of its log if it does not."""
+        deadline = time.monotonic() + self._start_timeout_s
+        while not _answers(f"{self.url}/health", timeout_s=max(POLL_S, deadline - time.monotonic())):
+            if not self.alive:
+                message = f"the engine ended with status {self._status()} before it served"
+            elif time.monotonic() > deadline:
+                message = f"the engine did not serve within {self._start_timeout_s:g} s"
+            else:
+                time.sleep(POLL_S)
+                continue
+            tail = self.log_tail()
+            self.stop()
+            raise EngineUnavailable(f"{message}; its log ends:\n{tail}")
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when the child is gone."""
+        if self._process is not None:
+            self._process.terminate()
+            try:
+                self._process.wait(self._stop_timeout_s)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+        if self._temporary_log and self._log_path is not None:
+            self._log_path.unlink(missing_ok=True)
+
+    def log_tail(self) -> str:
+        """The end of the child's output."""
+        if self._log_path is None or not self._log_path.exists():
+            return ""
+        return self._log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+
+    def _status(self) -> int | None:
+        return None if self._process is None else self._process.poll()
+
+
+@contextmanager
+def running_engine(
+    model: str | Path, *, log_path: Path | None = None, start_timeout_s: float = 120.0, **options: Any
+) -> Iterator[str]:
+    """An embedded engine for the length of a with-block; yields its URL.
+
+    `options` are EmbeddedEngineConfig's; the port is a free one unless given.
+    """
+    config = EmbeddedEngineConfig(model=str(model), **{"port": 0, **options})
+    with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
+        yield engine.url
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"engine.port: cannot listen on {host}:{port}: {error.strerror}") from error
+    listener.listen(2048)
+    return listener
+
+
+def _answers(url: str, *, timeout_s: float) -> bool:
+    """Whether `url` answers 200 in time. The socket listens from the start, so a connection waits for the child."""
+    try:
+        with urllib.request.urlopen(url, timeout=min(timeout_s, 1.0)) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False

@@ -1,0 +1,141 @@
+"""The live view of a run: a panel that redraws on a terminal, one line a step anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_agents.launch.progress import HeldOut, Progress
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class LiveView:
+    """Shows the snapshots that it is given; entering and leaving it starts and ends the display."""
+
+    def __init__(self, console: Console, *, title: str, steps: int, eval_episodes: int) -> None:
+        self._console = console
+        self._title = title
+        self._steps = steps
+        self._eval_episodes = eval_episodes
+        self._started = time.monotonic()
+        self._stage = "starting"
+        self._printed_rows = 0
+        self._printed_evals: set[str] = set()
+        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
+
+    def __enter__(self) -> LiveView:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def stage(self, text: str) -> None:
+        """Say what the run is doing before there are figures."""
+        self._stage = text
+        if not self._live:
+            self._console.print(f"[{self._elapsed():5.0f} s] {text}")
+
+    def update(self, rows: Sequence[dict[str, Any]], progress: Progress) -> None:
+        """Show the newest figures."""
+        if self._live:
+            self._live.update(self._panel(rows, progress), refresh=True)
+            return
+        for row in rows[self._printed_rows :]:
+            self._console.print(
+                f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}", highlight=False
+            )
+        self._printed_rows = len(rows)
+        for evaluation in progress.held_out:
+            if evaluation.done >= self._eval_episodes and evaluation.label not in self._printed_evals:
+                self._printed_evals.add(evaluation.label)
+                line = f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} tasks"
+                self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False)
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _panel(self, rows: Sequence[dict[str, Any]], progress: Progress) -> Panel:
+        step = rows[-1]["step"] if rows else 0
+        head = Table.grid(padding=(0, 1))
+        head.add_row(
+            f"step {step}/{self._steps}",
+            ProgressBar(total=self._steps, completed=step, width=40),
+            self._eta(rows),
+        )
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim")
+        body.add_column()
+        if rows:
+            rewards = [row["reward_mean"] for row in rows]
+            body.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
+            body.add_row("tokens/s", f"{_tokens_per_s(rows):,.0f} sampled and trained")
+            body.add_row(
+                "staleness", f"mean {rows[-1]['staleness_mean']:.2f}, max {rows[-1]['staleness_max']}"
+            )
+        else:
+            body.add_row("now", self._stage)
+        for evaluation in progress.held_out:
+            body.add_row(f"held-out {evaluation.label}", self._held_out(evaluation))
+        counts = progress.groups
+        queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} being rolled out"
+        body.add_row(
+            "queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped"
+        )
+        footer = Text(
+            f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends everything",
+            "dim",
+        )
+        return Panel(Group(head, body, footer), title=self._title, width=min(100, self._console.width))
+
+    def _held_out(self, evaluation: HeldOut) -> str:
+        if evaluation.done < self._eval_episodes:
+            return f"{evaluation.done}/{self._eval_episodes} episodes"
+        return f"[bold]{evaluation.reward:.3f}[/bold]"
+
+    def _eta(self, rows: Sequence[dict[str, Any]]) -> str:
+        if len(rows) < 2:
+            return ""
+        recent = rows[-10:]
+        per_step = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
+        return f"{per_step:.1f} s a step, about {per_step * (self._steps - rows[-1]['step']):.0f} s left"
+
+
+def describe_step(row: dict[str, Any], steps: int) -> str:
+    """One line on one training step."""
+    groups = f"{row['groups_solved_all']}/{row['groups_solved_some']}/{row['groups_solved_none']}"
+    return (
+        f"step {row['step']:>3}/{steps}  reward {row['reward_mean']:.3f}  groups all/some/none {groups}  "
+        f"staleness {row['staleness_mean']:.2f} (max {row['staleness_max']})  "
+        f"clip {row['clip_fraction']:.3f}  KL {row['kl_behavior_k3']:.4f}  step {row['step_s']:.1f} s, "
+        f"waited {row['wait_s']:.1f} s"
+    )
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """The values as a row of block characters, scaled between their own extremes."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)
+
+
+def _tokens_per_s(rows: Sequence[dict[str, Any]]) -> float:
+    recent = rows[-6:]
+    if len(recent) < 2:
+        return 0.0
+    seconds = recent[-1]["time"] - recent[0]["time"]
+    return sum(row["sampled_tokens"] for row in recent[1:]) / seconds if seconds > 0 else 0.0

@@ -1,0 +1,190 @@
+"""The processes of a run: each reads the run folder's config, builds its room's objects, and runs.
+
+    python -m areal_agents.launch.processes engine|proxy|trainer|rollout --run DIR
+
+SIGTERM ends each of them cleanly; on Linux they also get it when the supervisor dies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from areal_agents.config import Config, load_config
+from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.launch.run_folder import RunFolder
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one process of a run; its exit code."""
+    parser = argparse.ArgumentParser(prog="areal_agents.launch.processes")
+    parser.add_argument("role", choices=sorted(ROLES))
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
+    parser.add_argument(
+        "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
+    )
+    options = parser.parse_args(arguments)
+    die_with_parent()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    for name in ("httpx", "httpx2", "openai"):  # their URLs hold episode keys
+        logging.getLogger(name).setLevel(logging.WARNING)
+    folder = RunFolder(options.run)
+    try:
+        ROLES[options.role](load_config(folder.config), folder, options)
+    except ArealAgentsError as error:
+        logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
+        return 1
+    return 0
+
+
+def die_with_parent() -> None:
+    """Ask Linux for a SIGTERM when the process that started this one dies."""
+    if not sys.platform.startswith("linux"):
+        return
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.inference.config import EmbeddedEngineConfig
+    from areal_agents.inference.embedded.server import serve
+
+    host, port = folder.read_endpoints().engine_address
+    engine = config.engine
+    serve(
+        EmbeddedEngineConfig(
+            model=config.model,
+            host=host,
+            port=port,
+            threads=engine.threads or int(os.environ.get("OMP_NUM_THREADS", "0")),
+            slots=engine.slots,
+            max_context=engine.max_context,
+            dtype=engine.dtype,
+            device=engine.device,
+            seed=config.seed,
+        )
+    )
+
+
+def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.proxy.server import serve
+
+    endpoints = folder.read_endpoints()
+    settings = config.proxy.model_copy(
+        update={
+            "host": endpoints.proxy_host,
+            "port": endpoints.proxy_port,
+            "admin_key": endpoints.admin_key,
+            "group_size": config.rollout.group_size,
+        }
+    )
+    serve(
+        config.model,
+        settings,
+        store=store_of(config, folder),
+        durability=config.store,
+        engine_urls=endpoints.engine_urls,
+    )
+
+
+def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.inference import SGLangEngine
+    from areal_agents.store import Store
+    from areal_agents.training.trainer import run
+
+    stop = _stop_event()
+    first = int(os.environ.get("RANK", "0")) == 0
+    store = Store.open(store_of(config, folder), config.store.durability) if first else None
+    try:
+        run(
+            config.trainer,
+            config.algorithm,
+            store=store,
+            engine=SGLangEngine(folder.read_endpoints().engine_urls[0]) if first else None,
+            model_path=config.model,
+            run_dir=folder.root,
+            groups=config.rollout.groups,
+            max_staleness=config.rollout.max_staleness,
+            stop=stop,
+            seed=config.seed,
+        )
+    finally:
+        if store is not None:
+            store.close()
+
+
+def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    endpoints = folder.read_endpoints()
+    # For agents with a module-level client: the URL is every episode's, the key is `current_key`.
+    os.environ["OPENAI_BASE_URL"] = endpoints.proxy_url + "/v1"
+    asyncio.run(_collect(config, folder, options.evaluate, options.ablate_tool))
+
+
+async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_tool: bool) -> None:
+    from areal_agents.rollout.runner import evaluate, run
+    from areal_agents.store import Store
+
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    endpoints = folder.read_endpoints()
+    with Store.open(store_of(config, folder), config.store.durability) as store:
+        if label is None:
+            await run(
+                store=store,
+                proxy_url=endpoints.proxy_url,
+                admin_key=endpoints.admin_key,
+                agent=config.agent,
+                data=config.data,
+                rollout=config.rollout,
+                evaluation=config.eval,
+                steps=config.trainer.steps,
+                seed=config.seed,
+                stop=stop,
+            )
+            return
+        if config.eval is None:
+            raise ConfigError("there is nothing to evaluate on: the config has no eval.data")
+        await evaluate(
+            store=store,
+            proxy_url=endpoints.proxy_url,
+            admin_key=endpoints.admin_key,
+            agent=config.ablation if ablate_tool and config.ablation else config.agent,
+            rollout=config.rollout,
+            evaluation=config.eval,
+            label=label,
+            stop=stop,
+        )
+
+
+def store_of(config: Config, folder: RunFolder) -> str | Path:
+    """Where the store of a run is."""
+    return config.store.url or folder.store
+
+
+def _stop_event() -> threading.Event:
+    """An event that SIGTERM sets."""
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+    return stop
+
+
+ROLES: dict[str, Callable[[Config, RunFolder, argparse.Namespace], None]] = {
+    "engine": _engine,
+    "proxy": _proxy,
+    "trainer": _trainer,
+    "rollout": _rollout,
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,88 @@
+"""What a run has done so far, read from its store and its metrics file; it writes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_agents.store import EpisodeSummary, Store
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One held-out evaluation.
+
+    Attributes:
+        label: "before", "step-<version>" or "after".
+        done: episodes that ended.
+        reward: mean score over the ended episodes; a failed one counts as 0.
+        failed: episodes that failed for reasons that are not the policy's.
+        versions: smallest and largest policy version that its tokens came from.
+    """
+
+    label: str
+    done: int
+    reward: float
+    failed: int
+    versions: tuple[int, int]
+
+
+class MetricsFile:
+    """Follows metrics.jsonl as it grows; a line that is not whole yet is read next time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self.rows: list[dict[str, Any]] = []
+
+    def update(self) -> list[dict[str, Any]]:
+        """The rows that were added since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        new = [json.loads(line) for line in whole.splitlines()]
+        self.rows.extend(new)
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A snapshot of a run."""
+
+    version: int
+    groups: dict[str, int]
+    held_out: list[HeldOut] = field(default_factory=list)
+
+
+def read_progress(store: Store) -> Progress:
+    """Groups by state, the published version, and every evaluation so far."""
+    return Progress(version=store.max_version(), groups=store.group_counts(), held_out=read_held_out(store))
+
+
+def read_held_out(store: Store) -> list[HeldOut]:
+    """Every evaluation in the store, in the order in which they began."""
+    by_label: dict[str, dict[str, EpisodeSummary]] = {}
+    for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
+        if episode.status != "aborted" and "eval" in episode.metadata:
+            # A task that was attempted again counts by its last attempt.
+            by_label.setdefault(episode.metadata["eval"], {})[episode.task_id] = episode
+    return [_held_out(label, list(episodes.values())) for label, episodes in by_label.items()]
+
+
+def _held_out(label: str, episodes: list[EpisodeSummary]) -> HeldOut:
+    scored = [e for e in episodes if e.status in ("finished", "truncated")]
+    failed = [e for e in episodes if e.status == "failed"]
+    seen = [e for e in scored if e.sampled_tokens]
+    versions = (
+        min((e.version_min for e in seen if e.version_min is not None), default=-1),
+        max((e.version_max for e in seen if e.version_max is not None), default=-1),
+    )
+    done = len(scored) + len(failed)
+    reward = sum(e.score or 0.0 for e in scored) / done if done else 0.0
+    return HeldOut(label, done, reward, len(failed), versions)

@@ -1,0 +1,276 @@
+"""`areal-agents train`: starts the processes of a run, shows them, and ends them all.
+
+The supervisor holds no state of its own: what happened is in the store and in metrics.jsonl, so
+stopping it at any moment and starting it again goes on from the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from rich.console import Console
+
+from areal_agents.config import Config, save_config
+from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.launch.children import Children
+from areal_agents.launch.live import LiveView
+from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
+from areal_agents.launch.run_folder import Endpoints, RunFolder
+from areal_agents.launch.summary import Summary, plot_rewards
+from areal_agents.store import Store
+
+READY_TIMEOUT_S = 120.0
+REFRESH_S = 0.5
+WITHOUT_TOOL = "after-without-tool"
+
+
+def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
+    """Run the whole loop of `config` to its end.
+
+    Args:
+        config: the resolved configuration.
+        console: where progress goes.
+        fresh: set an earlier run in the same folder aside instead of resuming it.
+        ablate_tool: afterwards, evaluate once more with the agent's tool switched off.
+
+    Raises:
+        ConfigError: another process uses the run folder, or a port is taken.
+        ChildDied: a process ended that should not have.
+        KeyboardInterrupt: the user stopped the run; everything has been ended.
+    """
+    if ablate_tool:
+        _check_evaluation(config, ablate_tool)
+    folder = RunFolder(Path(config.run_dir))
+    if fresh and (earlier := folder.set_aside()):
+        console.print(f"the earlier run is kept in {earlier}")
+    with folder.locked(), _interruptible():
+        save_config(config, folder.config)
+        endpoints = choose_endpoints(config)
+        folder.write_endpoints(endpoints)
+        eval_episodes = config.eval.episodes if config.eval else 0
+        view = LiveView(
+            console,
+            title=f"areal-agents · {config.name}",
+            steps=config.trainer.steps,
+            eval_episodes=eval_episodes,
+        )
+        with Children() as children:
+            with view:
+                wall_s, idle = _run(config, folder, endpoints, children, view)
+            dead_tool = None
+            if ablate_tool:
+                console.print("evaluating once more with the agent's tool switched off")
+                dead_tool = _evaluate_once(folder, children, WITHOUT_TOOL, ablate_tool=True)
+        return _finish(folder, console, wall_s=wall_s, engine_idle=idle, without_tool=dead_tool)
+
+
+def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> float:
+    """Evaluate the weights in `config.model` on the held-out tasks; the mean score.
+
+    Raises:
+        ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`.
+        ChildDied: a process ended that should not have.
+    """
+    _check_evaluation(config, ablate_tool)
+    folder = RunFolder(Path(config.run_dir + "-eval"))
+    folder.set_aside()
+    with folder.locked(), _interruptible():
+        save_config(config, folder.config)
+        endpoints = choose_endpoints(config)
+        folder.write_endpoints(endpoints)
+        with Children() as children:
+            start_serving(config, folder, endpoints, children, console.print)
+            return _evaluate_once(folder, children, "eval", ablate_tool=ablate_tool)
+
+
+def choose_endpoints(config: Config) -> Endpoints:
+    """Free ports on this machine where the config names none; an admin key of its own."""
+    urls = tuple(config.engine.urls) or (f"http://127.0.0.1:{free_port()}",)
+    port = config.proxy.port or free_port()
+    return Endpoints(
+        urls, config.proxy.host, port, config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
+    )
+
+
+def free_port() -> int:
+    """A TCP port that was free on the loopback interface a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def threads_for(role: str) -> dict[str, str]:
+    """Environment that gives a process its share of the cores: the engine and the trainer half each."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    engine = max(1, cores // 2)
+    count = {"engine": engine, "trainer": max(1, cores - engine)}.get(role, 1)
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {**{name: str(count) for name in names}, "TOKENIZERS_PARALLELISM": "false"}
+
+
+def start_serving(
+    config: Config, folder: RunFolder, endpoints: Endpoints, children: Children, say: Callable[[str], None]
+) -> None:
+    """Start the engine (unless the config names running ones) and the proxy, and wait until both answer."""
+    if not config.engine.urls:
+        say("starting the inference engine")
+        _start(children, folder, "engine")
+        wait_until_ready(endpoints.engine_urls[0] + "/health", children)
+    say("starting the proxy")
+    _start(children, folder, "proxy")
+    wait_until_ready(endpoints.proxy_url + "/health", children)
+
+
+def wait_until_ready(url: str, children: Children, *, timeout_s: float = READY_TIMEOUT_S) -> None:
+    """Return when `url` answers 200. ChildDied if a process ends first, ArealAgentsError out of time."""
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            children.check()
+            try:
+                if client.get(url).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass  # not listening yet
+            time.sleep(0.1)
+    raise ArealAgentsError(f"{url} did not answer within {timeout_s:.0f} s; see the logs of the run")
+
+
+def _run(
+    config: Config, folder: RunFolder, endpoints: Endpoints, children: Children, view: LiveView
+) -> tuple[float, float | None]:
+    started = time.monotonic()
+    start_serving(config, folder, endpoints, children, view.stage)
+    view.stage("starting the trainer and the rollouts")
+    busy = EngineBusy(endpoints.engine_urls)
+    _start(children, folder, "trainer", ranks=config.trainer.ranks)
+    _start(children, folder, "rollout")
+    metrics = MetricsFile(folder.metrics)
+    with Store.open(folder.store) as store:
+        while not (children.finished("rollout") and children.finished("trainer")):
+            children.check(may_finish=("rollout", "trainer"))
+            metrics.update()
+            busy.follow(len(metrics.rows), config.trainer.steps)
+            view.update(metrics.rows, read_progress(store))
+            time.sleep(REFRESH_S)
+        children.check(may_finish=("rollout", "trainer"))
+        metrics.update()
+        view.update(metrics.rows, read_progress(store))
+    return time.monotonic() - started, busy.idle_share()
+
+
+class EngineBusy:
+    """The share of the training time in which no engine was sampling."""
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        self._urls = urls
+        self._from: tuple[float, float] | None = None
+        self._to: tuple[float, float] | None = None
+
+    def follow(self, done: int, steps: int) -> None:
+        """Note the counters while the trainer is between its first and its last step."""
+        if 1 <= done < steps:
+            reading = self._read()
+            if reading is not None:
+                self._from = self._from or reading
+                self._to = reading
+
+    def idle_share(self) -> float | None:
+        """Between 0 and 1; None where the engine does not count its busy time."""
+        if not self._from or not self._to or self._to[0] <= self._from[0]:
+            return None
+        elapsed = self._to[0] - self._from[0]
+        return max(0.0, 1.0 - (self._to[1] - self._from[1]) / elapsed / len(self._urls))
+
+    def _read(self) -> tuple[float, float] | None:
+        total = 0.0
+        for url in self._urls:
+            try:
+                info = httpx.get(url + "/get_server_info", timeout=2.0).json()
+            except (httpx.HTTPError, ValueError):
+                return None
+            if "busy_s" not in info:
+                return None
+            total += info["busy_s"]
+        return time.monotonic(), total
+
+
+def _check_evaluation(config: Config, ablate_tool: bool) -> None:
+    if config.eval is None:
+        raise ConfigError("there is nothing to evaluate on: the config has no eval.data")
+    if ablate_tool and config.ablation is None:
+        raise ConfigError("--ablate-tool needs `ablation:`, the agent function with its tools switched off")
+
+
+def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_tool: bool) -> float:
+    extra = ["--evaluate", label, *(["--ablate-tool"] if ablate_tool else [])]
+    name = f"rollout-{label}"
+    children.start(
+        name,
+        ["rollout", "--run", str(folder.root), *extra],
+        log=folder.log(name),
+        environment=threads_for("rollout"),
+    )
+    while not children.finished(name):
+        children.check(may_finish=("rollout", "trainer", name))
+        time.sleep(REFRESH_S)
+    children.check(may_finish=("rollout", "trainer", name))
+    with Store.open(folder.store) as store:
+        return next(e.reward for e in read_held_out(store) if e.label == label)
+
+
+def _start(children: Children, folder: RunFolder, role: str, *, ranks: int = 1) -> None:
+    children.start(
+        role,
+        [role, "--run", str(folder.root)],
+        log=folder.log(role),
+        environment=threads_for(role),
+        ranks=ranks,
+    )
+
+
+def _finish(
+    folder: RunFolder,
+    console: Console,
+    *,
+    wall_s: float,
+    engine_idle: float | None,
+    without_tool: float | None,
+) -> Summary:
+    metrics = MetricsFile(folder.metrics)
+    metrics.update()
+    with Store.open(folder.store) as store:
+        held_out = read_held_out(store)
+    curve = [e for e in held_out if e.label != WITHOUT_TOOL]
+    summary = Summary.of(
+        metrics.rows, curve, wall_s=wall_s, engine_idle=engine_idle, without_tool=without_tool
+    )
+    summary.write(folder.summary)
+    plot_rewards(metrics.rows, curve, folder.reward_plot)
+    console.print(summary.table())
+    console.print(
+        f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}"
+    )
+    return summary
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the run as Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

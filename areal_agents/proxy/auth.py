@@ -1,0 +1,98 @@
+"""Who calls: an episode by its key, or somebody with an admin or a project key.
+
+Keys are unguessable; the store keeps only their sha256. Comparisons take constant time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from areal_agents.errors import RequestError
+from areal_agents.proxy.config import ProxyConfig
+
+EPISODE_KEY_PREFIX = "ep-"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        episode_key: the key of the one episode that it may reach, or None.
+        is_admin: whether it may use the whole control API.
+        identity: a digest that tells callers without an episode apart.
+    """
+
+    episode_key: str | None
+    is_admin: bool
+    identity: str
+
+
+def new_episode_key() -> str:
+    """A fresh key for an episode."""
+    return EPISODE_KEY_PREFIX + secrets.token_urlsafe(24)
+
+
+def key_hash(key: str) -> str:
+    """What the store keeps of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+class Authenticator:
+    """Tells who calls. Without any configured key everybody is admin: for loopback only."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._admin_key = config.admin_key
+        self._project_keys = config.project_keys
+        self._open = config.admin_key is None
+
+    def identify(self, request: Request) -> Caller:
+        """The caller of a request. RequestError 401 if its keys are wrong, missing or disagree."""
+        bearer = _bearer(request)
+        path_key = request.path_params.get("key")
+        if path_key is not None:
+            if bearer is not None and not _same(bearer, path_key) and not self._is_admin_key(bearer):
+                raise _unauthorized("the API key is not the key of the episode that this base_url names")
+            return Caller(path_key, False, "")
+        if bearer is not None and bearer.startswith(EPISODE_KEY_PREFIX):
+            return Caller(bearer, False, "")
+        if self._open:
+            return Caller(None, True, key_hash(bearer or "")[:16])
+        if bearer is None:
+            raise _unauthorized("no API key was given; send it as Authorization: Bearer <key>")
+        if self._is_admin_key(bearer):
+            return Caller(None, True, key_hash(bearer)[:16])
+        # Every key is compared, so that the time does not tell which of them came close.
+        if any([_same(bearer, key) for key in self._project_keys]):
+            return Caller(None, False, key_hash(bearer)[:16])
+        raise _unauthorized("the API key is wrong")
+
+    def require_admin(self, request: Request) -> Caller:
+        """The caller, who must be admin. RequestError 401 or 403 otherwise."""
+        caller = self.identify(request)
+        if not caller.is_admin:
+            raise RequestError("this needs the admin key", status=403, code="admin_key_required")
+        return caller
+
+    def _is_admin_key(self, key: str) -> bool:
+        return self._admin_key is not None and _same(key, self._admin_key)
+
+
+def _bearer(request: Request) -> str | None:
+    scheme, _, value = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and value.strip():
+        return value.strip()
+    return request.headers.get("x-api-key")
+
+
+def _same(left: str, right: str) -> bool:
+    return hmac.compare_digest(left.encode(), right.encode())
+
+
+def _unauthorized(message: str) -> RequestError:
+    return RequestError(message, status=401, code="invalid_api_key")

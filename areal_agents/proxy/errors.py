@@ -1,0 +1,104 @@
+"""Every failure as the answer that an OpenAI client understands; never a stack trace.
+
+A client must not retry what cannot succeed, so final errors carry `x-should-retry: false`; what may
+succeed later carries Retry-After.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from areal_agents.errors import (
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    RenderingError,
+    RequestError,
+    StoreError,
+)
+from areal_agents.store import Conflict, NotFound
+
+_logger = logging.getLogger(__name__)
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+_RETRY_AFTER_S = 1.0
+
+
+class ClientGone(Exception):
+    """The client hung up before its answer was made; nobody reads the response."""
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """Translate an error of another room, with the status that a client can act on."""
+    match error:
+        case RequestError():
+            return error
+        case NotFound():
+            return RequestError(str(error), status=404, code="not_found")
+        case Conflict():
+            return RequestError(str(error), status=409, code="conflict")
+        case StoreError():
+            return RequestError(
+                str(error), status=503, code="store_unavailable", retry_after_s=_RETRY_AFTER_S
+            )
+        case RenderingError():
+            return RequestError(str(error), code="invalid_conversation", param="messages")
+        case EngineUnavailable():
+            return RequestError(
+                f"the model is not available: {error}",
+                status=503,
+                code="engine_unavailable",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        case EngineRejected():
+            return RequestError(
+                f"the engine refused the request: {error}", status=502, code="engine_rejected"
+            )
+        case EngineError():
+            return RequestError(f"the engine failed: {error}", status=502, code="engine_error")
+        case HTTPException():
+            return RequestError(str(error.detail), status=error.status_code, code="invalid_request")
+        case ClientGone():
+            return RequestError("the client closed the connection", status=499, code="client_closed_request")
+        case _:
+            return RequestError("the proxy failed on this request", status=500, code="internal_error")
+
+
+def error_response(request: Request, error: Exception) -> Response:
+    """The OpenAI form of an error; Starlette's exception handler."""
+    refusal = as_request_error(error)
+    if refusal.status >= 500:
+        _logger.error("%s %s: %d %s", request.method, _masked(request), refusal.status, error)
+    kind = _TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
+    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    return Response(
+        orjson.dumps({"error": body}),
+        status_code=refusal.status,
+        headers=_headers(refusal, getattr(error, "headers", None)),
+        media_type="application/json",
+    )
+
+
+def _headers(refusal: RequestError, given: dict[str, str] | None) -> dict[str, str]:
+    headers = dict(given or {})
+    if refusal.retry_after_s is not None:
+        headers["retry-after"] = str(max(1, round(refusal.retry_after_s)))
+    elif refusal.status < 500 or refusal.code in ("engine_rejected", "internal_error"):
+        headers["x-should-retry"] = "false"
+    return headers
+
+
+def _masked(request: Request) -> str:
+    """The path without the episode's key in it."""
+    key = request.path_params.get("key")
+    return request.url.path.replace(key, "***") if key else request.url.path

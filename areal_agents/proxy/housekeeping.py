@@ -1,0 +1,74 @@
+"""What time does to episodes: idle ones are closed, unrewarded ones fail, unused ones leave memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+
+from areal_agents.errors import StoreError
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.implicit import ImplicitEpisodes
+from areal_agents.proxy.sessions import Sessions
+from areal_agents.store import Conflict, Store
+
+_logger = logging.getLogger(__name__)
+
+_SWEEP_S = 5.0
+_MEMORY_IDLE_S = 900.0
+
+
+class Housekeeping:
+    """Sweeps at intervals. An episode of an earlier process counts as used when it is first met."""
+
+    def __init__(
+        self, *, store: Store, sessions: Sessions, implicit: ImplicitEpisodes, config: ProxyConfig
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._implicit = implicit
+        self._config = config
+        self._last_used: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Sweep until cancelled. A failing store is logged and tried again."""
+        interval_s = min(
+            _SWEEP_S,
+            self._config.implicit_idle_s / 2,
+            self._config.idle_timeout_s / 2,
+            self._config.reward_timeout_s / 2,
+        )
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self.sweep()
+            except StoreError as error:
+                _logger.warning("housekeeping: %s", error)
+
+    async def sweep(self) -> None:
+        """Close, fail and forget what is due now."""
+        await self._close_idle()
+        before = time.time() - self._config.reward_timeout_s
+        for episode_id in await asyncio.wrap_future(self._store.fail_unrewarded(before)):
+            _logger.warning(
+                "episode %s failed: no reward within %g s", episode_id, self._config.reward_timeout_s
+            )
+        self._sessions.forget_idle(_MEMORY_IDLE_S)
+
+    async def _close_idle(self) -> None:
+        now = time.monotonic()
+        in_memory = self._sessions.last_used()
+        open_ids = await asyncio.to_thread(self._store.open_episodes)
+        self._last_used = {
+            episode_id: in_memory.get(episode_id, self._last_used.get(episode_id, now))
+            for episode_id, _ in open_ids
+        }
+        for episode_id, is_implicit in open_ids:
+            idle_s = now - self._last_used[episode_id]
+            with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
+                if is_implicit and idle_s > self._config.implicit_idle_s:
+                    await self._sessions.seal(episode_id, "finished")
+                    self._implicit.forget(episode_id)
+                elif not is_implicit and idle_s > self._config.idle_timeout_s:
+                    await self._sessions.seal(episode_id, "failed", error=f"idle for {idle_s:.0f} s")

@@ -1,0 +1,90 @@
+"""How a turn is drawn: the agent's wish under the pins of its episode.
+
+Training episodes are drawn from the bare policy (temperature 1, nothing cut off, penalised or
+biased): the engine's logprobs are taken after all of that, and a temperature or a seed that an agent
+fixes would make the rollouts of a group alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agents.core.completion import SamplingParams
+from areal_agents.core.rollout import Split
+from areal_agents.errors import RequestError
+from areal_agents.proxy.request import SamplingWish
+
+# What each parameter is in a training episode, and where nobody names one.
+PINS: Mapping[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": False,
+    "seed": None,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How a turn is drawn.
+
+    Attributes:
+        params: for the engine.
+        overrides: the parameters of the request that were replaced.
+        constrained: a pin was lifted, so that the turn is not trained by default.
+    """
+
+    params: SamplingParams
+    overrides: tuple[str, ...]
+    constrained: bool
+
+
+def draw(
+    wish: SamplingWish,
+    *,
+    split: Split,
+    episode_sampling: Mapping[str, Any],
+    lifted: Collection[str],
+    stop_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+) -> Drawing:
+    """Decide how a turn is drawn.
+
+    Args:
+        wish: what the agent asks.
+        split: "train" pins everything but `lifted`; "eval" grants the wish.
+        episode_sampling: parameters set when the episode was opened; they go before the wish.
+        lifted: pins that the configuration lifts.
+        stop_token_ids: the tokens that end the model's turn.
+        max_new_tokens: what fits, at least 1.
+
+    Raises:
+        RequestError: a value out of range, or a logit bias that would be granted.
+    """
+    chosen: dict[str, Any] = {}
+    overrides, constrained = [], False
+    for name, pin in PINS.items():
+        wished = getattr(wish, name)
+        asked = episode_sampling.get(name, wished)
+        if asked is None:
+            asked = pin
+        if split == "train" and asked != pin:
+            constrained |= name in lifted
+            asked = asked if name in lifted else pin
+        if wished is not None and wished != asked:
+            overrides.append(name)
+        chosen[name] = asked
+    if chosen.pop("logit_bias"):
+        raise RequestError("logit_bias is not supported", code="unsupported_parameter", param="logit_bias")
+    try:
+        params = SamplingParams(
+            max_new_tokens=max_new_tokens, stop=wish.stop, stop_token_ids=stop_token_ids, **chosen
+        )
+    except ValueError as error:
+        raise RequestError(str(error), code="invalid_value") from None
+    return Drawing(params, tuple(overrides), constrained)

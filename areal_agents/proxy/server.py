@@ -1,0 +1,168 @@
+"""The proxy as a process: bind first, build, serve, and end cleanly on SIGTERM or Ctrl-C.
+
+Nothing is loaded before the port is ours, and whatever was started is stopped on every way out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import uvicorn
+import uvloop
+from starlette.applications import Starlette
+
+from areal_agents.errors import ConfigError
+from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.proxy.app import create_app
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store, StoreConfig
+
+_GRACEFUL_SHUTDOWN_S = 5
+_KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
+_BACKLOG = 4096
+
+
+def serve(
+    model: str | Path,
+    config: ProxyConfig,
+    *,
+    store: str | Path,
+    durability: StoreConfig | None = None,
+    engine_urls: Sequence[str] = (),
+    engine_options: dict[str, Any] | None = None,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve a model until SIGTERM or Ctrl-C.
+
+    Args:
+        model: the model folder, for the chat template and, without `engine_urls`, for the weights.
+        config: host, port and everything else; port 0 takes a free one.
+        store: path or URL of the store; the episodes in it go on.
+        durability: of the store; by default against the death of processes.
+        engine_urls: a running engine; without one an embedded engine is started and stopped here.
+        engine_options: for the embedded engine, fields of EmbeddedEngineConfig.
+        announce: gets one line for the user when the proxy is about to answer.
+
+    Raises:
+        ConfigError: port taken, no model folder, or no admin key off loopback.
+        EngineUnavailable: the embedded engine does not start.
+        StoreError: the store is unusable.
+    """
+    if len(engine_urls) > 1:
+        raise ConfigError(f"one engine URL is supported for now, got {len(engine_urls)}")
+    refuse_open_access(config)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(listen(config.host, config.port))
+        stack.enter_context(exit_on_sigterm())
+        renderer = ChatRenderer.from_folder(model, family=config.family, options=config.template_options)
+        settings = durability or StoreConfig()
+        opened = stack.enter_context(Store.open(store, settings.durability))
+        if engine_urls:
+            engine_url = engine_urls[0]
+        else:
+            engine_url = stack.enter_context(running_engine(model, **(engine_options or {})))
+        announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engine_url})")
+        serve_with_engine(listener, engine_url=engine_url, store=opened, renderer=renderer, config=config)
+
+
+def serve_with_engine(
+    listener: socket.socket,
+    *,
+    engine_url: str,
+    store: Store,
+    renderer: ChatRenderer,
+    config: ProxyConfig,
+) -> None:
+    """Serve on a bound socket, with a running engine, until SIGTERM or Ctrl-C."""
+    engine = SGLangEngine(engine_url, request_timeout_s=config.generate_timeout_s)
+    app = create_app(store=store, engine=engine, renderer=renderer, config=config)
+
+    async def run() -> None:
+        try:
+            await serve_app(app, listener)
+        finally:
+            await engine.aclose()
+
+    with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+
+
+async def serve_app(app: Starlette, listener: socket.socket) -> None:
+    """Serve an app on a bound socket until SIGTERM or SIGINT."""
+    await build_server(app).serve(sockets=[listener])
+
+
+def build_server(app: Starlette) -> uvicorn.Server:
+    """The HTTP server of the proxy; setting its `should_exit` ends it."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            lifespan="on",
+            access_log=False,  # paths hold keys
+            log_level="warning",
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+            backlog=_BACKLOG,
+        )
+    )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening socket. ConfigError if the port is taken or the host is not ours."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The base URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def refuse_open_access(config: ProxyConfig) -> None:
+    """ConfigError if others than this machine could reach a proxy that has no admin key."""
+    if config.admin_key is None and not _is_loopback(config.host):
+        raise ConfigError(f"{config.host} is not loopback: set an admin key (--admin-key)")
+
+
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit(0), so that everything opened is closed on the way out."""
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,196 @@
+"""Open episodes in memory, loaded back from the store when they are not.
+
+The store is the truth; a session is a cache of one episode's forest beside what only lives as long as
+the process (running calls, time of the last use). Losing it, even by kill -9, loses nothing that was
+acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from areal_agents.core.completion import TokenIds
+from areal_agents.core.rollout import EpisodeStatus
+from areal_agents.core.trajectory import Forest, Turn
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import key_hash
+from areal_agents.store import EpisodeRow, NewEpisode, NotFound, Store
+
+_CONTEXTS_KEPT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an episode may use; None is unbounded.
+
+    Attributes:
+        max_turns: model calls.
+        max_tokens: sampled tokens over all calls (calls that run at the same time may overshoot).
+        max_completion_tokens: sampled tokens of one call.
+        time_s: seconds from the opening to the start of a call.
+    """
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    time_s: float | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Limits:
+        """The limits of a request or of a row. ValueError for an unknown or impossible one."""
+        unknown = sorted(set(data) - set(cls.__slots__))
+        if unknown:
+            raise ValueError(f"unknown limit {unknown[0]!r}; known are {', '.join(cls.__slots__)}")
+        for name, value in data.items():
+            number = (int, float) if name == "time_s" else int
+            if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value <= 0):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        return cls(**data)
+
+
+class Session:
+    """One open episode. Lives on the event loop only."""
+
+    def __init__(self, row: EpisodeRow, turns: list[Turn]) -> None:
+        self.row = row
+        self.forest = Forest(turns)
+        self.limits = Limits.from_dict(row.limits)
+        self.limit_reached = row.limit_reached
+        self.sampled_tokens = sum(len(turn.completion) for turn in turns)
+        self.status: EpisodeStatus = row.status
+        self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
+        self.pending_calls = 0  # calls that were admitted and are not recorded yet
+        self.last_used = time.monotonic()
+        self._contexts: OrderedDict[str, TokenIds] = OrderedDict()
+
+    @property
+    def id(self) -> str:
+        """The episode's id."""
+        return self.row.id
+
+    def context_after(self, turn: Turn) -> TokenIds:
+        """[L] everything that the model saw and sampled up to the end of `turn`."""
+        kept = self._contexts.get(turn.id)
+        return self.forest.path(turn.id).token_ids if kept is None else kept
+
+    def record(self, turn: Turn, prompt_ids: TokenIds) -> None:
+        """Add a turn that the store has; `prompt_ids` is its whole prompt."""
+        self.forest.record(turn)
+        self.sampled_tokens += len(turn.completion)
+        # The ends of the branches that are being continued, so that a call costs one concatenation.
+        if turn.parent is not None:
+            self._contexts.pop(turn.parent, None)
+        self._contexts[turn.id] = np.concatenate([prompt_ids, turn.completion.token_ids])
+        if len(self._contexts) > _CONTEXTS_KEPT:
+            self._contexts.popitem(last=False)
+
+    def refuse_if_sealed(self) -> None:
+        """RequestError 409 unless the episode is open."""
+        if self.status != "open":
+            raise sealed(self.id, self.status)
+
+    def end(self, status: EpisodeStatus) -> None:
+        """Note that the episode is sealed, and stop the generations that still run for it."""
+        self.status = status
+        for call in self.calls:
+            call.cancel()
+
+
+class Sessions:
+    """The sessions of this process, by episode and by key."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._loading: dict[str, asyncio.Task[Session]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def open(self, new: NewEpisode) -> Session:
+        """Open an episode in the store and in memory. Conflict if its group has no place for it."""
+        row = await asyncio.wrap_future(self._store.open_episode(new))
+        return self.add(Session(row, []))
+
+    async def by_key(self, key: str) -> Session:
+        """The open session of a key. RequestError 401 if no episode has it, 409 if it is sealed."""
+        digest = key_hash(key)
+        session = self._by_key.get(digest)
+        if session is None:
+            loading = self._loading.get(digest)
+            if loading is None:  # the first of several calls loads for all
+                loading = asyncio.create_task(self._load(digest))
+                self._loading[digest] = loading
+                loading.add_done_callback(lambda _: self._loading.pop(digest))
+            session = await asyncio.shield(loading)
+        session.last_used = time.monotonic()
+        session.refuse_if_sealed()
+        return session
+
+    def get(self, episode_id: str) -> Session | None:
+        """The session of an episode if it is in memory."""
+        return self._by_id.get(episode_id)
+
+    def add(self, session: Session) -> Session:
+        """Keep a session."""
+        self._by_id[session.id] = session
+        self._by_key[session.row.key_hash] = session
+        return session
+
+    async def seal(
+        self,
+        episode_id: str,
+        status: Literal["finished", "truncated", "failed", "aborted"],
+        *,
+        error: str | None = None,
+        truncated_reward: float = 0.0,
+    ) -> EpisodeStatus:
+        """End an episode, in the store first; the status that it got. NotFound; Conflict."""
+        sealing = self._store.seal(episode_id, status, error=error, truncated_reward=truncated_reward)
+        final = await asyncio.wrap_future(sealing)
+        session = self._by_id.get(episode_id)
+        if session is not None:
+            session.end(final)
+            self._forget(session)
+        return final
+
+    def forget_idle(self, idle_s: float) -> None:
+        """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""
+        limit = time.monotonic() - idle_s
+        for session in list(self._by_id.values()):
+            if session.last_used < limit and not session.pending_calls and session.row.implicit_key is None:
+                self._forget(session)
+
+    def last_used(self) -> dict[str, float]:
+        """Monotonic time of the last call of each episode in memory; now, where one is running."""
+        now = time.monotonic()
+        return {id: now if s.pending_calls else s.last_used for id, s in self._by_id.items()}
+
+    async def _load(self, digest: str) -> Session:
+        try:
+            row, turns = await asyncio.to_thread(self._store.episode_by_key, digest)
+        except NotFound:
+            raise RequestError("no episode has this API key", status=401, code="invalid_api_key") from None
+        session = Session(row, turns)
+        if row.status != "open":
+            raise sealed(row.id, row.status)
+        return self.add(session)
+
+    def _forget(self, session: Session) -> None:
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.row.key_hash, None)
+
+
+def sealed(episode_id: str, status: str) -> RequestError:
+    """The answer to a model call of an episode that has ended."""
+    return RequestError(
+        f"episode {episode_id} is {status}: it takes no more model calls", status=409, code="episode_sealed"
+    )

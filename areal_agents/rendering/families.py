@@ -1,0 +1,102 @@
+"""Which of the `renderers` library's families renders a model folder.
+
+A wrong template trains the model on a format that it is never served with, so an unknown family is
+an error with the list of known ones, never a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import pydantic
+import renderers
+
+from areal_agents.errors import ConfigError
+from areal_agents.rendering.tokenizer import read_json
+
+# config.json's model_type → family. Types that several families share are told apart by name below.
+_BY_MODEL_TYPE = {
+    "deepseek_v3": "deepseek-v3",
+    "deepseek_v4": "deepseek-v4",
+    "gemma4": "gemma4",
+    "gemma4_text": "gemma4",
+    "glm4_moe": "glm-4.5",
+    "glm4_moe_lite": "glm-5",
+    "glm_moe_dsa": "glm-5",
+    "gpt_oss": "gpt-oss",
+    "hy_v3": "hy3",
+    "kimi_k2": "kimi-k2",
+    "kimi_k25": "kimi-k2.5",
+    "llama": "llama-3",
+    "minimax_m2": "minimax-m2",
+    "nemotron_h": "nemotron-3",
+    "qwen3": "qwen3",
+    "qwen3_moe": "qwen3",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_5_text": "qwen3.5",
+    "qwen3_5_moe_text": "qwen3.5",
+}
+
+# (part of the folder's or the checkpoint's name, family); the first that fits wins.
+_BY_NAME = {
+    "deepseek_v3": (("deepseek-r1", "deepseek-r1"), ("kimi-k2", "kimi-k2")),
+    "glm_moe_dsa": (("glm-5.1", "glm-5.1"), ("glm-5.3", "glm-5.3")),
+    "nemotron_h": (("ultra", "nemotron-3-ultra"), ("nemotron-3.5", "nemotron-3.5")),
+    "qwen3_5": (("qwen3.6", "qwen3.6"), ("qwen3.8", "qwen3.8")),
+    "qwen3_5_moe": (("qwen3.6", "qwen3.6"), ("qwen3.8", "qwen3.8")),
+}
+
+# "auto" would look the name up on a hub, "default" needs transformers, "custom" runs foreign code.
+_NOT_OFFERED = {"auto", "default", "custom"}
+
+
+def known_families() -> list[str]:
+    """The families that `family=` accepts, sorted."""
+    configs = get_args(get_args(renderers.RendererConfig)[0])
+    return sorted({config.model_fields["name"].default for config in configs} - _NOT_OFFERED)
+
+
+def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]) -> Any:
+    """The library's typed config for a model folder.
+
+    Args:
+        path: the model folder; its config.json decides when `family` is "auto".
+        family: "auto" or one of `known_families()`.
+        options: fields of that family's config, for example `{"enable_thinking": False}`.
+
+    Raises:
+        ConfigError: unknown family or model type, or an option that the family does not have.
+    """
+    name = _detect(Path(path)) if family == "auto" else family
+    if name not in known_families():
+        raise ConfigError(f"unknown renderer family {name!r}; known are {', '.join(known_families())}")
+    config_class = type(renderers.config_from_name(name))
+    try:
+        return config_class(**options)
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        fields = ", ".join(sorted(set(config_class.model_fields) - {"name"}))
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"renderer option {where!r} of family {name}: {first['msg']}; it has {fields}"
+        ) from error
+
+
+def _detect(folder: Path) -> str:
+    config = read_json(folder / "config.json")
+    model_type = config.get("model_type")
+    name = f"{folder.name} {config.get('_name_or_path', '')}".lower()
+    for part, family in _BY_NAME.get(model_type or "", ()):
+        if part in name:
+            return family
+    if model_type in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[model_type]
+    raise ConfigError(
+        f"no renderer is known for {folder} (model_type {model_type!r} in config.json); "
+        f"name its chat format with family: one of {', '.join(known_families())}"
+    )

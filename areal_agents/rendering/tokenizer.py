@@ -1,0 +1,96 @@
+"""The tokenizer of a model folder, straight from its `tokenizer.json`.
+
+It has the surface that the `renderers` library expects of a tokenizer, so that a process that only
+renders needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from areal_agents.errors import ConfigError
+
+
+class Tokenizer:
+    """A byte-exact wrapper of `tokenizers.Tokenizer`. Safe to share between threads.
+
+    Attributes:
+        name_or_path: the folder it was read from.
+        eos_token_id, pad_token_id, unk_token_id: None where the folder names no such token.
+        vocab_size: one more than the largest token id, added tokens included.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        name_or_path: str,
+        eos_token: str | None = None,
+        pad_token: str | None = None,
+        unk_token: str | None = None,
+    ) -> None:
+        self._backend = backend
+        # A folder's truncation or padding settings would silently cut or fill prompts.
+        backend.no_truncation()
+        backend.no_padding()
+        self.name_or_path = name_or_path
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.eos_token_id = self._id(eos_token)
+        self.pad_token_id = self._id(pad_token)
+        self.unk_token_id = self._id(unk_token)
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer:
+        """Read a model folder. ConfigError if it has no readable `tokenizer.json`."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
+        settings = read_json(folder / "tokenizer_config.json")
+        names = {key: _token_text(settings.get(key)) for key in ("eos_token", "pad_token", "unk_token")}
+        return cls(backend, name_or_path=str(folder), **names)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; special tokens written out in it become their single ids."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
+        """The text of `token_ids`, exactly: no clean-up of spaces."""
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
+        """The id of a token, or a list of ids; of a token that does not exist, `unk_token_id`."""
+        if isinstance(tokens, str):
+            token_id = self._backend.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else self._backend.token_to_id(token)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, {} if the file is absent. ConfigError if it is something else."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as its text, or as an object with a `content`."""
+    return value.get("content") if isinstance(value, dict) else value

@@ -1,0 +1,7 @@
+"""Rewards: pure functions from an answer and what was expected to a score."""
+
+from __future__ import annotations
+
+from areal_agents.rewards.qa import exact_match, normalise
+
+__all__ = ["exact_match", "normalise"]

@@ -1,0 +1,166 @@
+"""One episode from opening to its end. The only place where an agent's failure becomes data."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal_agents.client import AsyncClient, OpenedEpisode
+from areal_agents.core.rollout import Split, Task
+from areal_agents.episode import Episode, checked_reward
+from areal_agents.errors import AgentError, RequestError
+from areal_agents.rollout.agent import Agent
+from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.worker import describe
+
+LONGEST_ERROR = 2000  # characters kept of an agent's error
+
+# Marks the episodes that a runner opened, so that a restarted one knows which are its own.
+SOURCE = {"source": "rollout"}
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What to attempt, and as what.
+
+    Attributes:
+        group, group_size, index: its place; None outside groups.
+        metadata: stored with the episode.
+        sampling: replaces what the agent asks for.
+    """
+
+    task: Task
+    split: Split
+    group: str | None = None
+    group_size: int | None = None
+    index: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        status: "failed" attempts may be repeated.
+        rewarded: whether it has a reward; one may still come over HTTP.
+        error: why it failed, None otherwise.
+    """
+
+    status: Literal["finished", "truncated", "failed"]
+    rewarded: bool
+    error: str | None = None
+
+
+async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
+    """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked."""
+    return await client.open_episode(
+        {"id": attempt.task.id, "input": dict(attempt.task.input)},
+        group=attempt.group,
+        group_size=attempt.group_size,
+        index=attempt.index,
+        split=attempt.split,
+        metadata={**SOURCE, **attempt.metadata},
+        limits=limits.model_dump(exclude_none=True),
+        sampling=attempt.sampling,
+    )
+
+
+async def run_rollout(
+    client: AsyncClient, agent: Agent, task: Task, opened: OpenedEpisode, *, limits: LimitsConfig
+) -> Outcome:
+    """Run the agent in an open episode, hand in its rewards, and seal it.
+
+    An agent that raises, returns no number or makes no model call has failed. One that overran its
+    time or ran into a limit of the proxy is truncated, and keeps the rewards it had given. Cancelling
+    this ends the agent and leaves the episode open, for the caller to abort.
+
+    Raises:
+        RequestError: the proxy could not be asked; nothing is known about the episode.
+    """
+    reports: list[tuple[str, dict[str, Any]]] = []
+    ep = Episode(opened.id, opened.base_url, opened.api_key, lambda path, body: reports.append((path, body)))
+    limit = asyncio.timeout(limits.time_s)
+    error: str | None = None
+    try:
+        async with limit:
+            value = await agent.run(task.input, ep)
+        if value is not None:
+            reports.append(("reward", {"reward": checked_reward(value), "name": "return"}))
+    except Exception as raised:
+        if not limit.expired():
+            error = str(raised) if isinstance(raised, AgentError) else describe(raised)
+    return await _settle(client, opened, reports, error=error, overran=limit.expired(), limits=limits)
+
+
+async def _settle(
+    client: AsyncClient,
+    opened: OpenedEpisode,
+    reports: list[tuple[str, dict[str, Any]]],
+    *,
+    error: str | None,
+    overran: bool,
+    limits: LimitsConfig,
+) -> Outcome:
+    failures = [body["error"] for path, body in reports if path == "fail"]
+    seen = await client.get_episode(opened.id)
+    if failures:
+        return await _fail(client, opened, failures[0])
+    if not seen["turns"]:
+        return await _fail(client, opened, error or _no_call(overran, limits))
+    # An agent may well raise because the proxy refused a call over a limit: that is the policy's doing.
+    if error is not None and not seen.get("limit_reached"):
+        return await _fail(client, opened, error)
+    try:
+        for path, body in reports:
+            await client.post_to_episode(opened.id, path, body)
+    except RequestError as refused:
+        if refused.status >= 500:
+            raise
+        return await _fail(client, opened, f"the reward was refused: {refused.message}")
+    sealed = await client.finish(opened.id, truncated=overran)
+    status = sealed["status"]
+    return Outcome(status, rewarded=bool(reports) or bool(seen.get("rewards")) or status == "truncated")
+
+
+async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outcome:
+    await client.fail(opened.id, error[:LONGEST_ERROR])
+    return Outcome("failed", rewarded=False, error=error[:LONGEST_ERROR])
+
+
+class Patience:
+    """Counts failures in a row, over all tasks; success of any resets it."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._failures = 0
+
+    def note(self, error: str | None) -> None:
+        """Note how an attempt ended. AgentError once too many in a row have failed."""
+        self._failures = 0 if error is None else self._failures + 1
+        if self._failures >= self._limit:
+            raise AgentError(f"{self._failures} attempts in a row failed; the last one: {error}")
+
+
+def backoff_s(failures: int) -> float:
+    """Pause before a new attempt after so many failures: half a second, doubling, at most half a minute."""
+    return min(30.0, 0.5 * 2.0 ** max(0, failures - 1))
+
+
+async def abort_episodes(client: AsyncClient, episodes: Iterable[str], reason: str) -> None:
+    """Abort open episodes that nobody runs any more."""
+    for episode in episodes:
+        try:
+            await client.fail(episode, reason, aborted=True)
+        except RequestError as refused:
+            if refused.status != 409:  # it ended meanwhile
+                raise
+
+
+def _no_call(overran: bool, limits: LimitsConfig) -> str:
+    if overran:
+        return f"the agent made no model call within {limits.time_s:g} s"
+    return "the agent made no model call; does its client use ep.base_url and ep.api_key?"

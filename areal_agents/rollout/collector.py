@@ -1,0 +1,260 @@
+"""Keeps training groups coming: as many as the gate allows, oldest first, `concurrency` episodes at a time.
+
+Every group that is submitted ends complete or dropped. Nothing here must survive a restart: started
+groups, their attempts and their failures are read back from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+from collections.abc import Iterator
+
+from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import Task
+from areal_agents.errors import DataError, RequestError
+from areal_agents.rollout.agent import Agent
+from areal_agents.rollout.attempt import (
+    SOURCE,
+    Attempt,
+    Outcome,
+    Patience,
+    abort_episodes,
+    backoff_s,
+    open_attempt,
+    run_rollout,
+)
+from areal_agents.rollout.config import RolloutConfig
+from areal_agents.rollout.data import TaskSource
+from areal_agents.rollout.gate import admissible_groups
+from areal_agents.rollout.groups import GroupRun, Place, read_places
+from areal_agents.store import OpenGroup, Store
+
+logger = logging.getLogger(__name__)
+
+UNREWARDED_PERIOD_S = 1.0
+
+
+class Collector:
+    """Runs training episodes until cancelled.
+
+    Args:
+        changed: set whenever the store may have changed.
+        patience: shared with evaluations; ends the run when everything fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: AsyncClient,
+        store: Store,
+        agent: Agent,
+        source: TaskSource,
+        config: RolloutConfig,
+        changed: asyncio.Event,
+        patience: Patience,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._agent = agent
+        self._config = config
+        self._changed = changed
+        self._patience = patience
+        self._tasks: Iterator[tuple[Task, int]] = source.stream(set(store.task_ids_started("train")))
+        self._groups: dict[str, GroupRun] = {}
+        self._submitted = 0
+        self._queue: list[tuple[int, int, GroupRun]] = []  # places to fill: (group's order, index, group)
+        self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
+        self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
+        self._exhausted = False
+        self._next_look_s = 0.0
+
+    async def run(self) -> None:
+        """Collect until cancelled.
+
+        Raises (in an exception group):
+            AgentError: too many attempts in a row failed.
+            DataError: the data ended before the trainer had enough.
+            RequestError: the proxy refuses or cannot be reached.
+        """
+        await self._resume()
+        async with asyncio.TaskGroup() as members:
+            while True:
+                self._changed.clear()
+                await self._look_at_unrewarded()
+                while len(self._running) < self._capacity and (self._queue or self._admit()):
+                    _, index, group = heapq.heappop(self._queue)
+                    task = members.create_task(self._fill(group, index), name=f"{group.id}[{index}]")
+                    self._running[group.id, index] = task
+                self._check_data()
+                await self._changed.wait()
+
+    # -- submitting ---------------------------------------------------------------------------
+
+    async def _resume(self) -> None:
+        """Take over the groups that an earlier life of this runner left unfinished."""
+        for group in self._store.open_groups():
+            if group.split == "train" and _is_ours(group):
+                await self._take_over(group)
+
+    async def _take_over(self, found: OpenGroup) -> None:
+        if found.size != self._config.group_size:
+            reason = f"group_size changed from {found.size} to {self._config.group_size}"
+            await self._client.drop_group(found.id, reason)
+            return
+        group = self._add(found.id, found.task)
+        group.registered = True
+        tried = [attempt for attempts in found.attempts.values() for attempt in attempts]
+        for index, place in enumerate(read_places(found.size, tried)):
+            await self._continue(group, index, place)
+
+    def _admit(self) -> bool:
+        """Submit one more group if the gate allows it; whether it did."""
+        counts = self._store.group_counts("train")
+        unregistered = sum(not group.registered for group in self._groups.values())
+        submitted = counts["pending"] + counts["complete"] + counts["leased"] + unregistered
+        config = self._config
+        if not admissible_groups(
+            submitted=submitted, groups=config.groups, max_staleness=config.max_staleness
+        ):
+            return False
+        task, epoch = next(self._tasks, (None, 0))
+        if task is None:
+            self._exhausted = True
+            return False
+        group = self._add(f"{task.id}@{epoch}", task)
+        for index in range(group.size):
+            self._enqueue(group, index)
+        return True
+
+    def _add(self, group_id: str, task: Task) -> GroupRun:
+        group = GroupRun(group_id, task, self._config.group_size, self._submitted)
+        self._submitted += 1
+        self._groups[group_id] = group
+        return group
+
+    def _enqueue(self, group: GroupRun, index: int) -> None:
+        heapq.heappush(self._queue, (group.order, index, group))
+        self._changed.set()
+
+    def _check_data(self) -> None:
+        if not self._exhausted or self._groups:
+            return
+        counts = self._store.group_counts("train")
+        if not counts["pending"] and not counts["leased"] and counts["complete"] < self._config.groups:
+            raise DataError(
+                f"the data ended: {counts['trained']} groups were trained and {counts['dropped']} dropped, "
+                f"and the {counts['complete']} left make no batch of {self._config.groups}; raise data.epochs"
+            )
+
+    # -- one place ----------------------------------------------------------------------------
+
+    async def _fill(self, group: GroupRun, index: int) -> None:
+        """Attempt one place of a group, and decide what follows."""
+        try:
+            outcome = await self._attempt(group, index)
+        except RequestError as error:
+            self._leave(group, index)
+            self._patience.note(str(error))
+            logger.warning("%s[%d]: %s", group.id, index, error)
+            await asyncio.sleep(backoff_s(1))
+            await self._look_again(group, index)
+            return
+        finally:
+            self._leave(group, index)
+        self._patience.note(outcome.error)
+        if outcome.status == "failed":
+            logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
+            group.failures[index] += 1
+            await asyncio.sleep(backoff_s(group.failures[index]))
+            await self._retry_or_drop(group, index, str(outcome.error))
+        elif not outcome.rewarded:
+            group.unrewarded.add(index)
+        elif group.scored(index):
+            self._groups.pop(group.id, None)
+
+    async def _attempt(self, group: GroupRun, index: int) -> Outcome:
+        limits = self._config.limits
+        attempt = Attempt(group.task, "train", group.id, group.size, index)
+        opened = await open_attempt(self._client, attempt, limits=limits)
+        group.registered = True
+        return await run_rollout(self._client, self._agent, group.task, opened, limits=limits)
+
+    def _leave(self, group: GroupRun, index: int) -> None:
+        self._running.pop((group.id, index), None)
+        self._changed.set()
+
+    async def _retry_or_drop(self, group: GroupRun, index: int, error: str) -> None:
+        failures = group.failures[index]
+        if failures > self._config.retries:
+            await self._drop(group, f"place {index} failed {failures} times; the last time: {error}")
+        elif group.id in self._groups:  # not dropped meanwhile
+            self._enqueue(group, index)
+
+    async def _drop(self, group: GroupRun, reason: str) -> None:
+        if self._groups.pop(group.id, None) is None:
+            return  # another of its places was faster
+        logger.error("group %s is dropped: %s", group.id, reason)
+        self._queue = [entry for entry in self._queue if entry[2] is not group]
+        heapq.heapify(self._queue)
+        others = [task for (group_id, _), task in self._running.items() if group_id == group.id]
+        for task in others:
+            task.cancel()
+        if others:
+            await asyncio.wait(others)
+        await self._client.drop_group(group.id, reason)
+        left = self._store.episodes(group_id=group.id, status="open")
+        await abort_episodes(self._client, [episode.id for episode in left], "its group was dropped")
+
+    # -- what the store knows better ----------------------------------------------------------
+
+    async def _continue(self, group: GroupRun, index: int, place: Place) -> None:
+        """Go on with a place that nobody here runs, from what the store has."""
+        group.failures[index] = place.failures
+        if place.state == "open":
+            assert place.episode is not None
+            await abort_episodes(self._client, [place.episode], "nobody runs it any more")
+        if place.state == "unrewarded":
+            group.unrewarded.add(index)
+        elif place.state != "scored":
+            self._enqueue(group, index)
+        elif group.scored(index):
+            self._groups.pop(group.id, None)
+
+    async def _look_again(self, group: GroupRun, index: int) -> None:
+        """After a lost connection: what became of a place's episode?"""
+        if group.id not in self._groups:
+            return
+        place = read_places(group.size, self._store.episodes(group_id=group.id))[index]
+        try:
+            await self._continue(group, index, place)
+        except RequestError as error:
+            self._patience.note(str(error))
+            await asyncio.sleep(backoff_s(1))
+            await self._look_again(group, index)
+
+    async def _look_at_unrewarded(self) -> None:
+        """Rewards may come over HTTP; the proxy fails the episodes for which none does."""
+        now = asyncio.get_running_loop().time()
+        if now < self._next_look_s:
+            return
+        self._next_look_s = now + UNREWARDED_PERIOD_S
+        for group in [group for group in self._groups.values() if group.unrewarded]:
+            places = read_places(group.size, self._store.episodes(group_id=group.id))
+            for index in sorted(group.unrewarded):
+                place = places[index]
+                if place.state == "scored":
+                    await self._continue(group, index, place)
+                elif place.state == "vacant":
+                    group.unrewarded.discard(index)
+                    group.failures[index] = place.failures
+                    await self._retry_or_drop(group, index, "it got no reward in time")
+
+
+def _is_ours(group: OpenGroup) -> bool:
+    return any(
+        attempt.metadata.get("source") == SOURCE["source"]
+        for attempts in group.attempts.values()
+        for attempt in attempts
+    )

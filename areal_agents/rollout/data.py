@@ -1,0 +1,138 @@
+"""Tasks from files, the hub or a function, in an order that depends on the seed alone.
+
+Row order, ids and shuffling are deterministic, so that a restarted run goes on where it stopped by
+knowing nothing but which (task, epoch) pairs were started.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_agents.core.rollout import Task
+from areal_agents.errors import DataError
+from areal_agents.rollout.config import DataConfig
+from areal_agents.rollout.loading import load_function, names_a_function
+
+_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """The tasks of a data set.
+
+    Attributes:
+        tasks: in the data's order; ids are unique.
+        seed: of the order in each epoch.
+        epochs: passes, None without end.
+    """
+
+    tasks: tuple[Task, ...]
+    seed: int
+    epochs: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise DataError("the data set is empty")
+
+    def epoch(self, epoch: int) -> list[Task]:
+        """Every task once, in the order of that epoch."""
+        order = list(self.tasks)
+        random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+    def stream(self, started: Collection[tuple[str, int]] = ()) -> Iterator[tuple[Task, int]]:
+        """(task, epoch) of every epoch in order, without the pairs (task id, epoch) in `started`."""
+        epoch = 0
+        while self.epochs is None or epoch < self.epochs:
+            for task in self.epoch(epoch):
+                if (task.id, epoch) not in started:
+                    yield task, epoch
+            epoch += 1
+
+
+def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
+    """Load the tasks that `config` names.
+
+    A function is called with those of `split` and `seed` that it accepts, and returns dicts or Tasks.
+
+    Args:
+        config: where they are.
+        seed: used where the config has none.
+
+    Raises:
+        DataError: missing, unreadable or empty data; a repeated id; a row that is not JSON.
+    """
+    seed = config.seed if config.seed is not None else seed
+    rows = _from_function(config, seed) if names_a_function(config.path) else _from_datasets(config)
+    tasks = tuple(_task(row, number, config.id) for number, row in enumerate(rows))
+    if not tasks:
+        raise DataError(f"{config.path} has no tasks")
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise DataError(f"{config.path} has the id {task.id!r} twice (column {config.id!r})")
+        seen.add(task.id)
+    return TaskSource(tasks, seed, config.epochs)
+
+
+def _from_function(config: DataConfig, seed: int) -> Iterable[Any]:
+    function = load_function(config.path, DataError)
+    offered = {"split": config.split, "seed": seed}
+    if config.split is None:
+        del offered["split"]
+    try:
+        rows = function(**_accepted(function, offered))
+    except Exception as error:
+        raise DataError(f"{config.path} raised {type(error).__name__}: {error}") from error
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        raise DataError(f"{config.path} must return a sequence of tasks, got {type(rows).__name__}")
+    return rows
+
+
+def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return offered
+    keywords = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return {name: value for name, value in offered.items() if name in keywords}
+
+
+def _from_datasets(config: DataConfig) -> Iterable[Any]:
+    import datasets  # here, because it takes a second and a function's data does not need it
+
+    path = Path(config.path)
+    is_file = path.suffix in _FORMATS
+    if is_file and not path.is_file():
+        raise DataError(f"there is no data file {path}")
+    if is_file and path.stat().st_size == 0:
+        raise DataError(f"the data file {path} is empty")
+    try:
+        if is_file:
+            return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
+        return datasets.load_dataset(config.path, config.subset, split=config.split or "train")
+    except Exception as error:  # the library passes on whatever its readers and the hub raise
+        raise DataError(
+            f"cannot load {config.path!r} ({type(error).__name__}: {error}); expected a .jsonl, .json, "
+            ".parquet or .csv file, a data set of the hub, module:function or file.py:function"
+        ) from error
+
+
+def _task(row: Any, number: int, id_column: str) -> Task:
+    if isinstance(row, Task):
+        return row
+    if not isinstance(row, Mapping):
+        raise DataError(f"row {number} must be a dict or a Task, got {type(row).__name__}")
+    try:
+        json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"row {number} is not JSON, which tasks must be: {error}") from error
+    task_id = row.get(id_column)
+    if task_id is None and id_column != "id":
+        raise DataError(f"row {number} has no id column {id_column!r}; it has {', '.join(map(str, row))}")
+    return Task(id=str(number if task_id is None else task_id), input=dict(row))

@@ -1,0 +1,89 @@
+"""One evaluation: each held-out task once, greedy, never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+
+from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import Task
+from areal_agents.errors import RequestError
+from areal_agents.rollout.agent import Agent
+from areal_agents.rollout.attempt import (
+    SOURCE,
+    Attempt,
+    Patience,
+    abort_episodes,
+    backoff_s,
+    open_attempt,
+    run_rollout,
+)
+from areal_agents.rollout.config import LimitsConfig
+from areal_agents.store import Store
+
+logger = logging.getLogger(__name__)
+
+
+async def evaluate_tasks(
+    client: AsyncClient,
+    store: Store,
+    agent: Agent,
+    tasks: Sequence[Task],
+    *,
+    label: str,
+    temperature: float,
+    concurrency: int,
+    limits: LimitsConfig,
+    retries: int,
+    patience: Patience,
+) -> None:
+    """Run every task that the store has no scored episode of under this label.
+
+    The episodes carry split "eval" and metadata {"eval": label}. A task that still fails after
+    `retries` new attempts stays failed; the last attempt at a task is the one that counts.
+
+    Raises:
+        AgentError: too many attempts in a row failed.
+    """
+    await abort_open(client, store, split="eval", label=label)
+    ended = store.episodes(split="eval", metadata={"eval": label})
+    scored = {episode.task_id for episode in ended if episode.status in ("finished", "truncated")}
+    waiting = deque(task for task in tasks if task.id not in scored)
+
+    async def attempt(task: Task) -> str | None:
+        try:
+            opened = await open_attempt(
+                client,
+                Attempt(task, "eval", metadata={"eval": label}, sampling={"temperature": temperature}),
+                limits=limits,
+            )
+            return (await run_rollout(client, agent, task, opened, limits=limits)).error
+        except RequestError as error:
+            return str(error)
+
+    async def work() -> None:
+        while waiting:
+            task = waiting.popleft()
+            for tried in range(1, retries + 2):
+                error = await attempt(task)
+                patience.note(error)
+                if error is None:
+                    break
+                logger.warning("evaluation %s, task %s failed: %s", label, task.id, error)
+                if tried <= retries:
+                    await asyncio.sleep(backoff_s(tried))
+
+    async with asyncio.TaskGroup() as workers:
+        for _ in range(min(len(waiting), concurrency, agent.capacity or concurrency)):
+            workers.create_task(work())
+
+
+async def abort_open(
+    client: AsyncClient, store: Store, *, split: str | None = None, label: str | None = None
+) -> None:
+    """Abort the open episodes of runners, for example of one that was killed."""
+    metadata = SOURCE if label is None else {**SOURCE, "eval": label}
+    left = store.episodes(split=split, status="open", metadata=metadata)
+    await abort_episodes(client, [episode.id for episode in left], "nobody runs it any more")

@@ -1,0 +1,118 @@
+"""Worker processes for a synchronous agent. An episode that is cancelled costs its process, no more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout.processes import end_process
+
+START_TIMEOUT_S = 120.0
+LONGEST_LINE = 1 << 24  # bytes of one message
+
+
+class WorkerAgent:
+    """A pool that starts processes as they are needed, at most `size`, and replaces the dead.
+
+    What the agent prints goes to this process's standard error.
+    """
+
+    def __init__(self, spec: str, *, size: int) -> None:
+        self.capacity: int | None = size
+        self._spec = spec
+        self._places = asyncio.Semaphore(size)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        """One episode. AgentError with what the agent raised."""
+        async with self._places:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                value = await worker.run(task, ep)
+            except _Raised as raised:
+                self._idle.append(worker)
+                raise AgentError(str(raised)) from None
+            except BaseException:
+                await self._discard(worker)
+                raise
+            self._idle.append(worker)
+            return value
+
+    async def close(self) -> None:
+        """End every process."""
+        self._idle.clear()
+        await asyncio.gather(*(self._discard(worker) for worker in tuple(self._all)))
+
+    async def _start(self) -> _Worker:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "areal_agents.rollout.worker",
+            self._spec,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LONGEST_LINE,
+            start_new_session=True,
+        )
+        worker = _Worker(process)
+        self._all.add(worker)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.ready()
+        except TimeoutError as error:
+            await self._discard(worker)
+            raise AgentError(f"{self._spec} did not import within {START_TIMEOUT_S:.0f} s") from error
+        except BaseException:
+            await self._discard(worker)
+            raise
+        return worker
+
+    async def _discard(self, worker: _Worker) -> None:
+        # Shielded: a second cancellation must not leave the process behind.
+        await asyncio.shield(end_process(worker.process))
+        self._all.discard(worker)
+
+
+class _Raised(Exception):
+    """The agent raised; its process is fine."""
+
+
+class _Worker:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def ready(self) -> None:
+        message = await self._receive()
+        if "error" in message:
+            raise AgentError(message["error"])
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        assert self.process.stdin is not None
+        request = {"task": dict(task), "id": ep.id, "base_url": ep.base_url, "api_key": ep.api_key}
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            await self.process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise AgentError("the agent's worker process died between two episodes") from error
+        while True:
+            message = await self._receive()
+            if "report" in message:
+                ep.report(*message["report"])
+            elif "error" in message:
+                raise _Raised(message["error"])
+            else:
+                return message["value"]
+
+    async def _receive(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = await self.process.stdout.readline()
+        if not line:
+            status = await self.process.wait()
+            raise AgentError(f"the agent's worker process died (exit status {status})")
+        return json.loads(line)

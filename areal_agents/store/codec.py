@@ -1,0 +1,113 @@
+"""A turn as a row, and back: JSON for what is read by people, little-endian blobs for the arrays.
+
+The codec's number is in every row; a row of another codec is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import orjson
+from sqlalchemy import RowMapping
+
+from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.messages import Message
+from areal_agents.core.trajectory import Fork, Turn
+from areal_agents.errors import StoreError
+
+CODEC_VERSION = 1
+
+_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_SAMPLING_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(SamplingParams)
+    if field.name != "max_new_tokens"
+}
+
+
+def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any]:
+    """The row of `turn` for the table `turns`, without its sequence number."""
+    completion = turn.completion
+    versions = completion.versions
+    return {
+        "id": turn.id,
+        "episode_id": episode_id,
+        "parent": turn.parent,
+        "codec": CODEC_VERSION,
+        "created_at": created_at,
+        "sampled_tokens": len(completion),
+        "version_min": int(versions.min()) if len(versions) else None,
+        "version_max": int(versions.max()) if len(versions) else None,
+        "finish_reason": completion.finish_reason,
+        "record": orjson.dumps(_record(turn)),
+        "prompt_ids": turn.new_prompt_ids.astype(_INT32).tobytes(),
+        "token_ids": completion.token_ids.astype(_INT32).tobytes(),
+        "logprobs": completion.logprobs.astype(_FLOAT32).tobytes(),
+        "versions": versions.astype(_INT32).tobytes(),
+    }
+
+
+def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
+    """The turn that `encode_turn` wrote. StoreError if another codec wrote it."""
+    if row["codec"] != CODEC_VERSION:
+        raise StoreError(f"turn {row['id']} was written with codec {row['codec']}, expected {CODEC_VERSION}")
+    record = orjson.loads(row["record"])
+    fork = record.get("fork")
+    return Turn(
+        id=row["id"],
+        parent=row["parent"],
+        new_messages=tuple(Message.from_dict(message) for message in record["messages"]),
+        new_prompt_ids=np.frombuffer(row["prompt_ids"], _INT32),
+        completion=Completion(
+            np.frombuffer(row["token_ids"], _INT32),
+            np.frombuffer(row["logprobs"], _FLOAT32),
+            np.frombuffer(row["versions"], _INT32),
+            row["finish_reason"],
+        ),
+        reply=Message.from_dict(record["reply"]),
+        sampling=_sampling(record["sampling"]),
+        tools_id=record.get("tools_id", ""),
+        label=record.get("label", ""),
+        forked_from=Fork(fork["turn"], fork["reason"], fork["diverged_at"]) if fork else None,
+        constrained=record.get("constrained", False),
+        overrides=tuple(record.get("overrides", ())),
+    )
+
+
+def _record(turn: Turn) -> dict[str, Any]:
+    record: dict[str, Any] = {
+        "messages": [message.to_dict() for message in turn.new_messages],
+        "reply": turn.reply.to_dict(),
+        "sampling": _changed_sampling(turn.sampling),
+    }
+    if turn.tools_id:
+        record["tools_id"] = turn.tools_id
+    if turn.label:
+        record["label"] = turn.label
+    if turn.forked_from is not None:
+        fork = turn.forked_from
+        record["fork"] = {"turn": fork.turn, "reason": fork.reason, "diverged_at": fork.diverged_at}
+    if turn.constrained:
+        record["constrained"] = True
+    if turn.overrides:
+        record["overrides"] = turn.overrides
+    return record
+
+
+def _changed_sampling(sampling: SamplingParams) -> dict[str, Any]:
+    changed: dict[str, Any] = {"max_new_tokens": sampling.max_new_tokens}
+    for name, default in _SAMPLING_DEFAULTS.items():
+        value = getattr(sampling, name)
+        if value != default:
+            changed[name] = value
+    return changed
+
+
+def _sampling(record: dict[str, Any]) -> SamplingParams:
+    for name in ("stop", "stop_token_ids"):
+        if name in record:
+            record[name] = tuple(record[name])
+    return SamplingParams(**record)

@@ -1,0 +1,223 @@
+"""Connections to the store: one writer thread per process, any number of readers.
+
+Every write is a job, a function of a connection. The writer runs as many queued jobs as there are
+in one BEGIN IMMEDIATE transaction and commits once; a job's future resolves only after the commit,
+so whatever was acknowledged survives kill -9. Jobs must have no effect but through the connection:
+if one of a batch fails, the batch is rolled back and each job runs again in a transaction of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import orjson
+import sqlalchemy as sa
+
+from areal_agents.errors import StoreError
+from areal_agents.store.config import Durability
+from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
+
+T = TypeVar("T")
+Job = Callable[[sa.Connection], T]
+_Queued = tuple[Job[Any], "Future[Any]"]
+
+_BUSY_TIMEOUT_S = 60.0
+_MAX_BATCH = 256
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
+
+
+class Database:
+    """An open store file. Thread-safe; not to be carried over a fork."""
+
+    def __init__(self, url: str, durability: Durability) -> None:
+        self._writer_engine = _engine(url, durability, "BEGIN IMMEDIATE")
+        self._reader_engine = _engine(url, durability, "BEGIN")
+        self._closed = False
+        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._jobs: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        try:
+            self._create_or_check(url)
+            self._watcher = self._reader_engine.connect().execution_options(isolation_level="AUTOCOMMIT")
+        except sa.exc.DBAPIError as error:
+            self._dispose()
+            raise StoreError(f"cannot open the store {url}: {error.orig}") from error
+        except StoreError:
+            self._dispose()
+            raise
+        self._writer = threading.Thread(target=self._write_loop, name="store-writer", daemon=True)
+        self._writer.start()
+
+    def submit(self, job: Job[T]) -> Future[T]:
+        """Queue a write. The future resolves after its commit, or with the job's exception."""
+        future: Future[T] = Future()
+        with self._lock:  # so that nothing is queued behind the closing mark
+            if self._closed:
+                raise StoreError("the store is closed")
+            self._jobs.put((job, future))
+        return future
+
+    @contextlib.contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """A connection that sees one consistent snapshot. StoreError if the database fails."""
+        if self._closed:
+            raise StoreError("the store is closed")
+        try:
+            with self._reader_engine.begin() as connection:
+                yield connection
+        except sa.exc.DBAPIError as error:
+            raise StoreError(f"the store cannot be read: {error.orig}") from error
+
+    def cursor(self) -> int:
+        """A number that differs after any commit by any process. Only for `wait` of this object."""
+        with self._changed:
+            return self._data_version()
+
+    def wait(self, cursor: int, timeout_s: float) -> int:
+        """Block until something was committed since `cursor`, at most `timeout_s`; a new cursor."""
+        deadline = time.monotonic() + timeout_s
+        poll_s = _FIRST_POLL_S
+        with self._changed:
+            while True:
+                version = self._data_version()
+                left = deadline - time.monotonic()
+                if version != cursor or left <= 0 or self._closed:
+                    return version
+                # Our own commits notify; those of other processes are found by polling.
+                self._changed.wait(min(poll_s, left))
+                poll_s = min(poll_s * 1.5, _LAST_POLL_S)
+
+    def close(self) -> None:
+        """Commit what is queued and close every connection. Idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._jobs.put(None)
+        self._writer.join()
+        with self._changed:
+            self._watcher.close()
+            self._changed.notify_all()
+        self._dispose()
+
+    def _data_version(self) -> int:
+        if self._watcher.closed:
+            return -1
+        return cast(int, self._watcher.exec_driver_sql("PRAGMA data_version").scalar_one())
+
+    def _create_or_check(self, url: str) -> None:
+        with self._writer_engine.begin() as connection:
+            names = set(sa.inspect(connection).get_table_names())
+            if not names:
+                metadata.create_all(connection)
+                connection.execute(
+                    sa.insert(store_meta).values(key="schema_version", value=str(SCHEMA_VERSION))
+                )
+                return
+            if store_meta.name not in names:
+                raise StoreError(f"{url} is a database of something else: it has the tables {sorted(names)}")
+            found = connection.execute(
+                sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
+            ).scalar_one_or_none()
+        if found != str(SCHEMA_VERSION):
+            raise StoreError(
+                f"{url} was written with store schema {found}, and this release reads {SCHEMA_VERSION}: "
+                "use the release that wrote it, or a new run folder"
+            )
+
+    def _write_loop(self) -> None:
+        with self._writer_engine.connect() as connection:
+            while (first := self._jobs.get()) is not None:
+                batch, ended = self._gather(first)
+                self._commit(connection, batch)
+                with self._changed:
+                    self._changed.notify_all()
+                if ended:
+                    return
+
+    def _gather(self, first: _Queued) -> tuple[list[_Queued], bool]:
+        batch: list[_Queued] = []
+        item: _Queued | None = first
+        while item is not None:
+            if item[1].set_running_or_notify_cancel():  # from here on nobody can cancel it
+                batch.append(item)
+            if len(batch) == _MAX_BATCH:
+                return batch, False
+            try:
+                item = self._jobs.get_nowait()
+            except queue.Empty:
+                return batch, False
+        return batch, True
+
+    def _commit(self, connection: sa.Connection, batch: list[_Queued]) -> None:
+        if not batch:
+            return
+        try:
+            with connection.begin():
+                results = [job(connection) for job, _ in batch]
+        except Exception as error:
+            if len(batch) == 1:
+                batch[0][1].set_exception(_translated(error))
+                return
+            for item in batch:
+                self._commit(connection, [item])
+            return
+        for (_, future), result in zip(batch, results, strict=True):
+            future.set_result(result)
+
+    def _dispose(self) -> None:
+        self._writer_engine.dispose()
+        self._reader_engine.dispose()
+
+
+def store_url(url_or_path: str | Path) -> str:
+    """The SQLAlchemy URL of a store given as a path or as a URL; creates the folder of a path."""
+    text = str(url_or_path)
+    if "://" in text:
+        return text
+    path = Path(text).expanduser().absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return f"sqlite:///{path}"
+
+
+def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
+    if not url.startswith("sqlite"):
+        raise StoreError(f"the store is SQLite (a path or sqlite:///…), got {sa.make_url(url)!r}")
+    engine = sa.create_engine(
+        url,
+        connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},
+        json_serializer=lambda value: orjson.dumps(value).decode(),
+        json_deserializer=orjson.loads,
+        pool_size=8,
+        max_overflow=-1,
+    )
+
+    @sa.event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # the driver must not open transactions by itself
+        connection.execute(f"PRAGMA busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}")
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
+        connection.execute("PRAGMA foreign_keys=ON")
+
+    @sa.event.listens_for(engine, "begin")
+    def start(connection: sa.Connection) -> None:
+        if connection.get_execution_options().get("isolation_level") != "AUTOCOMMIT":
+            connection.exec_driver_sql(begin)
+
+    return engine
+
+
+def _translated(error: Exception) -> Exception:
+    if isinstance(error, sa.exc.DBAPIError):
+        translated = StoreError(f"the store refused a write: {error.orig}")
+        translated.__cause__ = error
+        return translated
+    return error

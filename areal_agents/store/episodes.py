@@ -1,0 +1,196 @@
+"""Writes of the proxy: episodes and their turns. Each function is one job of the writer."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any, Literal
+
+import orjson
+import sqlalchemy as sa
+
+from areal_agents.core.rollout import EpisodeStatus, Task
+from areal_agents.store.errors import Conflict, NotFound
+from areal_agents.store.groups import complete_if_scored
+from areal_agents.store.rewards import write_default_reward
+from areal_agents.store.rows import LIVE, EpisodeRow, NewEpisode
+from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
+
+_TURN_INSERT = sa.insert(turns)
+_STATUS = sa.select(episodes.c.status).where(episodes.c.id == sa.bindparam("id"))
+
+
+def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
+    """Open an episode, and its group and task if they are new.
+
+    Raises Conflict if the group is full, over, of another size, task or split, or if its place is
+    held by an episode that did not fail.
+    """
+    now = time.time()
+    if new.group_id is None:
+        index = new.index or 0
+        task = new.task or Task(id=new.id, input={})
+        task_uid = _ensure_task(connection, task)
+    else:
+        task_uid, task = _join_group(connection, new, now)
+        index = _free_place(connection, new)
+    row: dict[str, Any] = {
+        "id": new.id,
+        "key_hash": new.key_hash,
+        "group_id": new.group_id,
+        "index": index,
+        "split": new.split,
+        "status": "open",
+        "limit_reached": None,
+        "error": None,
+        "metadata": dict(new.metadata),
+        "limits": dict(new.limits),
+        "sampling": dict(new.sampling),
+        "implicit_key": new.implicit_key,
+        "created_at": now,
+        "ended_at": None,
+    }
+    connection.execute(sa.insert(episodes).values(**row, task_uid=task_uid))
+    return EpisodeRow(task_id=task.id, **row)
+
+
+def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
+    """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
+    status = connection.execute(_STATUS, {"id": row["episode_id"]}).scalar_one_or_none()
+    if status is None:
+        raise NotFound(f"no episode {row['episode_id']}")
+    if status != "open":
+        raise Conflict(f"episode {row['episode_id']} is {status}: it takes no more model calls")
+    connection.execute(_TURN_INSERT, row)
+
+
+def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
+    """Note that the policy ran into a limit, so that finishing makes the episode truncated."""
+    connection.execute(
+        sa.update(episodes)
+        .where(episodes.c.id == episode_id, episodes.c.status == "open", episodes.c.limit_reached.is_(None))
+        .values(limit_reached=limit)
+    )
+
+
+def seal_episode(
+    connection: sa.Connection,
+    episode_id: str,
+    status: Literal["finished", "truncated", "failed", "aborted"],
+    *,
+    error: str | None = None,
+    truncated_reward: float = 0.0,
+) -> EpisodeStatus:
+    """End an open episode; the status that it got.
+
+    "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward is
+    given `truncated_reward`. Sealing again in the same way changes nothing; otherwise Conflict.
+    """
+    found = connection.execute(
+        sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id)
+        .where(episodes.c.id == episode_id)
+        .with_for_update()
+    ).one_or_none()
+    if found is None:
+        raise NotFound(f"no episode {episode_id}")
+    if status == "finished" and found.limit_reached is not None:
+        status = "truncated"
+    if found.status == status or (status == "finished" and found.status == "truncated"):
+        return found.status
+    if found.status != "open":
+        raise Conflict(f"episode {episode_id} is {found.status}, so it cannot become {status}")
+    connection.execute(
+        sa.update(episodes)
+        .where(episodes.c.id == episode_id)
+        .values(status=status, error=error, ended_at=time.time())
+    )
+    if status == "truncated":
+        write_default_reward(connection, episode_id, truncated_reward)
+    if found.group_id is not None and status in LIVE:
+        complete_if_scored(connection, found.group_id)
+    return status
+
+
+def fail_unrewarded(connection: sa.Connection, ended_before: float) -> list[str]:
+    """Fail the finished episodes that ended before a time and never got a reward; their ids."""
+    unrewarded = sa.select(episodes.c.id).where(
+        episodes.c.status == "finished",
+        episodes.c.ended_at < ended_before,
+        episodes.c.group_id.is_not(None),
+        ~sa.exists().where(rewards.c.episode_id == episodes.c.id),
+        ~sa.exists().where(leases.c.group_id == episodes.c.group_id),
+    )
+    ids = list(connection.execute(unrewarded).scalars())
+    if ids:
+        connection.execute(
+            sa.update(episodes).where(episodes.c.id.in_(ids)).values(status="failed", error="no_reward")
+        )
+    return ids
+
+
+def _ensure_task(connection: sa.Connection, task: Task) -> str:
+    payload = orjson.dumps(dict(task.input), option=orjson.OPT_SORT_KEYS)
+    uid = hashlib.blake2b(task.id.encode() + b"\0" + payload, digest_size=16).hexdigest()
+    if connection.execute(sa.select(tasks.c.uid).where(tasks.c.uid == uid)).first() is None:
+        connection.execute(sa.insert(tasks).values(uid=uid, id=task.id, input=dict(task.input)))
+    return uid
+
+
+def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple[str, Task]:
+    """The group's task, after creating the group or checking that the episode fits into it."""
+    group = connection.execute(
+        sa.select(groups, tasks.c.id.label("task_id"), tasks.c.input)
+        .join(tasks, tasks.c.uid == groups.c.task_uid)
+        .where(groups.c.id == new.group_id)
+        .with_for_update()
+    ).one_or_none()
+    if group is None:
+        return _create_group(connection, new, now)
+    if new.group_size is not None and new.group_size != group.size:
+        raise Conflict(f"group {new.group_id} has {group.size} places, got group_size {new.group_size}")
+    if new.split != group.split:
+        raise Conflict(f"group {new.group_id} is of split {group.split!r}, got {new.split!r}")
+    if new.task is not None and new.task.id != group.task_id:
+        raise Conflict(f"group {new.group_id} attempts task {group.task_id!r}, got {new.task.id!r}")
+    if group.state != "pending":
+        raise Conflict(f"group {new.group_id} is {group.state}: it takes no more episodes")
+    return group.task_uid, Task(group.task_id, group.input)
+
+
+def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple[str, Task]:
+    if new.group_id is None or new.group_size is None or new.group_size < 1:
+        raise ValueError(f"a new group needs a size of at least 1, got {new.group_size}")
+    task = new.task or Task(id=new.group_id, input={})
+    uid = _ensure_task(connection, task)
+    connection.execute(
+        sa.insert(groups).values(
+            id=new.group_id,
+            task_uid=uid,
+            split=new.split,
+            size=new.group_size,
+            state="pending",
+            created_at=now,
+        )
+    )
+    return uid, task
+
+
+def _free_place(connection: sa.Connection, new: NewEpisode) -> int:
+    size = connection.execute(sa.select(groups.c.size).where(groups.c.id == new.group_id)).scalar_one()
+    taken = set(
+        connection.execute(
+            sa.select(episodes.c["index"]).where(
+                episodes.c.group_id == new.group_id, episodes.c.status.in_(LIVE)
+            )
+        ).scalars()
+    )
+    free = [place for place in range(size) if place not in taken]
+    if not free:
+        raise Conflict(f"group {new.group_id} has {size} live episodes already, as many as it has places")
+    if new.index is None:
+        return free[0]
+    if not 0 <= new.index < size:
+        raise Conflict(f"group {new.group_id} has places 0 to {size - 1}, got index {new.index}")
+    if new.index in taken:
+        raise Conflict(f"place {new.index} of group {new.group_id} is held by an episode that did not fail")
+    return new.index

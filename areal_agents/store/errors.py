@@ -1,0 +1,13 @@
+"""What a caller may want to tell apart when the store refuses."""
+
+from __future__ import annotations
+
+from areal_agents.errors import StoreError
+
+
+class NotFound(StoreError):
+    """No row of that id."""
+
+
+class Conflict(StoreError):
+    """A state transition that is not allowed: a sealed episode, a leased group, a taken place."""

@@ -1,0 +1,57 @@
+"""Writes of the proxy: groups. A group is complete once as many episodes as it has places are
+sealed and rewarded; that is decided in the transaction which seals or rewards the last of them.
+"""
+
+from __future__ import annotations
+
+import time
+
+import sqlalchemy as sa
+
+from areal_agents.store.errors import Conflict, NotFound
+from areal_agents.store.rows import SCORED
+from areal_agents.store.schema import episodes, groups, leases, rewards
+
+
+def lock_group(connection: sa.Connection, group_id: str) -> sa.Row:
+    """Hold the group's row until the transaction ends (a no-op where writers are serial); the row."""
+    row = connection.execute(sa.select(groups).where(groups.c.id == group_id).with_for_update()).one_or_none()
+    if row is None:
+        raise NotFound(f"no group {group_id}")
+    return row
+
+
+def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
+    """Make a pending group complete if all its places hold a scored episode; whether it is now."""
+    group = lock_group(connection, group_id)
+    if group.state != "pending":
+        return False
+    scored = connection.execute(
+        sa.select(sa.func.count())
+        .select_from(episodes)
+        .where(
+            episodes.c.group_id == group_id,
+            episodes.c.status.in_(SCORED),
+            sa.exists().where(rewards.c.episode_id == episodes.c.id),
+        )
+    ).scalar_one()
+    if scored < group.size:
+        return False
+    connection.execute(
+        sa.update(groups).where(groups.c.id == group_id).values(state="complete", completed_at=time.time())
+    )
+    return True
+
+
+def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:
+    """Give a group up for good. Conflict if the trainer holds or has trained it; else idempotent."""
+    group = lock_group(connection, group_id)
+    lease = connection.execute(
+        sa.select(leases.c.state).where(leases.c.group_id == group_id)
+    ).scalar_one_or_none()
+    if lease is not None:
+        raise Conflict(f"group {group_id} is {lease}: only the trainer can drop it now")
+    if group.state != "dropped":
+        connection.execute(
+            sa.update(groups).where(groups.c.id == group_id).values(state="dropped", reason=reason)
+        )

@@ -1,0 +1,274 @@
+"""Reads: what rollout, trainer, proxy and views ask. A handful of queries each, never one per turn."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+
+from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Split, Task
+from areal_agents.core.trajectory import Turn
+from areal_agents.store.codec import decode_turn
+from areal_agents.store.errors import NotFound
+from areal_agents.store.rows import GROUP_STATES, LIVE, SCORED, EpisodeRow, EpisodeSummary, OpenGroup
+from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
+
+_EPISODES = sa.select(episodes, tasks.c.id.label("task_id"), tasks.c.input).join(
+    tasks, tasks.c.uid == episodes.c.task_uid
+)
+_ROW_COLUMNS = EpisodeRow.__slots__
+_SUMMARY_COLUMNS = (
+    "id", "task_id", "group_id", "index", "status", "split", "error", "metadata", "created_at", "ended_at"
+)  # fmt: skip
+
+
+def episode_row(
+    connection: sa.Connection, *, id: str | None = None, key_hash: str | None = None
+) -> EpisodeRow:
+    """An episode by its id or by its key's hash. NotFound if there is none."""
+    condition = episodes.c.id == id if id is not None else episodes.c.key_hash == key_hash
+    row = connection.execute(_EPISODES.where(condition)).one_or_none()
+    if row is None:
+        raise NotFound(f"no episode {id}" if id is not None else "no episode has that key")
+    return _episode_row(row)
+
+
+def episode_of_turn(connection: sa.Connection, turn_id: str) -> str:
+    """The id of the episode that a completion belongs to. NotFound if it is unknown."""
+    found = connection.execute(
+        sa.select(turns.c.episode_id).where(turns.c.id == turn_id)
+    ).scalar_one_or_none()
+    if found is None:
+        raise NotFound(f"no completion {turn_id}")
+    return found
+
+
+def open_implicit_episodes(connection: sa.Connection) -> list[EpisodeRow]:
+    """The open episodes that bare calls opened, oldest first."""
+    query = _EPISODES.where(episodes.c.status == "open", episodes.c.implicit_key.is_not(None))
+    return [_episode_row(row) for row in connection.execute(query.order_by(episodes.c.seq))]
+
+
+def open_episodes(connection: sa.Connection) -> list[tuple[str, bool]]:
+    """(id, whether a bare call opened it) of every open episode, oldest first."""
+    query = sa.select(episodes.c.id, episodes.c.implicit_key).where(episodes.c.status == "open")
+    return [(row[0], row[1] is not None) for row in connection.execute(query.order_by(episodes.c.seq))]
+
+
+def turns_of(connection: sa.Connection, episode_id: str) -> list[Turn]:
+    """The turns of one episode, in the order of recording."""
+    return _turns(connection, [episode_id])[episode_id]
+
+
+def summaries(
+    connection: sa.Connection,
+    *,
+    split: str | None = None,
+    status: str | None = None,
+    group_id: str | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> list[EpisodeSummary]:
+    """The episodes that fit every given condition, in the order of opening."""
+    query = _EPISODES.order_by(episodes.c.seq)
+    if split is not None:
+        query = query.where(episodes.c.split == split)
+    if status is not None:
+        query = query.where(episodes.c.status == status)
+    if group_id is not None:
+        query = query.where(episodes.c.group_id == group_id)
+    for key, value in (metadata or {}).items():
+        query = query.where(_json_equals(episodes.c.metadata[key], value))
+    return _summaries(connection, query)
+
+
+def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode]:
+    """Whole episodes, in the order of `ids`. NotFound if one is unknown."""
+    rows = {row.id: row for row in connection.execute(_EPISODES.where(episodes.c.id.in_(ids)))}
+    missing = [episode_id for episode_id in ids if episode_id not in rows]
+    if missing:
+        raise NotFound(f"no episode {missing[0]}")
+    turns_by_episode = _turns(connection, ids)
+    rewards_by_episode = _rewards(connection, ids)
+    return [
+        Episode(
+            id=row.id,
+            task=Task(row.task_id, row.input),
+            turns=tuple(turns_by_episode[row.id]),
+            status=row.status,
+            rewards=tuple(rewards_by_episode[row.id]),
+        )
+        for row in (rows[episode_id] for episode_id in ids)
+    ]
+
+
+def load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutGroup]:
+    """Groups with their scored episodes by index, in the order of `ids`. NotFound if one is unknown."""
+    group_rows = {
+        row.id: row
+        for row in connection.execute(
+            sa.select(groups.c.id, tasks.c.id.label("task_id"), tasks.c.input)
+            .join(tasks, tasks.c.uid == groups.c.task_uid)
+            .where(groups.c.id.in_(ids))
+        )
+    }
+    members: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for row in connection.execute(
+        sa.select(episodes.c.group_id, episodes.c["index"], episodes.c.id)
+        .where(episodes.c.group_id.in_(ids), episodes.c.status.in_(SCORED))
+        .order_by(episodes.c["index"])
+    ):
+        members[row[0]].append((row[1], row[2]))
+    wanted = [episode_id for group_id in ids for _, episode_id in members[group_id]]
+    loaded = {episode.id: episode for episode in load_episodes(connection, wanted)}
+    out = []
+    for group_id in ids:
+        if group_id not in group_rows:
+            raise NotFound(f"no group {group_id}")
+        task = Task(group_rows[group_id].task_id, group_rows[group_id].input)
+        rollouts = tuple(
+            Rollout(task, index, loaded[episode_id], None) for index, episode_id in members[group_id]
+        )
+        out.append(RolloutGroup(group_id, task, rollouts))
+    return out
+
+
+def open_groups(connection: sa.Connection) -> list[OpenGroup]:
+    """The pending groups with every attempt at each place, oldest group first."""
+    pending = connection.execute(
+        sa.select(groups, tasks.c.id.label("task_id"), tasks.c.input)
+        .join(tasks, tasks.c.uid == groups.c.task_uid)
+        .where(groups.c.state == "pending")
+        .order_by(groups.c.seq)
+    ).all()
+    ids = [row.id for row in pending]
+    attempts: dict[str, dict[int, list[EpisodeSummary]]] = defaultdict(lambda: defaultdict(list))
+    for summary in _summaries(
+        connection, _EPISODES.where(episodes.c.group_id.in_(ids)).order_by(episodes.c.seq)
+    ):
+        attempts[str(summary.group_id)][summary.index].append(summary)
+    return [
+        OpenGroup(
+            id=row.id,
+            task=Task(row.task_id, row.input),
+            size=row.size,
+            split=row.split,
+            attempts={index: tuple(tried) for index, tried in attempts[row.id].items()},
+        )
+        for row in pending
+    ]
+
+
+def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
+    """How many groups of the split are in each state, every state named."""
+    state = sa.func.coalesce(leases.c.state, groups.c.state)
+    query = (
+        sa.select(state, sa.func.count())
+        .select_from(groups.outerjoin(leases, leases.c.group_id == groups.c.id))
+        .where(groups.c.split == split)
+        .group_by(state)
+    )
+    return {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(query)}}
+
+
+def in_flight_episodes(connection: sa.Connection) -> int:
+    """Training episodes submitted and not yet trained: neither they nor their groups are given up."""
+    query = (
+        sa.select(sa.func.count())
+        .select_from(groups.join(episodes, episodes.c.group_id == groups.c.id))
+        .where(
+            groups.c.state.in_(("pending", "complete")),
+            groups.c.split == "train",
+            episodes.c.status.in_(LIVE),
+            ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state != "leased"),
+        )
+    )
+    return connection.execute(query).scalar_one()
+
+
+def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, int]]:
+    """(task id, epoch) of each group of the split, in the order of starting; epoch 0 where the
+    group's id is not "<task id>@<epoch>"."""
+    ids = connection.execute(
+        sa.select(groups.c.id).where(groups.c.split == split).order_by(groups.c.seq)
+    ).scalars()
+    return [_task_and_epoch(group_id) for group_id in ids]
+
+
+def _task_and_epoch(group_id: str) -> tuple[str, int]:
+    task_id, at, epoch = group_id.rpartition("@")
+    return (task_id, int(epoch)) if at and epoch.isdecimal() else (group_id, 0)
+
+
+def _episode_row(row: sa.Row) -> EpisodeRow:
+    return EpisodeRow(**{name: row._mapping[name] for name in _ROW_COLUMNS})
+
+
+def _json_equals(column: Any, value: Any) -> sa.ColumnElement[bool]:
+    if isinstance(value, bool):
+        return column.as_boolean() == value
+    if isinstance(value, int):
+        return column.as_integer() == value
+    if isinstance(value, float):
+        return column.as_float() == value
+    if isinstance(value, str):
+        return column.as_string() == value
+    raise ValueError(f"metadata is matched by text, number or boolean, got {value!r}")
+
+
+def _summaries(connection: sa.Connection, query: sa.Select) -> list[EpisodeSummary]:
+    rows = connection.execute(query).all()
+    chosen = query.with_only_columns(episodes.c.id, maintain_column_froms=True).order_by(None)
+    calls = {
+        row[0]: row[1:]
+        for row in connection.execute(
+            sa.select(
+                turns.c.episode_id,
+                sa.func.count(),
+                sa.func.sum(turns.c.sampled_tokens),
+                sa.func.min(turns.c.version_min),
+                sa.func.max(turns.c.version_max),
+            )
+            .where(turns.c.episode_id.in_(chosen))
+            .group_by(turns.c.episode_id)
+        )
+    }
+    scores = {
+        row[0]: row[1]
+        for row in connection.execute(
+            sa.select(rewards.c.episode_id, sa.func.sum(rewards.c.value))
+            .where(rewards.c.episode_id.in_(chosen))
+            .group_by(rewards.c.episode_id)
+        )
+    }
+    out = []
+    for row in rows:
+        turns_count, sampled, version_min, version_max = calls.get(row.id, (0, 0, None, None))
+        out.append(
+            EpisodeSummary(
+                **{name: row._mapping[name] for name in _SUMMARY_COLUMNS},
+                score=scores.get(row.id),
+                turns=turns_count,
+                sampled_tokens=sampled,
+                version_min=version_min,
+                version_max=version_max,
+            )
+        )
+    return out
+
+
+def _turns(connection: sa.Connection, ids: Iterable[str]) -> dict[str, list[Turn]]:
+    out: dict[str, list[Turn]] = {episode_id: [] for episode_id in ids}
+    query = sa.select(turns).where(turns.c.episode_id.in_(out)).order_by(turns.c.seq)
+    for row in connection.execute(query).mappings():
+        out[row["episode_id"]].append(decode_turn(row))
+    return out
+
+
+def _rewards(connection: sa.Connection, ids: Iterable[str]) -> dict[str, list[Reward]]:
+    out: dict[str, list[Reward]] = {episode_id: [] for episode_id in ids}
+    query = sa.select(rewards).where(rewards.c.episode_id.in_(out))
+    for row in connection.execute(query.order_by(rewards.c.created_at, rewards.c.target, rewards.c.name)):
+        out[row.episode_id].append(Reward(row.scope, row.target, row.name, row.value))
+    return out

@@ -1,0 +1,91 @@
+"""Writes of the proxy: rewards. Accepted until the trainer has leased the group, then Conflict.
+
+The check and the write are one transaction, and so is the trainer's lease: whichever commits first
+wins, in whatever process it runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import sqlalchemy as sa
+
+from areal_agents.core.rollout import Reward
+from areal_agents.store.errors import Conflict, NotFound
+from areal_agents.store.groups import complete_if_scored, lock_group
+from areal_agents.store.schema import episodes, leases, rewards, turns
+
+DEFAULT_REWARD_NAME = "truncated_reward"
+
+
+def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
+    """Set rewards of an episode; the last write for a (scope, target, name) wins.
+
+    Raises NotFound for an unknown episode or turn, Conflict if the episode failed or its group is
+    leased.
+    """
+    episode = connection.execute(
+        sa.select(episodes.c.status, episodes.c.group_id).where(episodes.c.id == episode_id).with_for_update()
+    ).one_or_none()
+    if episode is None:
+        raise NotFound(f"no episode {episode_id}")
+    if episode.status in ("failed", "aborted"):
+        raise Conflict(f"episode {episode_id} is {episode.status}: it takes no rewards")
+    if episode.group_id is not None:
+        _refuse_if_leased(connection, episode.group_id)
+    _check_targets(connection, episode_id, given)
+    now = time.time()
+    for reward in given:
+        _upsert(connection, episode_id, reward, now)
+    _delete_default(connection, episode_id)
+    if episode.group_id is not None:
+        complete_if_scored(connection, episode.group_id)
+
+
+def write_default_reward(connection: sa.Connection, episode_id: str, value: float) -> None:
+    """Score a truncated episode that has no reward. A reward that comes later takes its place."""
+    found = connection.execute(
+        sa.select(rewards.c.name).where(rewards.c.episode_id == episode_id).limit(1)
+    ).first()
+    if found is None:
+        _upsert(connection, episode_id, Reward("episode", "", DEFAULT_REWARD_NAME, value), time.time())
+
+
+def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
+    lock_group(connection, group_id)
+    state = connection.execute(
+        sa.select(leases.c.state).where(leases.c.group_id == group_id)
+    ).scalar_one_or_none()
+    if state is not None:
+        raise Conflict(f"group {group_id} is {state}: rewards are accepted until the trainer takes the group")
+
+
+def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
+    targets = {reward.target for reward in given if reward.target}
+    if not targets:
+        return
+    known = connection.execute(
+        sa.select(turns.c.id).where(turns.c.episode_id == episode_id, turns.c.id.in_(targets))
+    ).scalars()
+    unknown = sorted(targets - set(known))
+    if unknown:
+        raise NotFound(f"episode {episode_id} has no completion {unknown[0]}")
+
+
+def _upsert(connection: sa.Connection, episode_id: str, reward: Reward, now: float) -> None:
+    key = {"episode_id": episode_id, "scope": reward.scope, "target": reward.target, "name": reward.name}
+    matches = sa.and_(*(rewards.c[column] == value for column, value in key.items()))
+    changed = connection.execute(sa.update(rewards).where(matches).values(value=reward.value, created_at=now))
+    if not changed.rowcount:
+        connection.execute(sa.insert(rewards).values(**key, value=reward.value, created_at=now))
+
+
+def _delete_default(connection: sa.Connection, episode_id: str) -> None:
+    connection.execute(
+        sa.delete(rewards).where(
+            rewards.c.episode_id == episode_id,
+            rewards.c.scope == "episode",
+            rewards.c.name == DEFAULT_REWARD_NAME,
+        )
+    )

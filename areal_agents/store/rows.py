@@ -1,0 +1,115 @@
+"""What readers of the store get: plain frozen records, one per kind of question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal_agents.core.rollout import EpisodeStatus, Split, Task
+
+GroupState = Literal["pending", "complete", "leased", "trained", "dropped"]
+GROUP_STATES: tuple[GroupState, ...] = ("pending", "complete", "leased", "trained", "dropped")
+
+
+@dataclass(frozen=True, slots=True)
+class NewEpisode:
+    """An episode to be opened.
+
+    Attributes:
+        id: unique.
+        key_hash: sha256 of the key that the agent calls with, in hex.
+        task: None takes the group's task, or makes an empty one.
+        group_id: None for an episode outside any group; it is never trained.
+        group_size: needed by the first episode of a group; later ones may leave it out.
+        index: place in the group; None takes the first free one.
+        limits, sampling, metadata: kept as they are, JSON.
+        implicit_key: set when a bare call opened it.
+    """
+
+    id: str
+    key_hash: str
+    task: Task | None = None
+    group_id: str | None = None
+    group_size: int | None = None
+    index: int | None = None
+    split: Split = "train"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    implicit_key: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """An episode without its turns."""
+
+    id: str
+    key_hash: str
+    task_id: str
+    group_id: str | None
+    index: int
+    split: Split
+    status: EpisodeStatus
+    limit_reached: str | None
+    error: str | None
+    metadata: dict[str, Any]
+    limits: dict[str, Any]
+    sampling: dict[str, Any]
+    implicit_key: str | None
+    created_at: float  # seconds since the epoch
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSummary:
+    """An episode in a list.
+
+    Attributes:
+        score: sum of its rewards, None without any.
+        turns: recorded model calls.
+        sampled_tokens: over all of them.
+        version_min, version_max: policy versions of its tokens, None before the first.
+    """
+
+    id: str
+    task_id: str
+    group_id: str | None
+    index: int
+    status: EpisodeStatus
+    split: Split
+    score: float | None
+    turns: int
+    sampled_tokens: int
+    error: str | None
+    version_min: int | None
+    version_max: int | None
+    metadata: dict[str, Any]
+    created_at: float
+    ended_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGroup:
+    """A pending group: per index, its attempts, oldest first (the last one counts)."""
+
+    id: str
+    task: Task
+    size: int
+    split: Split
+    attempts: Mapping[int, tuple[EpisodeSummary, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """A published policy version; `step` is the number of optimizer batches behind it."""
+
+    version: int
+    step: int
+    path: str
+    checksum: str | None
+    published_at: float
+
+
+LIVE: tuple[EpisodeStatus, ...] = ("open", "finished", "truncated")
+SCORED: tuple[EpisodeStatus, ...] = ("finished", "truncated")

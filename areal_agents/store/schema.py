@@ -1,0 +1,130 @@
+"""The tables. One writer per table: the proxy writes tasks, groups, episodes, turns and rewards;
+the trainer writes leases, versions and checkpoints.
+
+So the state of a group has two halves. `groups.state` is pending, complete or dropped; once the
+trainer takes the group, its row in `leases` (leased, trained or dropped) stands over it.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+SCHEMA_VERSION = 1
+
+metadata = sa.MetaData()
+
+store_meta = sa.Table(
+    "store_meta",
+    metadata,
+    sa.Column("key", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+
+tasks = sa.Table(
+    "tasks",
+    metadata,
+    sa.Column("uid", sa.Text, primary_key=True),  # digest of id and input: two data sets may share an id
+    sa.Column("id", sa.Text, nullable=False),
+    sa.Column("input", sa.JSON, nullable=False),
+)
+
+groups = sa.Table(
+    "groups",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
+    sa.Column("split", sa.Text, nullable=False),
+    sa.Column("size", sa.Integer, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),  # pending | complete | dropped
+    sa.Column("reason", sa.Text),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("completed_at", sa.Float),
+    sa.Index("groups_by_state", "state", "split", "completed_at"),
+)
+
+episodes = sa.Table(
+    "episodes",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    sa.Column("key_hash", sa.Text, nullable=False, unique=True),  # sha256 of the episode's key
+    sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
+    sa.Column("group_id", sa.Text, sa.ForeignKey("groups.id")),
+    sa.Column("index", sa.Integer, nullable=False),  # place in the group, 0 without one
+    sa.Column("split", sa.Text, nullable=False),
+    sa.Column("status", sa.Text, nullable=False),
+    sa.Column("limit_reached", sa.Text),  # the limit that the policy ran into, if any
+    sa.Column("error", sa.Text),
+    sa.Column("metadata", sa.JSON, nullable=False),
+    sa.Column("limits", sa.JSON, nullable=False),
+    sa.Column("sampling", sa.JSON, nullable=False),
+    sa.Column("implicit_key", sa.Text),  # set on episodes that a bare call opened
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("ended_at", sa.Float),
+    sa.Index("episodes_by_group", "group_id"),
+    sa.Index("episodes_by_status", "status", "split"),
+)
+
+turns = sa.Table(
+    "turns",
+    metadata,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("id", sa.Text, nullable=False, unique=True),
+    sa.Column("episode_id", sa.Text, sa.ForeignKey("episodes.id"), nullable=False),
+    sa.Column("parent", sa.Text),
+    sa.Column("codec", sa.Integer, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+    # Small columns stand before the large ones, so that a summary never reads a blob.
+    sa.Column("sampled_tokens", sa.Integer, nullable=False),
+    sa.Column("version_min", sa.Integer),
+    sa.Column("version_max", sa.Integer),
+    sa.Column("finish_reason", sa.Text, nullable=False),
+    sa.Column("record", sa.LargeBinary, nullable=False),  # JSON: messages, reply, sampling, fork, …
+    sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P], as are the next three
+    sa.Column("token_ids", sa.LargeBinary, nullable=False),
+    sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32 little-endian [C]
+    sa.Column("versions", sa.LargeBinary, nullable=False),
+    sa.Index("turns_by_episode", "episode_id"),
+)
+
+rewards = sa.Table(
+    "rewards",
+    metadata,
+    sa.Column("episode_id", sa.Text, sa.ForeignKey("episodes.id"), primary_key=True),
+    sa.Column("scope", sa.Text, primary_key=True),
+    sa.Column("target", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.Float, nullable=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+
+leases = sa.Table(
+    "leases",
+    metadata,
+    sa.Column("group_id", sa.Text, sa.ForeignKey("groups.id"), primary_key=True),
+    sa.Column("state", sa.Text, nullable=False),  # leased | trained | dropped
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("holder", sa.Text, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+    sa.Column("version", sa.Integer),  # of a trained group: the version that it made
+    sa.Column("reason", sa.Text),
+    sa.Index("leases_by_state", "state"),
+)
+
+versions = sa.Table(
+    "versions",
+    metadata,
+    sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("path", sa.Text, nullable=False),
+    sa.Column("checksum", sa.Text),
+    sa.Column("published_at", sa.Float, nullable=False),
+)
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    sa.Column("step", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("created_at", sa.Float, nullable=False),
+)

@@ -1,0 +1,229 @@
+"""The durable store: the only thing between rollout and training.
+
+Writes of the proxy return futures that resolve once they are committed (`asyncio.wrap_future`
+awaits them); writes of the trainer return after the commit; reads see one consistent snapshot.
+Anything acknowledged survives the death of any process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from areal_agents.core.rollout import Episode, EpisodeStatus, Reward, RolloutGroup, Split
+from areal_agents.core.trajectory import Turn
+from areal_agents.store import episodes, groups, leases, reads, rewards, versions
+from areal_agents.store.codec import encode_turn
+from areal_agents.store.config import Durability
+from areal_agents.store.database import Database, store_url
+from areal_agents.store.rows import EpisodeRow, EpisodeSummary, NewEpisode, OpenGroup, VersionRow
+
+
+class Store:
+    """An open store. Thread-safe; every process opens its own. Use as a context manager or close it."""
+
+    def __init__(self, database: Database, url: str) -> None:
+        self._database = database
+        self.url = url
+
+    @classmethod
+    def open(cls, url_or_path: str | Path, durability: Durability = "process") -> Store:
+        """Open or create a store. StoreError if it is unusable, foreign or of another schema."""
+        url = store_url(url_or_path)
+        return cls(Database(url, durability), url)
+
+    def close(self) -> None:
+        """Commit what is queued and let go of the file. Idempotent."""
+        self._database.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def cursor(self) -> int:
+        """A mark for `wait`: it changes with any commit of any process. Meaningless to other objects."""
+        return self._database.cursor()
+
+    def wait(self, cursor: int, timeout_s: float) -> int:
+        """Block until something was committed since `cursor`, at most `timeout_s`; the new cursor.
+
+        Take the cursor, look, and then wait: so no change is missed.
+        """
+        return self._database.wait(cursor, timeout_s)
+
+    # -- the proxy writes ---------------------------------------------------------------------
+
+    def open_episode(self, new: NewEpisode) -> Future[EpisodeRow]:
+        """Open an episode. Conflict if its group has no place for it."""
+        return self._database.submit(lambda c: episodes.insert_episode(c, new))
+
+    def add_turn(self, episode_id: str, turn: Turn) -> Future[None]:
+        """Record a turn. Conflict unless the episode is open."""
+        row = encode_turn(episode_id, turn, time.time())
+        return self._database.submit(lambda c: episodes.insert_turn(c, row))
+
+    def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[None]:
+        """Set rewards; the last write of a name wins. NotFound; Conflict once the group is leased."""
+        return self._database.submit(lambda c: rewards.write_rewards(c, episode_id, given))
+
+    def mark_limit(self, episode_id: str, limit: str) -> Future[None]:
+        """Note the limit that the policy ran into: finishing then makes the episode truncated."""
+        return self._database.submit(lambda c: episodes.mark_limit(c, episode_id, limit))
+
+    def seal(
+        self,
+        episode_id: str,
+        status: Literal["finished", "truncated", "failed", "aborted"],
+        *,
+        error: str | None = None,
+        truncated_reward: float = 0.0,
+    ) -> Future[EpisodeStatus]:
+        """End an episode; the status that it got. Idempotent; Conflict if it ended otherwise."""
+        return self._database.submit(
+            lambda c: episodes.seal_episode(
+                c, episode_id, status, error=error, truncated_reward=truncated_reward
+            )
+        )
+
+    def fail_unrewarded(self, ended_before: float) -> Future[list[str]]:
+        """Fail the finished episodes of groups that got no reward in time; their ids."""
+        return self._database.submit(lambda c: episodes.fail_unrewarded(c, ended_before))
+
+    def drop_open_group(self, group_id: str, reason: str) -> Future[None]:
+        """Give up a group that the trainer has not taken. Conflict if it has."""
+        return self._database.submit(lambda c: groups.drop_group(c, group_id, reason))
+
+    # -- the trainer writes -------------------------------------------------------------------
+
+    def lease_groups(
+        self, count: int, *, step: int, holder: str, lease_s: float = 3600.0
+    ) -> list[RolloutGroup]:
+        """Take the `count` oldest complete training groups, or none if there are fewer.
+
+        Their rewards are closed from here on.
+        """
+        ids = self._database.submit(
+            lambda c: leases.take_groups(c, count, step=step, holder=holder, lease_s=lease_s)
+        ).result()
+        with self._database.read() as connection:
+            return reads.load_groups(connection, ids) if ids else []
+
+    def mark_trained(self, group_ids: Iterable[str], *, step: int, version: int) -> None:
+        """Note that leased groups were trained into `version`. Conflict if one is not leased for `step`."""
+        ids = list(group_ids)
+        self._database.submit(lambda c: leases.mark_trained(c, ids, step=step, version=version)).result()
+
+    def drop_group(self, group_id: str, reason: str, *, step: int) -> None:
+        """Drop a complete or leased group for good. Conflict in any other state."""
+        self._database.submit(lambda c: leases.drop_leased(c, group_id, reason, step=step)).result()
+
+    def commit_checkpoint(self, step: int) -> None:
+        """Note that a resume can start after `step`."""
+        self._database.submit(lambda c: leases.write_checkpoint(c, step)).result()
+
+    def return_leases(self, after_step: int) -> int:
+        """Make the groups of all steps after `after_step` complete again; how many. For a resume."""
+        return self._database.submit(lambda c: leases.return_leases(c, after_step)).result()
+
+    def publish_version(
+        self, version: int, *, step: int, path: str | Path, checksum: str | None = None
+    ) -> None:
+        """Make `version` the current policy. Conflict unless its number is a new maximum."""
+        self._database.submit(
+            lambda c: versions.insert_version(c, version, step=step, path=str(path), checksum=checksum)
+        ).result()
+
+    # -- everybody reads ----------------------------------------------------------------------
+
+    def latest_version(self) -> VersionRow | None:
+        """The current policy version, None before the first."""
+        with self._database.read() as connection:
+            return versions.latest_version(connection)
+
+    def max_version(self) -> int:
+        """The largest version number ever published, -1 before the first."""
+        with self._database.read() as connection:
+            return versions.max_version(connection)
+
+    def latest_checkpoint(self) -> int | None:
+        """The step of the newest checkpoint, None without one."""
+        with self._database.read() as connection:
+            return versions.latest_checkpoint(connection)
+
+    def in_flight_episodes(self) -> int:
+        """Training episodes submitted and not yet trained, for the gate."""
+        with self._database.read() as connection:
+            return reads.in_flight_episodes(connection)
+
+    def group_counts(self, split: Split = "train") -> dict[str, int]:
+        """How many groups are pending, complete, leased, trained and dropped."""
+        with self._database.read() as connection:
+            return reads.group_counts(connection, split)
+
+    def episodes(
+        self,
+        split: str | None = None,
+        status: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        group_id: str | None = None,
+    ) -> list[EpisodeSummary]:
+        """The episodes that fit every given condition, in the order of opening."""
+        with self._database.read() as connection:
+            return reads.summaries(
+                connection, split=split, status=status, group_id=group_id, metadata=metadata
+            )
+
+    def open_groups(self) -> list[OpenGroup]:
+        """The pending groups and the attempts at each of their places."""
+        with self._database.read() as connection:
+            return reads.open_groups(connection)
+
+    def task_ids_started(self, split: Split = "train") -> list[tuple[str, int]]:
+        """(task id, epoch) of every group, in the order of starting; group ids are "<task id>@<epoch>"."""
+        with self._database.read() as connection:
+            return reads.tasks_started(connection, split)
+
+    def load_episode(self, episode_id: str) -> Episode:
+        """An episode with its turns and rewards. NotFound if it is unknown."""
+        with self._database.read() as connection:
+            return reads.load_episodes(connection, [episode_id])[0]
+
+    def load_group(self, group_id: str) -> RolloutGroup:
+        """A group with its scored episodes. NotFound if it is unknown."""
+        with self._database.read() as connection:
+            return reads.load_groups(connection, [group_id])[0]
+
+    def episode_row(self, episode_id: str) -> EpisodeRow:
+        """An episode without its turns. NotFound if it is unknown."""
+        with self._database.read() as connection:
+            return reads.episode_row(connection, id=episode_id)
+
+    def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
+        """The episode that has a key, and its turns. NotFound if there is none."""
+        with self._database.read() as connection:
+            row = reads.episode_row(connection, key_hash=key_hash)
+            return row, reads.turns_of(connection, row.id)
+
+    def open_episodes(self) -> list[tuple[str, bool]]:
+        """(id, whether it is implicit) of every open episode, oldest first."""
+        with self._database.read() as connection:
+            return reads.open_episodes(connection)
+
+    def open_implicit_episodes(self) -> list[tuple[EpisodeRow, list[Turn]]]:
+        """The open episodes that bare calls opened, and their turns."""
+        with self._database.read() as connection:
+            rows = reads.open_implicit_episodes(connection)
+            return [(row, reads.turns_of(connection, row.id)) for row in rows]
+
+    def episode_of_turn(self, turn_id: str) -> str:
+        """The id of the episode that a completion belongs to. NotFound if it is unknown."""
+        with self._database.read() as connection:
+            return reads.episode_of_turn(connection, turn_id)

@@ -1,0 +1,1 @@
+"""The trainer: leases groups from the store, steps the policy, publishes versions."""

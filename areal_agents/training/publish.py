@@ -1,0 +1,124 @@
+"""A policy version leaves the trainer: a safetensors folder, a row in the store, a swap in the engine.
+
+The folder is complete before it has its name, the row is written before the engine pauses, and the
+engine pauses for nothing but the swap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from areal_agents.errors import TrainingError
+from areal_agents.inference.engine import Engine
+from areal_agents.store import Store
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that the engine now serves.
+
+    Attributes:
+        path: its folder.
+        publish_s: everything, in seconds; pause_s: how much of it the engine did not generate.
+    """
+
+    version: int
+    path: Path
+    publish_s: float
+    pause_s: float
+
+
+class Publisher:
+    """Publishes versions of one run. It owns the event loop that the engine client lives on."""
+
+    def __init__(self, *, store: Store, engine: Engine, run_dir: Path, model_path: Path, keep: int) -> None:
+        self._store = store
+        self._engine = engine
+        self._weights = run_dir / "weights"
+        self._model_path = model_path
+        self._keep = keep
+        self._runner = asyncio.Runner()
+
+    def publish(
+        self, weights: Mapping[str, Tensor], *, version: int, step: int, dtype: torch.dtype
+    ) -> Published:
+        """Write, record and swap in a version.
+
+        Raises:
+            EngineError: the engine is lost or refuses the weights. The version stays recorded; a
+                resumed run publishes the weights again under a later one.
+        """
+        started = time.monotonic()
+        path = self._weights / f"v{version}"
+        write_model(weights, path, like=self._model_path, dtype=dtype)
+        self._store.publish_version(version, step=step, path=str(path))
+        pause_s = self._runner.run(self._swap(path, version))
+        self._forget_before(version)
+        return Published(version, path, time.monotonic() - started, pause_s)
+
+    def close(self) -> None:
+        """Close the event loop."""
+        self._runner.close()
+
+    async def _swap(self, path: Path, version: int) -> float:
+        try:
+            return await swap(self._engine, str(path), version)
+        finally:
+            # The loop rests until the next version: a connection kept that long would not notice
+            # that the server has closed it.
+            await self._engine.aclose()
+
+    def _forget_before(self, version: int) -> None:
+        folders = {int(p.name[1:]): p for p in self._weights.glob("v*") if p.name[1:].isdigit()}
+        for old in sorted(v for v in folders if v <= version)[: -self._keep]:
+            shutil.rmtree(folders[old])
+
+
+async def swap(engine: Engine, path: str, version: int) -> float:
+    """Replace the served weights under a retract pause; seconds that the pause took.
+
+    The engine goes on even if it refuses the weights: then with the old ones.
+    """
+    started = time.monotonic()
+    await engine.pause("retract")
+    try:
+        await engine.update_weights_from_disk(path, version)
+    finally:
+        await engine.resume()
+    return time.monotonic() - started
+
+
+def write_model(weights: Mapping[str, Tensor], path: Path, *, like: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder: `weights` as `dtype`, every other file as in the folder `like`.
+
+    An existing folder of that name is replaced; a reader never sees half a folder under it.
+
+    Raises:
+        TrainingError: the disk refuses.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for file in like.iterdir():
+            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+                shutil.copyfile(file, temporary / file.name)
+        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
+        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except OSError as error:
+        raise TrainingError(f"cannot write the weights to {path}: {error}") from error

@@ -1,0 +1,104 @@
+"""Episodes, groups and samples in few words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from areal_agents.core.completion import Completion, FinishReason, SamplingParams
+from areal_agents.core.messages import Message
+from areal_agents.core.rollout import Episode, EpisodeStatus, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.sample import TrainingSample
+from areal_agents.core.trajectory import Turn
+
+TASK = Task("task", {})
+
+
+def turn(
+    id: str,
+    parent: str | None = None,
+    *,
+    prompt: Sequence[int] = (1, 2),
+    sampled: Sequence[int] = (3, 4),
+    versions: Sequence[int] | None = None,
+    temperature: float = 1.0,
+    finish: FinishReason = "stop",
+    **fields: object,
+) -> Turn:
+    """A turn with logprobs −0.1, −0.2, …"""
+    logprobs = [-0.1 * (i + 1) for i in range(len(sampled))]
+    return Turn(
+        id=id,
+        parent=parent,
+        new_messages=(Message("user", id),),
+        new_prompt_ids=np.array(prompt, np.int32),
+        completion=Completion(sampled, logprobs, versions or [0] * len(sampled), finish),  # type: ignore[arg-type]
+        reply=Message("assistant", id),
+        sampling=SamplingParams(max_new_tokens=64, temperature=temperature),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def episode(
+    turns: Sequence[Turn],
+    reward: float | None = None,
+    *,
+    id: str = "e",
+    by_turn: dict[str, float] | None = None,
+    by_branch: dict[str, float] | None = None,
+    status: EpisodeStatus = "finished",
+) -> Episode:
+    """An episode with an episode reward, turn rewards and branch rewards."""
+    rewards = [] if reward is None else [Reward("episode", "", "return", reward)]
+    rewards += [Reward("turn", target, "step", value) for target, value in (by_turn or {}).items()]
+    rewards += [Reward("branch", target, "branch", value) for target, value in (by_branch or {}).items()]
+    return Episode(id, TASK, tuple(turns), status, tuple(rewards))
+
+
+def group(episodes: Sequence[Episode], *, id: str = "g") -> RolloutGroup:
+    """A group of episodes of one task."""
+    return RolloutGroup(id, TASK, tuple(Rollout(TASK, i, e, None) for i, e in enumerate(episodes)))
+
+
+def random_episode(rng: random.Random, *, id: str = "e", turns: int = 8) -> Episode:
+    """A random forest; token ids count up, so that every sampled token has an id of its own."""
+    counter = iter(range(10**6))
+    made: list[Turn] = []
+    for index in range(turns):
+        parent = rng.choice([None, *made]) if made else None
+        made.append(
+            turn(
+                f"{id}-{index}",
+                parent.id if parent else None,
+                prompt=[next(counter) for _ in range(rng.randint(0 if parent else 1, 3))],
+                sampled=[next(counter) for _ in range(rng.randint(1, 3))],
+            )
+        )
+    return episode(made, rng.random(), id=id)
+
+
+def sample(
+    token_ids: Sequence[int],
+    trained: Sequence[int],
+    *,
+    group_id: str = "g",
+    episode_id: str = "e",
+    versions: Sequence[int] | None = None,
+    advantage: float = 1.0,
+) -> TrainingSample:
+    """A sample with logprob −1 on its trained positions."""
+    length = len(token_ids)
+    mask = np.zeros(length, bool)
+    mask[list(trained)] = True
+    return TrainingSample(
+        token_ids=np.array(token_ids, np.int32),
+        loss_mask=mask,
+        behavior_logprobs=np.where(mask, -1, 0).astype(np.float32),
+        versions=np.array(versions if versions is not None else np.where(mask, 0, -1), np.int32),
+        temperatures=np.ones(length, np.float32),
+        advantages=np.where(mask, advantage, 0).astype(np.float32),
+        episode_id=episode_id,
+        group_id=group_id,
+    )

@@ -1,0 +1,59 @@
+"""Returns of turns against values worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from algorithms_support import episode, turn
+
+from areal_agents.algorithms.credit import is_trained, owners, turn_returns
+
+# a ── b ── d        r ── s      (two roots)
+#  └── c
+FOREST = [turn("a"), turn("b", "a"), turn("r"), turn("c", "a"), turn("d", "b"), turn("s", "r")]
+
+
+def test_the_episode_reward_goes_undiscounted_to_every_turn_of_every_root() -> None:
+    assert turn_returns(episode(FOREST, 2.0), turn_discount=0.5) == dict.fromkeys("abrcds", 2.0)
+
+
+def test_later_rewards_are_discounted_along_the_branch_and_averaged_over_forks() -> None:
+    recorded = episode(FOREST, 10.0, by_turn={"a": 1.0, "b": 2.0, "d": 4.0, "s": 7.0}, by_branch={"c": 8.0})
+    # d = 4; b = 2 + 0.5·4 = 4; c = 8; a = 1 + 0.5·(4 + 8)/2 = 4; s = 7; r = 0.5·7 = 3.5; + 10
+    assert turn_returns(recorded, turn_discount=0.5) == {
+        "a": 14.0, "b": 14.0, "r": 13.5, "c": 18.0, "d": 14.0, "s": 17.0,
+    }  # fmt: skip
+
+
+def test_an_interleaved_call_of_another_root_takes_no_share() -> None:
+    alone = episode([turn("a"), turn("b", "a")], by_turn={"b": 1.0})
+    mixed = episode([turn("a"), turn("x"), turn("b", "a"), turn("y", "x")], by_turn={"b": 1.0})
+    assert turn_returns(alone, turn_discount=0.9) == {"a": 0.9, "b": 1.0}
+    assert turn_returns(mixed, turn_discount=0.9) == {"a": 0.9, "x": 0.0, "b": 1.0, "y": 0.0}
+
+
+def test_several_rewards_of_one_turn_add_up() -> None:
+    recorded = episode([turn("a")], 1.0, by_turn={"a": 0.25}, by_branch={"a": 0.5})
+    assert turn_returns(recorded) == {"a": 1.75}
+    assert recorded.score == 1.75
+
+
+def test_a_shared_turn_is_owned_by_its_first_leaf() -> None:
+    # leaves in the order of recording: c, d, s
+    assert owners(episode(FOREST)) == {"a": "c", "c": "c", "b": "d", "d": "d", "r": "s", "s": "s"}
+
+
+@pytest.mark.parametrize(
+    ("made", "options", "trained"),
+    [
+        (turn("a"), {}, True),
+        (turn("a", constrained=True), {}, False),
+        (turn("a", constrained=True), {"train_constrained": True}, True),
+        (turn("a", temperature=0.0, constrained=True), {"train_constrained": True}, False),
+        (turn("a", finish="abort"), {}, False),
+        (turn("a", finish="length"), {}, True),
+        (turn("a", label="judge"), {"exclude_labels": ("judge",)}, False),
+        (turn("a", label="judge"), {"exclude_labels": ("critic",)}, True),
+    ],
+)
+def test_which_turns_are_trained(made, options, trained) -> None:  # type: ignore[no-untyped-def]
+    assert is_trained(made, **options) is trained

@@ -1,0 +1,127 @@
+"""Micro-batches: everything trained once, within the budget, as many on each rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from algorithms_support import sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agents.algorithms.minibatches import split_minibatches
+from areal_agents.algorithms.packing import pack
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[TrainingSample]:
+    made = []
+    for group in range(draw(st.integers(1, 4))):
+        prompt = list(range(100 * group, 100 * group + draw(st.integers(1, 90))))
+        for index in range(draw(st.integers(1, 4))):
+            tail = draw(st.lists(st.integers(500, 502), min_size=1, max_size=30))
+            length = len(prompt) + len(tail)
+            trained = draw(st.sets(st.integers(len(prompt), length - 1), min_size=1))
+            made.append(
+                sample([*prompt, *tail], sorted(trained), group_id=f"g{group}", episode_id=f"{group}.{index}")
+            )
+    return made
+
+
+@settings(max_examples=80, deadline=None)
+@given(batches(), st.integers(130, 400), st.integers(1, 3), st.booleans())
+def test_packing_keeps_every_trained_token(
+    samples: list[TrainingSample], budget: int, ranks: int, share: bool
+) -> None:
+    packed = pack(samples, token_budget=budget, ranks=ranks, share_prefixes=share)
+    assert len(packed) % ranks == 0
+    entries = Counter()
+    for batch in packed:
+        assert 1 <= len(batch.input_ids) <= budget
+        assert batch.segments[0].start == 0 and max(s.end for s in batch.segments) == len(batch.input_ids)
+        for row, target, index in zip(
+            batch.predictor_rows, batch.target_ids, batch.sample_index, strict=True
+        ):
+            position = int(batch.position_ids[row]) + 1
+            owner = samples[int(index)]
+            assert owner.token_ids[position] == target
+            assert owner.token_ids[position - 1] == batch.input_ids[row]
+            entries[(int(index), position)] += 1
+    expected = {(i, int(p)) for i, s in enumerate(samples) for p in np.flatnonzero(s.loss_mask)}
+    assert entries == Counter(expected)
+
+
+def test_a_groups_prompt_is_in_a_micro_batch_once() -> None:
+    prompt = list(range(100))
+    samples = [sample([*prompt, 200 + i, 300], [100, 101]) for i in range(8)]
+    (batch,) = pack(samples, token_budget=1000)
+    assert len(batch.input_ids) == 108 and batch.sample_tokens == 808 and batch.trained_tokens == 16
+    (flat,) = pack(samples, token_budget=1000, share_prefixes=False)
+    assert len(flat.input_ids) == 808
+    # the eight first sampled tokens are predicted by the one last row of the prompt
+    assert sorted(batch.predictor_rows.tolist()).count(99) == 8
+
+
+def test_arrays_follow_their_tokens() -> None:
+    one = TrainingSample(
+        token_ids=np.array([5, 6, 7, 8], np.int32),
+        loss_mask=np.array([False, True, False, True]),
+        behavior_logprobs=np.array([0, -1, 0, -2], np.float32),
+        versions=np.array([-1, 3, -1, 4], np.int32),
+        temperatures=np.array([1, 0.5, 1, 0.7], np.float32),
+        advantages=np.array([0, 10, 0, 20], np.float32),
+        episode_id="e",
+        group_id="g",
+    )
+    (batch,) = pack([one], token_budget=10)
+    assert batch.input_ids.tolist() == [5, 6, 7]  # the last token is only predicted
+    assert batch.predictor_rows.tolist() == [0, 2] and batch.target_ids.tolist() == [6, 8]
+    assert batch.behavior_logprobs.tolist() == [-1, -2] and batch.versions.tolist() == [3, 4]
+    assert batch.temperatures.tolist() == pytest.approx([0.5, 0.7]) and batch.advantages.tolist() == [10, 20]
+
+
+def test_fewer_samples_than_ranks_fill_up_with_batches_that_train_nothing() -> None:
+    packed = pack([sample([1, 2, 3], [2])], token_budget=16, ranks=3)
+    assert [b.trained_tokens for b in packed] == [1, 0, 0]
+    assert [len(b.input_ids) for b in packed] == [2, 1, 1]
+
+
+def test_costs_are_balanced() -> None:
+    rng = np.random.default_rng(0)
+    samples = [sample(rng.integers(0, 1000, n).tolist(), [n - 1]) for n in rng.integers(20, 200, 200)]
+    sizes = [len(b.input_ids) for b in pack(samples, token_budget=2000)]
+    assert max(sizes) <= 2000 and min(sizes) >= 0.8 * max(sizes)
+
+
+def test_a_sample_beyond_the_budget_is_named() -> None:
+    long = sample(list(range(50)), [49], group_id="g7", episode_id="e3")
+    with pytest.raises(TrainingError, match="group g7, episode e3: a sample of 49 tokens.*micro-batch of 48"):
+        pack([long], token_budget=48)
+    assert len(pack([long], token_budget=49)) == 1
+
+
+def test_no_samples_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no sample"):
+        pack([], token_budget=10)
+
+
+def test_minibatches_keep_groups_whole_and_lose_nothing() -> None:
+    samples = [sample([1, 2], [1], group_id=f"g{i // 3}", episode_id=str(i)) for i in range(12)]
+    parts = split_minibatches(samples, 2, seed=1)
+    assert [len(part) for part in parts] == [6, 6]
+    assert sorted(s.episode_id for part in parts for s in part) == sorted(s.episode_id for s in samples)
+    assert {s.group_id for s in parts[0]}.isdisjoint(s.group_id for s in parts[1])
+    again = split_minibatches(samples, 2, seed=1)
+    assert [[s.episode_id for s in part] for part in again] == [
+        [s.episode_id for s in part] for part in parts
+    ]
+
+
+def test_fewer_groups_than_minibatches_are_dealt_by_sample() -> None:
+    samples = [sample([1, 2], [1], episode_id=str(i)) for i in range(3)]
+    assert sorted(len(part) for part in split_minibatches(samples, 4, seed=0)) == [1, 1, 1]
+    assert [len(part) for part in split_minibatches(samples, 1, seed=0)] == [3]
+    assert split_minibatches([], 4, seed=0) == []

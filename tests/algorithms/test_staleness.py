@@ -1,0 +1,46 @@
+"""The hard bound on staleness."""
+
+from __future__ import annotations
+
+import pytest
+from algorithms_support import episode, group, sample, turn
+
+from areal_agents.algorithms.staleness import mask_stale, wholly_stale
+from areal_agents.errors import TrainingError
+
+
+def test_tokens_beyond_the_bound_are_masked_and_counted() -> None:
+    mixed = sample([9, 1, 2, 3], [1, 2, 3], versions=[-1, 3, 4, 5])
+    old = sample([9, 1], [1], versions=[-1, 2])
+    fresh = sample([9, 1], [1], versions=[-1, 5])
+    kept, report = mask_stale([mixed, old, fresh], version=5, max_staleness=1)
+    assert [s.loss_mask.tolist() for s in kept] == [[False, False, True, True], [False, True]]
+    assert kept[0].advantages.tolist() == [0, 0, 1, 1]
+    assert kept[1] is fresh
+    assert (report.masked_tokens, report.dropped_samples) == (2, 1)
+    assert report.staleness.tolist() == [1, 0, 0]
+
+
+def test_zero_trains_only_the_current_version() -> None:
+    kept, report = mask_stale([sample([9, 1, 2], [1, 2], versions=[-1, 4, 5])], version=5, max_staleness=0)
+    assert kept[0].loss_mask.tolist() == [False, False, True]
+    assert report.staleness.tolist() == [0]
+
+
+def test_nothing_in_nothing_out() -> None:
+    kept, report = mask_stale([], version=3, max_staleness=1)
+    assert kept == [] and report.staleness.size == 0
+
+
+def test_a_version_that_does_not_exist_yet_is_refused_by_name() -> None:
+    with pytest.raises(
+        TrainingError, match="group g, episode e: a token of version 6, but the trainer is at version 5"
+    ):
+        mask_stale([sample([9, 1], [1], versions=[-1, 6])], version=5, max_staleness=1)
+
+
+def test_a_group_is_wholly_stale_only_if_its_newest_token_is() -> None:
+    old = group([episode([turn("a", versions=[1, 2])]), episode([turn("b", versions=[1, 1])])])
+    assert wholly_stale(old, version=4, max_staleness=1)
+    assert not wholly_stale(old, version=4, max_staleness=2)
+    assert not wholly_stale(group([episode([])]), version=9, max_staleness=0)

@@ -1,0 +1,80 @@
+"""Merged prefixes: the same tokens, at the same positions, seeing the same tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agents.algorithms.token_tree import TokenTree, build_tree, common_prefix, prefix_order
+
+
+def arrays(*sequences: list[int]) -> list[np.ndarray]:
+    return [np.array(s, np.int32) for s in sequences]
+
+
+def visible(tree: TokenTree) -> np.ndarray:
+    """[T, T] which rows each row attends to, straight from the segments' definition."""
+    size = len(tree.token_ids)
+    seen = np.zeros((size, size), bool)
+    for s in tree.segments:
+        for row in range(s.start, s.end):
+            seen[row, s.start : row + 1] = True
+        seen[s.end : s.subtree_end, s.start : s.end] = True
+    return seen
+
+
+def test_a_prompt_and_its_continuations() -> None:
+    tree = build_tree(arrays([1, 2, 3, 4], [1, 2, 3, 5, 6], [1, 2, 3, 4, 7]), min_saved=1)
+    assert tree.token_ids.tolist() == [1, 2, 3, 4, 7, 5, 6]
+    assert tree.position_ids.tolist() == [0, 1, 2, 3, 4, 3, 4]
+    assert [r.tolist() for r in tree.rows] == [[0, 1, 2, 3], [0, 1, 2, 5, 6], [0, 1, 2, 3, 4]]
+    assert [(s.start, s.end, s.subtree_end, s.position) for s in tree.segments] == [
+        (0, 3, 7, 0), (3, 4, 5, 3), (4, 5, 5, 4), (5, 7, 7, 3),
+    ]  # fmt: skip
+    assert tree.saved_tokens == 7
+
+
+def test_small_savings_are_left_and_large_ones_below_them_found() -> None:
+    sequences = arrays([1, 2, *[7] * 20, 3], [1, 2, *[7] * 20, 4], [1, 2, 9])
+    tree = build_tree(sequences, min_saved=10)
+    # the pair is merged (22 tokens), the third is not merged with it for the sake of 2 · 2
+    assert len(tree.token_ids) == 22 + 1 + 1 + 3
+    assert len(build_tree(sequences, min_saved=None).token_ids) == 23 + 23 + 3
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(TOKENS, min_size=1, max_size=8), st.sampled_from([None, 1, 4]))
+def test_every_sequence_reads_and_sees_itself(sequences: list[list[int]], min_saved: int | None) -> None:
+    tree = build_tree(arrays(*sequences), min_saved=min_saved)
+    seen = visible(tree)
+    for sequence, rows in zip(sequences, tree.rows, strict=True):
+        assert tree.token_ids[rows].tolist() == sequence
+        assert tree.position_ids[rows].tolist() == list(range(len(sequence)))
+        for position, row in enumerate(rows):
+            assert np.flatnonzero(seen[row]).tolist() == sorted(rows[: position + 1])
+    covered = [row for s in tree.segments for row in range(s.start, s.end)]
+    assert covered == list(range(len(tree.token_ids)))
+    if min_saved == 1:  # a full trie: one row per distinct prefix
+        assert len(tree.token_ids) == len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
+
+
+@given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), max_size=8))
+def test_prefix_order_is_lexicographic(sequences: list[list[int]]) -> None:
+    order = prefix_order(arrays(*sequences))
+    assert [sequences[i] for i in order] == sorted(sequences)
+
+
+def test_common_prefix() -> None:
+    assert common_prefix(*arrays([1, 2, 3], [1, 2, 4])) == 2
+    assert common_prefix(*arrays([1, 2], [1, 2, 4])) == 2
+    assert common_prefix(*arrays([3], [1])) == 0
+
+
+def test_an_empty_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="empty"):
+        build_tree(arrays([1], []))

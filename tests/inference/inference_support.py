@@ -1,0 +1,89 @@
+"""Tiny random models, transformers as the reference, and the server that a contract test talks to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
+
+from areal_agents.core.completion import TokenIds, as_token_ids
+
+VOCAB = 256
+EOS = 2
+MAX_CONTEXT = 2048
+CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+
+
+def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, shard: str = "5GB", **overrides: Any) -> Path:
+    """Write a random model whose every parameter matters: norms and biases are random too."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": EOS,
+        "bos_token_id": 1,
+    }
+    if kind == "qwen3":
+        sizes["head_dim"] = 24
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](**(sizes | overrides)))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(0.0, 0.15)
+    model.save_pretrained(folder, max_shard_size=shard)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
+    """The same model in transformers, float32."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def reference_logprobs(
+    model: PreTrainedModel, prompt: TokenIds, output: TokenIds, *, temperature: float = 1.0
+) -> np.ndarray:
+    """[C] logprobs of `output` after `prompt` by a plain forward pass."""
+    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    table = torch.log_softmax(logits / temperature, dim=-1)
+    return table.gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+
+
+@torch.inference_mode()
+def reference_greedy(model: PreTrainedModel, prompt: TokenIds, count: int) -> np.ndarray:
+    """[count] tokens of transformers' greedy generate, end of sequence ignored."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    out = model.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return out[0, len(prompt) :].numpy()
+
+
+def prompt_of(length: int, seed: int = 0) -> TokenIds:
+    """Random ids that are no special tokens."""
+    return as_token_ids(np.random.default_rng(seed).integers(8, VOCAB, length))
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server under test and the model it serves."""
+
+    url: str
+    folder: Path
+    reference: PreTrainedModel
+    embedded: bool

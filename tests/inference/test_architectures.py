@@ -1,0 +1,158 @@
+"""Both runners compute what transformers computes, for each architecture, whole or in pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from inference_support import MAX_CONTEXT, load_reference, prompt_of
+from safetensors.torch import load_file, save_file
+
+from areal_agents.core.completion import TokenIds
+from areal_agents.errors import ConfigError
+from areal_agents.inference.embedded.architecture import read_architecture
+from areal_agents.inference.embedded.numba_runner import NumbaRunner
+from areal_agents.inference.embedded.runner import Rows, Runner
+from areal_agents.inference.embedded.torch_runner import TorchRunner
+from areal_agents.inference.embedded.weights import load_weights
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+MODELS = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-sharded": ("qwen3", {"shard": "60KB"}),
+    "qwen3-yarn": (
+        "qwen3",
+        {"rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+        }},
+    ),
+    "llama": ("llama", {"num_key_value_heads": 4}),
+    "llama-llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear-rope": (
+        "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+    ),
+}  # fmt: skip
+
+
+def make_runner(kind: str, folder: Path, *, threads: int = 1, slots: int = 3) -> Runner:
+    arch = read_architecture(folder)
+    runner: Runner
+    if kind == "numba":
+        runner = NumbaRunner(arch, slots=slots, max_context=MAX_CONTEXT, max_rows=256, threads=threads)
+    else:
+        cpu = torch.device("cpu")
+        runner = TorchRunner(arch, slots=slots, max_context=MAX_CONTEXT, device=cpu, dtype=torch.float32)
+    runner.load(load_weights(folder, arch))
+    return runner
+
+
+def rows_of(*segments: tuple[int, int, TokenIds]) -> Rows:
+    """Rows for segments (slot, first position, tokens), with every row's logits wanted."""
+    lengths = [len(tokens) for _, _, tokens in segments]
+    return Rows(
+        tokens=np.concatenate([tokens for _, _, tokens in segments]).astype(np.int32),
+        slots=np.repeat([slot for slot, _, _ in segments], lengths).astype(np.int32),
+        positions=np.concatenate([first + np.arange(len(t)) for _, first, t in segments]).astype(np.int32),
+        segment_starts=np.cumsum([0, *lengths]).astype(np.int32),
+        outputs=np.arange(sum(lengths), dtype=np.int32),
+    )
+
+
+@torch.inference_mode()
+def reference_logits(folder: Path, ids: TokenIds) -> np.ndarray:
+    return load_reference(folder)(torch.from_numpy(ids.astype(np.int64))[None]).logits[0].numpy()
+
+
+@pytest.mark.parametrize("kind", ["numba", "torch"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_transformers(name: str, kind: str, make_model: Callable[..., Path]) -> None:
+    architecture, overrides = MODELS[name]
+    folder = make_model(architecture, **overrides)
+    ids = prompt_of(150)
+    logits = make_runner(kind, folder).forward(rows_of((1, 0, ids))).numpy()
+    np.testing.assert_allclose(logits, reference_logits(folder, ids), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["numba", "torch"])
+def test_rows_of_several_slots_do_not_mix(kind: str, model_folder: Path) -> None:
+    a, b = prompt_of(40, seed=1), prompt_of(23, seed=2)
+    runner = make_runner(kind, model_folder)
+    runner.forward(rows_of((0, 0, a[:17]), (2, 0, b[:22])))
+    logits = runner.forward(rows_of((0, 17, a[17:]), (2, 22, b[22:]))).numpy()
+    np.testing.assert_allclose(logits[:23], reference_logits(model_folder, a)[17:], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(logits[23:], reference_logits(model_folder, b)[22:], atol=1e-4, rtol=0)
+
+
+def test_a_row_is_bitwise_the_same_alone_chunked_copied_and_on_two_threads(model_folder: Path) -> None:
+    """What the numba kernel promises: seeded sampling cannot depend on what shares the batch."""
+    ids, other = prompt_of(61, seed=3), prompt_of(30, seed=4)
+    whole = make_runner("numba", model_folder).forward(rows_of((0, 0, ids))).numpy()[-1].copy()
+
+    runner = make_runner("numba", model_folder, threads=2)
+    for first in range(0, 60, 7):
+        runner.forward(rows_of((0, first, ids[first : min(first + 7, 60)]), (1, first, other[:3])))
+    runner.copy_prefix(0, 2, 60)
+    together = runner.forward(rows_of((2, 60, ids[60:]), (1, 63, other), (0, 60, ids[60:]))).numpy()
+    assert np.array_equal(together[0], whole)
+    assert np.array_equal(together[-1], whole)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ({"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0}, "sliding-window"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(
+    overrides: dict, named: str, make_model: Callable[..., Path]
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read_architecture(make_model("qwen3", **overrides))
+
+
+def test_an_unknown_model_type_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    config = json.loads((model_folder / "config.json").read_text()) | {"model_type": "gpt2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="Qwen2, Qwen3, Llama"):
+        read_architecture(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "lacks 1 tensors, the first is model.norm.weight"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(3)}), r"shape \(3,\), expected \(64,\)"),
+        (lambda t: t.update({"model.extra": torch.ones(3)}), "model.extra"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Callable, message: str, model_folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(model_folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        load_weights(tmp_path, read_architecture(model_folder))
+
+
+def test_a_folder_without_weights_or_with_a_broken_file_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    arch = read_architecture(model_folder)
+    with pytest.raises(ConfigError, match=r"no .safetensors"):
+        load_weights(tmp_path, arch)
+    (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(tmp_path, arch)

@@ -1,0 +1,165 @@
+"""Bad input over plain HTTP: a clear 400, and the server is alive and right afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from inference_support import prompt_of
+
+from areal_agents.inference import SGLangEngine, running_engine
+
+PARAMS = {"max_new_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def url(model_folder: Path) -> Iterator[str]:
+    with running_engine(model_folder, threads=1, slots=2, max_context=2048) as address:
+        yield address
+
+
+async def post(url: str, path: str, **options: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession() as session, session.post(url + path, **options) as response:
+        return response.status, await response.json(content_type=None)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "input_ids must be a non-empty list"),
+        ({"input_ids": []}, "non-empty"),
+        ({"input_ids": [[]]}, "non-empty"),
+        ({"input_ids": "hello"}, "non-empty list"),
+        ({"input_ids": [1, "2"]}, "flat list of integers"),
+        ({"input_ids": [1, 2.5]}, "flat list of integers"),
+        ({"input_ids": [True, False]}, "flat list of integers"),
+        ({"input_ids": [[1], [[2]]]}, "flat list of integers"),
+        ({"input_ids": [1, 256]}, "token id 256 is outside the vocabulary of 256"),
+        ({"input_ids": [1, 2**70]}, "integers"),
+        ({"input_ids": [-1]}, "token id -1 is outside"),
+        ({"input_ids": [1] * 2048}, "exceed the context of 2048"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 2048}}, "exceed the context of 2048"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "at least 1"),
+        ({"input_ids": [1], "sampling_params": {"temperature": -1}}, "temperature must be in"),
+        ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "must be a number"),
+        ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in"),
+        ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be"),
+        ({"input_ids": [1], "sampling_params": {"beam_width": 4}}, "unknown sampling parameter 'beam_width'"),
+        ({"input_ids": [1], "sampling_params": {"n": 2}}, "n 2 is not supported"),
+        ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop must be"),
+        ({"input_ids": [1], "sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids must be"),
+        ({"input_ids": [1], "sampling_params": [1]}, "sampling_params must be an object"),
+        ({"input_ids": [1], "rid": 7}, "rid must be a string"),
+        ({"input_ids": [1], "lora_path": "x"}, "unknown field 'lora_path'"),
+        ({"input_ids": [1], "return_logprob": "yes"}, "true or false"),
+        ({"input_ids": [[1], [2]], "stream": True}, "single prompt"),
+    ],
+)
+async def test_a_bad_body_is_400_and_says_why(url: str, body: dict, message: str) -> None:
+    status, answer = await post(url, "/generate", json=body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+
+
+async def test_what_is_not_json_is_400(url: str) -> None:
+    for raw in (b"{", b"[1, 2]", b"\xff\xfe", b"null"):
+        status, answer = await post(url, "/generate", data=raw)
+        assert status == 400
+        assert "JSON" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/pause_generation", {"mode": "sideways"}),
+        ("/abort_request", {}),
+        ("/update_weights_from_disk", {"model_path": 3}),
+        ("/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": 3}),
+        ("/update_weight_version", {}),
+        ("/weights_checker", {"action": "guess"}),
+    ],
+)
+async def test_bad_control_calls_are_400(url: str, path: str, body: dict) -> None:
+    status, answer = await post(url, path, json=body)
+    assert status == 400
+    assert answer["error"]["message"]
+
+
+async def test_the_server_is_alive_after_all_of_it(url: str) -> None:
+    status, answer = await post(url, "/generate", json={"input_ids": [5, 6], "sampling_params": PARAMS})
+    assert status == 200
+    assert answer["meta_info"]["completion_tokens"] == len(answer["output_ids"])
+    async with aiohttp.ClientSession() as session:
+        for path in ("/health", "/health_generate", "/get_model_info"):
+            async with session.get(url + path) as response:
+                assert response.status == 200
+        async with session.get(url + "/nowhere") as response:
+            assert response.status == 404
+
+
+async def test_a_client_that_hangs_up_aborts_its_generation(url: str) -> None:
+    """Both slots are taken by generations whose clients leave; the next one is served at once."""
+    body = json.dumps(
+        {
+            "input_ids": prompt_of(10).tolist(),
+            "sampling_params": {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True},
+        }
+    ).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    address = urlsplit(url)
+    async with SGLangEngine(url) as engine:
+        sockets = [socket.create_connection((address.hostname, address.port)) for _ in range(2)]
+        for connection in sockets:
+            connection.sendall(head + body)
+        await wait_for_load(engine, 2)
+        for connection in sockets:
+            connection.close()
+        await wait_for_load(engine, 0)
+
+
+async def test_a_call_that_is_cancelled_aborts_its_generation(url: str) -> None:
+    async with SGLangEngine(url, request_timeout_s=0.05) as engine:
+        from areal_agents.core.completion import SamplingParams
+        from areal_agents.errors import EngineUnavailable
+
+        with pytest.raises(EngineUnavailable, match=r"did not answer within 0.05 s"):
+            await engine.generate("slow", prompt_of(10), SamplingParams(2000, ignore_eos=True))
+        await wait_for_load(engine, 0)
+
+
+async def wait_for_load(engine: SGLangEngine, running: int) -> None:
+    deadline = time.monotonic() + 20
+    while True:
+        info = await engine._call("GET", "/get_server_info")
+        if info["running"] == running:
+            return
+        assert time.monotonic() < deadline, f"{info['running']} requests run, expected {running}"
+        await asyncio.sleep(0.005)
+
+
+async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
+    body = {
+        "input_ids": prompt_of(20).tolist(),
+        "stream": True,
+        "return_logprob": True,
+        "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
+    }
+    _, whole = await post(url, "/generate", json={**body, "stream": False})
+    async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:
+        events = [line[6:] for line in (await response.read()).decode().split("\n\n") if line]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    lengths = [len(chunk["output_ids"]) for chunk in chunks]
+    assert lengths == sorted(lengths) and len(chunks) > 2
+    assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    for name in ("output_token_logprobs", "weight_versions", "finish_reason"):
+        assert chunks[-1]["meta_info"][name] == whole["meta_info"][name]

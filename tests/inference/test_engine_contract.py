@@ -1,0 +1,318 @@
+"""What every server must do for the client: the embedded engine with either kernel, and a real SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inference_support import (
+    EOS,
+    Target,
+    load_reference,
+    prompt_of,
+    reference_greedy,
+    reference_logprobs,
+)
+
+from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
+from areal_agents.errors import EngineRejected
+from areal_agents.inference import PauseMode, SGLangEngine, running_engine
+
+GREEDY = SamplingParams(40, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
+    async with SGLangEngine(target.url, request_timeout_s=60) as client:
+        yield client
+
+
+def assert_equal(a: Completion, b: Completion, atol: float = 1e-5) -> None:
+    assert a.token_ids.tolist() == b.token_ids.tolist()
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
+
+
+async def until_running(engine: SGLangEngine, count: int = 1) -> None:
+    """Wait until `count` requests are being computed."""
+    for _ in range(1000):
+        info = await engine._call("GET", "/get_server_info")
+        if info.get("running", count) >= count:
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError(f"{count} requests never ran")
+
+
+async def test_model_info(engine: SGLangEngine, target: Target) -> None:
+    info = await engine.model_info()
+    assert (info.model_path, info.version, info.vocab_size) == (str(target.folder), 0, 256)
+    await engine.health()
+
+
+async def test_greedy_equals_transformers_and_a_cached_prefix_changes_nothing(
+    engine: SGLangEngine, target: Target
+) -> None:
+    prompt = prompt_of(90, seed=11)
+    first = await engine.generate("g1", prompt, GREEDY)
+    assert first.token_ids.tolist() == reference_greedy(target.reference, prompt, 40).tolist()
+    assert first.finish_reason == "length"
+    assert first.versions.tolist() == [0] * 40
+    expected = reference_logprobs(target.reference, prompt, first.token_ids)
+    np.testing.assert_allclose(first.logprobs, expected, atol=1e-5)
+
+    assert_equal(await engine.generate("g2", prompt, GREEDY), first)
+    turn = as_token_ids(np.concatenate([prompt, first.token_ids, prompt_of(9, seed=12)]))
+    second = await engine.generate("g3", turn, GREEDY)
+    assert second.token_ids.tolist() == reference_greedy(target.reference, turn, 40).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+async def test_logprobs_are_those_after_temperature(
+    engine: SGLangEngine, target: Target, temperature: float
+) -> None:
+    prompt = prompt_of(50, seed=13)
+    params = SamplingParams(60, temperature=temperature, ignore_eos=True, seed=5)
+    drawn = await engine.generate("t", prompt, params)
+    expected = reference_logprobs(target.reference, prompt, drawn.token_ids, temperature=temperature)
+    np.testing.assert_allclose(drawn.logprobs, expected, atol=2e-5)
+
+
+async def test_a_seed_reproduces_alone_and_in_company(engine: SGLangEngine) -> None:
+    prompt = prompt_of(40, seed=14)
+    params = SamplingParams(50, ignore_eos=True, seed=99)
+    alone = await engine.generate("s", prompt, params)
+    crowd = [
+        engine.generate(f"c{i}", prompt_of(20 + 30 * i, seed=i), SamplingParams(60, ignore_eos=True, seed=i))
+        for i in range(8)
+    ]
+    again, *_ = await asyncio.gather(engine.generate("s", prompt, params), *crowd)
+    assert_equal(again, alone)
+    other = await engine.generate("s", prompt, SamplingParams(50, ignore_eos=True, seed=100))
+    assert other.token_ids.tolist() != alone.token_ids.tolist()
+
+
+async def test_more_requests_than_slots_all_equal_transformers(engine: SGLangEngine, target: Target) -> None:
+    prompts = [prompt_of(10 + 17 * i, seed=20 + i) for i in range(14)]
+    done = await asyncio.gather(*(engine.generate(f"m{i}", p, GREEDY) for i, p in enumerate(prompts)))
+    for prompt, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids.tolist() == reference_greedy(target.reference, prompt, 40).tolist()
+
+
+async def test_top_k_and_top_p_only_draw_what_they_allow(engine: SGLangEngine, target: Target) -> None:
+    prompt = prompt_of(30, seed=15)
+    for params in (
+        SamplingParams(80, top_k=3, ignore_eos=True, seed=1),
+        SamplingParams(80, top_p=0.3, ignore_eos=True, seed=2),
+        SamplingParams(80, min_p=0.4, ignore_eos=True, seed=3),
+    ):
+        drawn = await engine.generate("k", prompt, params)
+        logprobs = reference_logprobs(target.reference, prompt, drawn.token_ids)
+        np.testing.assert_allclose(drawn.logprobs, logprobs, atol=2e-5)  # of the untruncated distribution
+        for token, ranked in zip(drawn.token_ids, _ranked(target, prompt, drawn), strict=True):
+            assert token in _allowed(ranked, params)
+    assert len(set(drawn.token_ids.tolist())) > 1
+
+
+def _ranked(target: Target, prompt: np.ndarray, drawn: Completion) -> list[np.ndarray]:
+    """Probabilities [V] at each step."""
+    import torch
+
+    ids = torch.from_numpy(np.concatenate([prompt, drawn.token_ids]).astype(np.int64))[None]
+    with torch.inference_mode():
+        logits = target.reference(ids).logits[0, len(prompt) - 1 : -1]
+    return list(torch.softmax(logits, dim=-1).numpy())
+
+
+def _allowed(probs: np.ndarray, params: SamplingParams) -> set[int]:
+    order = np.argsort(-probs)
+    if params.top_k:
+        return set(order[: params.top_k].tolist())
+    if params.min_p:
+        return set(np.flatnonzero(probs >= params.min_p * probs.max() * (1 - 1e-4)).tolist())
+    before = np.cumsum(probs[order]) - probs[order]
+    return set(order[before <= params.top_p + 1e-4].tolist())
+
+
+async def test_penalties_lower_what_was_sampled(engine: SGLangEngine, target: Target) -> None:
+    """With a presence penalty larger than any logit gap, greedy never repeats a token."""
+    params = SamplingParams(40, temperature=0.0, presence_penalty=2.0, frequency_penalty=2.0, ignore_eos=True)
+    plain = await engine.generate("p0", prompt_of(30, seed=16), GREEDY)
+    penalised = await engine.generate("p1", prompt_of(30, seed=16), params)
+    assert len(set(penalised.token_ids.tolist())) > len(set(plain.token_ids.tolist()))
+
+
+async def test_a_stop_token_ends_and_is_included(engine: SGLangEngine) -> None:
+    prompt = prompt_of(60, seed=17)
+    free = await engine.generate("f", prompt, GREEDY)
+    stop_at = next(i for i in range(5, 40) if free.token_ids[i] not in free.token_ids[:i])
+    stop_id = int(free.token_ids[stop_at])
+    stopped = await engine.generate("st", prompt, SamplingParams(40, temperature=0.0, stop_token_ids=(stop_id,)))
+    assert stopped.token_ids.tolist() == free.token_ids[: stop_at + 1].tolist() or EOS in stopped.token_ids
+    assert stopped.finish_reason == "stop"
+
+
+async def test_the_end_of_sequence_token_ends_unless_ignored(engine: SGLangEngine, target: Target) -> None:
+    """Sampled at temperature 1 over 256 tokens, some of many seeds meet EOS."""
+    prompt = prompt_of(30, seed=18)
+    runs = await asyncio.gather(
+        *(engine.generate(f"e{i}", prompt, SamplingParams(300, seed=i)) for i in range(24))
+    )
+    ended = [c for c in runs if c.finish_reason == "stop"]
+    assert ended
+    for completion in runs:
+        inner = completion.token_ids if completion.finish_reason == "length" else completion.token_ids[:-1]
+        assert EOS not in inner
+    for completion in ended:
+        assert completion.token_ids[-1] == EOS
+
+
+async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngine, target: Target) -> None:
+    prompt = prompt_of(60, seed=19)
+    free = await engine.generate("f", prompt, GREEDY)
+    a, b = free.token_ids[6:8].tolist()
+    stop = f"w{a} w{b}"
+    text = " ".join(f"w{i}" for i in free.token_ids)
+    expected = next(n for n in range(1, 41) if stop in " ".join(f"w{i}" for i in free.token_ids[:n]))
+    assert stop in text
+    params = SamplingParams(40, temperature=0.0, ignore_eos=True, stop=("never said", stop))
+    stopped = await engine.generate("ss", prompt, params)
+    assert stopped.token_ids.tolist() == free.token_ids[:expected].tolist()
+    assert stopped.finish_reason == "stop"
+    raw = await engine._call(
+        "POST",
+        "/generate",
+        {
+            "input_ids": prompt.tolist(),
+            "sampling_params": {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True, "stop": stop},
+        },
+    )
+    assert raw["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+    assert raw["text"] == text[: text.index(stop)]
+
+
+async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
+    prompt = prompt_of(70, seed=21)
+    await engine.generate("warm", prompt, GREEDY)
+    for start in (0, 25):
+        raw = await engine._call(
+            "POST",
+            "/generate",
+            {
+                "input_ids": prompt.tolist(),
+                "return_logprob": True,
+                "logprob_start_len": start,
+                "sampling_params": {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True},
+            },
+        )
+        triples = raw["meta_info"]["input_token_logprobs"]
+        assert [t[1] for t in triples] == prompt[start:].tolist()
+        first = 1 if start == 0 else 0
+        expected = reference_logprobs(target.reference, prompt[: max(start, 1)], prompt[max(start, 1) :])
+        np.testing.assert_allclose([t[0] for t in triples[first:]], expected, atol=1e-5)
+        assert start or triples[0][0] is None
+
+
+async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) -> None:
+    prompts = [prompt_of(n, seed=22) for n in (5, 50, 20)]
+    raw = await engine._call(
+        "POST",
+        "/generate",
+        {
+            "input_ids": [p.tolist() for p in prompts],
+            "sampling_params": {"max_new_tokens": 5, "temperature": 0, "ignore_eos": True},
+        },
+    )
+    assert [r["output_ids"] for r in raw] == [
+        reference_greedy(target.reference, p, 5).tolist() for p in prompts
+    ]
+
+
+async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Target) -> None:
+    prompt = prompt_of(30, seed=23)
+    task = asyncio.create_task(engine.generate("long", prompt, SamplingParams(1900, temperature=0.0, ignore_eos=True)))
+    await until_running(engine)
+    await engine.abort("long")
+    completion = await task
+    assert completion.finish_reason == "abort"
+    assert len(completion) < 1900
+    count = len(completion)
+    assert completion.token_ids.tolist() == reference_greedy(target.reference, prompt, max(count, 1))[:count].tolist()
+    await engine.abort("nobody")
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_pause_without_a_swap_changes_nothing(engine: SGLangEngine, mode: PauseMode) -> None:
+    prompts = [prompt_of(20 + 40 * i, seed=30 + i) for i in range(9)]  # more than there are slots
+    params = [SamplingParams(300, temperature=float(i % 2), ignore_eos=True, seed=i) for i in range(9)]
+    calls = list(zip(prompts, params, strict=True))
+    calm = await asyncio.gather(*(engine.generate(f"q{i}", *call) for i, call in enumerate(calls)))
+    tasks = [asyncio.create_task(engine.generate(f"q{i}", *call)) for i, call in enumerate(calls)]
+    await until_running(engine, 2)
+    for _ in range(3):
+        await engine.pause(mode)
+        await asyncio.sleep(0.01)
+        assert not all(task.done() for task in tasks)
+        await engine.resume()
+    for paused, expected in zip(await asyncio.gather(*tasks), calm, strict=True):
+        assert_equal(paused, expected)
+
+
+async def test_pause_abort_ends_what_runs_and_holds_what_comes(engine: SGLangEngine, target: Target) -> None:
+    running = asyncio.create_task(
+        engine.generate("r", prompt_of(30), SamplingParams(1900, temperature=0.0, ignore_eos=True))
+    )
+    await until_running(engine)
+    await engine.pause("abort")
+    assert (await running).finish_reason == "abort"
+    held = asyncio.create_task(engine.generate("h", prompt_of(30), GREEDY))
+    await asyncio.sleep(0.1)
+    assert not held.done()
+    await engine.resume()
+    assert (await held).token_ids.tolist() == reference_greedy(target.reference, prompt_of(30), 40).tolist()
+
+
+async def test_ids_outside_the_vocabulary_are_refused_before_they_are_sent(engine: SGLangEngine) -> None:
+    for wrong in (256, -1):
+        with pytest.raises(EngineRejected, match=f"token id {wrong} is outside"):
+            await engine.generate("w", as_token_ids([3, wrong]), GREEDY)
+    await engine.health()
+
+
+async def test_a_duplicate_rid_and_a_prompt_too_long_are_refused(engine: SGLangEngine) -> None:
+    running = asyncio.create_task(
+        engine.generate("same", prompt_of(30), SamplingParams(1500, temperature=0.0, ignore_eos=True))
+    )
+    await until_running(engine)
+    with pytest.raises(EngineRejected, match="same"):
+        await engine.generate("same", prompt_of(30), GREEDY)
+    await engine.abort("same")
+    assert (await running).finish_reason == "abort"
+    with pytest.raises(EngineRejected, match="context"):
+        await engine.generate("l", prompt_of(5000), GREEDY)
+    await engine.health()
+
+
+async def test_chunked_prefill_and_the_prefix_cache_are_invisible(model_folder: Path) -> None:
+    """The same calls on an engine without cache whose prompts fit one step, and one that reuses in small chunks."""
+    prompt = prompt_of(200, seed=40)
+    calls = [as_token_ids(np.concatenate([prompt[:n], prompt_of(30, seed=n)])) for n in (200, 120, 200, 80, 0, 120)]
+    params = SamplingParams(30, ignore_eos=True, seed=3)
+
+    async def run(url: str) -> list[Completion]:
+        async with SGLangEngine(url) as engine:
+            first = [await engine.generate(f"a{i}", ids, params) for i, ids in enumerate(calls[:2])]
+            rest = [engine.generate(f"b{i}", ids, params) for i, ids in enumerate(calls[2:])]
+            return first + list(await asyncio.gather(*rest))
+
+    plain = {"slots": 8, "prefill_tokens": 512, "prefix_cache": False}
+    reusing = {"slots": 3, "prefill_tokens": 8, "prefix_cache": True}
+    results = []
+    for options in (plain, reusing):
+        with running_engine(model_folder, threads=1, max_context=512, **options) as url:
+            results.append(await run(url))
+    for a, b in zip(*results, strict=True):
+        assert_equal(a, b, atol=0.0)
+    expected = reference_logprobs(load_reference(model_folder), calls[0], results[0][0].token_ids)
+    np.testing.assert_allclose(results[0][0].logprobs, expected, atol=1e-5)

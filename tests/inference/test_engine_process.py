@@ -1,0 +1,95 @@
+"""The engine as a process: it starts, says why it cannot, and never outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from inference_support import prompt_of
+
+from areal_agents.core.completion import SamplingParams
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine, running_engine
+
+
+def gone(pid: int, timeout_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+async def test_sigterm_ends_it_in_the_middle_of_generations(model_folder: Path) -> None:
+    with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1)) as process:
+        async with SGLangEngine(process.url) as engine:
+            tasks = [
+                asyncio.create_task(engine.generate(f"r{i}", prompt_of(50), SamplingParams(3000, ignore_eos=True)))
+                for i in range(3)
+            ]
+            while (await engine._call("GET", "/get_server_info"))["running"] < 3:
+                await asyncio.sleep(0.005)
+            os.kill(process.pid, signal.SIGTERM)
+            done = await asyncio.gather(*tasks)
+        assert [c.finish_reason for c in done] == ["abort"] * 3
+        assert await asyncio.to_thread(gone, process.pid)
+        assert not process.alive
+        assert "Traceback" not in process.log_tail()
+
+
+def test_it_ends_when_its_parent_is_killed(model_folder: Path) -> None:
+    script = (
+        "import sys, time\n"
+        "from areal_agents.inference import EmbeddedEngineConfig, EngineProcess\n"
+        "engine = EngineProcess(EmbeddedEngineConfig(model=sys.argv[1], port=0, threads=1))\n"
+        "engine.start(); engine.wait_ready(); print(engine.pid, flush=True); time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script, str(model_folder)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert psutil.pid_exists(pid)
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    assert gone(pid)
+
+
+def test_a_model_that_cannot_be_loaded_is_named_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(EngineUnavailable, match=r"(?s)ended with status 1.*is not a folder"):
+        EngineProcess(EmbeddedEngineConfig(model=str(tmp_path / "missing"), port=0)).__enter__()
+
+
+def test_a_port_that_is_taken_is_refused(model_folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=port)).start()
+
+
+def test_dummy_weights_depend_on_the_seed_alone(model_folder: Path) -> None:
+    async def checksum(url: str) -> str:
+        async with SGLangEngine(url) as engine:
+            return str((await engine._call("POST", "/weights_checker", {"action": "checksum"}))["checksum"])
+
+    sums = []
+    for seed in (1, 1, 2):
+        with running_engine(model_folder, threads=1, load_format="dummy", seed=seed, kernel="torch") as url:
+            sums.append(asyncio.run(checksum(url)))
+    assert sums[0] == sums[1] != sums[2]
+
+
+async def test_a_server_that_is_not_there_is_unavailable() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    async with SGLangEngine(f"http://127.0.0.1:{port}") as engine:
+        with pytest.raises(EngineUnavailable, match="not reachable"):
+            await engine.health()

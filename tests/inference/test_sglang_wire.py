@@ -1,0 +1,107 @@
+"""SGLang's answers as recorded from real servers, and answers that cannot be trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_agents.core.completion import SamplingParams
+from areal_agents.errors import EngineError
+from areal_agents.inference.engine import version_from_wire
+from areal_agents.inference.sglang import SGLangEngine, completion_from_wire, sampling_to_wire
+
+
+def answer(**meta: Any) -> dict[str, Any]:
+    return {
+        "text": "ab",
+        "output_ids": [460, 7],
+        "meta_info": {
+            "finish_reason": {"type": "length", "length": 2},
+            "output_token_logprobs": [[-6.5, 460, None], [-0.25, 7, "b"]],
+            "weight_version": "default",
+        }
+        | meta,
+    }
+
+
+def test_an_answer_becomes_a_completion() -> None:
+    completion = completion_from_wire(answer())
+    assert completion.token_ids.tolist() == [460, 7]
+    assert completion.logprobs.tolist() == [-6.5, -0.25]
+    assert completion.versions.tolist() == [0, 0]
+    assert completion.finish_reason == "length"
+
+
+def test_spans_win_over_the_weight_version_and_older_servers_have_none() -> None:
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 2}]
+    assert completion_from_wire(answer(weight_version="3", weight_versions=spans)).versions.tolist() == [0, 3]
+    assert completion_from_wire(answer(weight_version="12")).versions.tolist() == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ({"type": "stop", "matched": 7}, "stop"),
+        ({"type": "abort", "message": "Aborted"}, "abort"),
+        ("length", "length"),
+    ],
+)
+def test_finish_reasons(reason: Any, expected: str) -> None:
+    assert completion_from_wire(answer(finish_reason=reason)).finish_reason == expected
+
+
+def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
+    raw = {
+        "text": "",
+        "output_ids": [],
+        "meta_info": {"finish_reason": {"type": "abort"}, "weight_version": "1"},
+    }
+    assert len(completion_from_wire(raw)) == 0
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ([], "not a JSON object"),
+        ({"output_ids": [1]}, "meta_info is not a JSON object"),
+        (answer(finish_reason=None), "finish_reason None"),
+        (answer(output_token_logprobs=[[-1.0, 460, None]]), "logprobs of 1 other tokens"),
+        (answer(output_token_logprobs=[[-1.0, 460, None], [-1.0, 8, None]]), "other tokens"),
+        (answer(output_token_logprobs=[[float("nan"), 460, None], [-1.0, 7, None]]), "cannot be read"),
+        (answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]), "do not cover the 2 tokens"),
+        (answer(weight_version="v2"), "'v2'; expected an integer"),
+        ({"output_ids": None, "meta_info": answer()["meta_info"]}, "cannot be read"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        completion_from_wire(raw)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "1.0", "٣", 3, None])
+def test_what_is_not_a_version(value: Any) -> None:
+    with pytest.raises(EngineError, match="expected an integer of this run"):
+        version_from_wire(value)
+
+
+def test_sampling_parameters_in_wire_form() -> None:
+    assert sampling_to_wire(SamplingParams(8)) == {
+        "max_new_tokens": 8,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "ignore_eos": False,
+    }
+    full = SamplingParams(
+        8, top_k=5, frequency_penalty=0.5, presence_penalty=0.25, stop=("x",), stop_token_ids=(7,), seed=3
+    )
+    wire = sampling_to_wire(full)
+    assert (wire["top_k"], wire["frequency_penalty"], wire["presence_penalty"]) == (5, 0.5, 0.25)
+    assert (wire["stop"], wire["stop_token_ids"], wire["sampling_seed"]) == (["x"], [7], 3)
+
+
+def test_a_base_url_without_a_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match="http://"):
+        SGLangEngine("localhost:30000")

@@ -1,0 +1,190 @@
+"""A swap in mid-generation: which policy sampled each token, checked against both policies in transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from inference_support import build_model, load_reference, prompt_of, reference_greedy, reference_logprobs
+from test_engine_contract import until_running
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.errors import EngineError, EngineRejected
+from areal_agents.inference import PauseMode, SGLangEngine, running_engine
+
+LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["numba", "torch"])
+def url(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
+    with running_engine(model_folder, kernel=request.param, threads=1, slots=4, max_context=2048) as address:
+        yield address
+
+
+@pytest.fixture
+async def engine(url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
+    """The engine on version 0, whatever the test before left behind."""
+    async with SGLangEngine(url) as client:
+        await client.resume()
+        await client.update_weights_from_disk(str(model_folder), 0)
+        yield client
+
+
+async def swap_in_mid_generation(
+    engine: SGLangEngine, folder: Path, mode: PauseMode, prompts: list[TokenIds], version: int = 7
+) -> list[Completion]:
+    tasks = [asyncio.create_task(engine.generate(f"x{i}", p, LONG)) for i, p in enumerate(prompts)]
+    await until_running(engine, min(len(prompts), 2))
+    await asyncio.sleep(0.02)
+    await engine.pause(mode)
+    await engine.update_weights_from_disk(str(folder), version)
+    await engine.resume()
+    return list(await asyncio.gather(*tasks))
+
+
+def boundary(completion: Completion) -> int:
+    """Index of the first token of the new version; the versions are [0, .., 0, 7, .., 7]."""
+    changes = np.flatnonzero(np.diff(completion.versions))
+    assert completion.versions[0] == 0 and completion.versions[-1] == 7 and len(changes) == 1
+    return int(changes[0]) + 1
+
+
+async def test_retract_recomputes_and_every_token_carries_its_policy(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path
+) -> None:
+    old, new = load_reference(model_folder), load_reference(next_model_folder)
+    prompts = [prompt_of(40, seed=1), prompt_of(25, seed=2)]
+    done = await swap_in_mid_generation(engine, next_model_folder, "retract", prompts)
+    for prompt, completion in zip(prompts, done, strict=True):
+        b = boundary(completion)
+        assert len(completion) == 1500
+        before = reference_logprobs(old, prompt, completion.token_ids)
+        after = reference_logprobs(new, prompt, completion.token_ids)
+        np.testing.assert_allclose(completion.logprobs[:b], before[:b], atol=1e-4)
+        np.testing.assert_allclose(completion.logprobs[b:], after[b:], atol=1e-4)
+        assert abs(completion.logprobs[b] - before[b]) > 1e-3
+    assert (await engine.model_info()).version == 7
+
+
+@torch.inference_mode()
+def mixed_logprobs(old, new, prompt: TokenIds, completion: Completion, b: int) -> np.ndarray:  # noqa: ANN001
+    """Logprobs from token b on by `new` over the keys and values that `old` had left in place."""
+    ids = torch.from_numpy(np.concatenate([prompt, completion.token_ids]).astype(np.int64))[None]
+    kept = len(prompt) + b - 1  # the last token before the swap had not been computed yet
+    cache = old(ids[:, :kept], use_cache=True).past_key_values
+    logits = new(ids[:, kept:-1], past_key_values=cache).logits[0]
+    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, kept + 1 :, None])[:, 0].numpy()
+
+
+async def test_in_place_goes_on_over_the_old_keys_and_values_and_nothing_reuses_them(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path
+) -> None:
+    old, new = load_reference(model_folder), load_reference(next_model_folder)
+    prompt = prompt_of(40, seed=3)
+    [completion] = await swap_in_mid_generation(engine, next_model_folder, "in_place", [prompt])
+    b = boundary(completion)
+    before = reference_logprobs(old, prompt, completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs[:b], before[:b], atol=1e-4)
+    mixed = mixed_logprobs(old, new, prompt, completion, b)
+    np.testing.assert_allclose(completion.logprobs[b:], mixed, atol=1e-4)
+    pure = reference_logprobs(new, prompt, completion.token_ids)
+    assert np.abs(completion.logprobs[b:] - pure[b:]).max() > 1e-3
+
+    again = await engine.generate("again", prompt, SamplingParams(30, temperature=0.0, ignore_eos=True))
+    assert again.token_ids.tolist() == reference_greedy(new, prompt, 30).tolist()
+    assert again.versions.tolist() == [7] * 30
+
+
+async def test_a_prefix_of_the_old_version_is_never_reused(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path
+) -> None:
+    prompt, params = prompt_of(120, seed=4), SamplingParams(20, temperature=0.0, ignore_eos=True)
+    first = await engine.generate("a", prompt, params)
+    await engine.update_weights_from_disk(str(next_model_folder), 1)
+    second = await engine.generate("b", prompt, params)
+    assert first.token_ids.tolist() == reference_greedy(load_reference(model_folder), prompt, 20).tolist()
+    assert second.token_ids.tolist() == reference_greedy(load_reference(next_model_folder), prompt, 20).tolist()
+    assert second.versions.tolist() == [1] * 20
+
+
+async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
+    engine: SGLangEngine, next_model_folder: Path
+) -> None:
+    running = asyncio.create_task(engine.generate("r", prompt_of(30, seed=5), LONG))
+    await until_running(engine)
+    swap = asyncio.create_task(engine.update_weights_from_disk(str(next_model_folder), 3))
+    await asyncio.sleep(0.05)
+    later = asyncio.create_task(engine.generate("l", prompt_of(30, seed=5), LONG))
+    assert (await running).versions.tolist() == [0] * 1500
+    assert (await later).versions.tolist() == [3] * 1500
+    await swap
+
+
+async def test_a_request_that_came_during_the_pause_runs_on_the_new_weights(
+    engine: SGLangEngine, next_model_folder: Path
+) -> None:
+    await engine.pause("retract")
+    task = asyncio.create_task(engine.generate("p", prompt_of(30), SamplingParams(5, ignore_eos=True)))
+    await asyncio.sleep(0.05)
+    await engine.update_weights_from_disk(str(next_model_folder), 4)
+    assert not task.done()
+    await engine.resume()
+    assert (await task).versions.tolist() == [4] * 5
+
+
+async def test_bad_weights_are_refused_and_the_old_ones_kept(
+    engine: SGLangEngine, model_folder: Path, tmp_path: Path
+) -> None:
+    before = await checksum(engine)
+    prompt, params = prompt_of(30, seed=6), SamplingParams(20, temperature=0.0, ignore_eos=True)
+    with pytest.raises(EngineRejected, match="holds no .safetensors"):
+        await engine.update_weights_from_disk(str(tmp_path / "nowhere"), 9)
+    larger = build_model(tmp_path / "larger", hidden_size=96)
+    with pytest.raises(EngineRejected, match="expected"):
+        await engine.update_weights_from_disk(str(larger), 9)
+    assert await checksum(engine) == before
+    completion = await engine.generate("k", prompt, params)
+    assert completion.token_ids.tolist() == reference_greedy(load_reference(model_folder), prompt, 20).tolist()
+    assert completion.versions.tolist() == [0] * 20
+
+
+async def checksum(engine: SGLangEngine) -> str:
+    answer = await engine._call("POST", "/weights_checker", {"action": "checksum"})
+    return str(answer["checksum"])
+
+
+async def test_the_checksum_tells_weights_apart_and_finds_them_again(
+    engine: SGLangEngine, model_folder: Path, next_model_folder: Path
+) -> None:
+    first = await checksum(engine)
+    await engine.update_weights_from_disk(str(next_model_folder), 1)
+    second = await checksum(engine)
+    await engine.update_weights_from_disk(str(model_folder), 2)
+    assert first != second
+    assert await checksum(engine) == first
+
+
+async def test_a_version_that_is_no_integer_is_an_error_not_a_guess(engine: SGLangEngine) -> None:
+    await engine._call("POST", "/update_weight_version", {"new_version": "step-3"})
+    with pytest.raises(EngineError, match="step-3"):
+        await engine.generate("v", prompt_of(5), SamplingParams(3))
+    await engine._call("POST", "/update_weight_version", {"new_version": "12", "abort_all_requests": False})
+    assert (await engine.generate("v", prompt_of(5), SamplingParams(3))).versions.tolist()[-1] == 12
+
+
+async def test_flush_is_refused_while_requests_are_frozen(engine: SGLangEngine, next_model_folder: Path) -> None:
+    task = asyncio.create_task(engine.generate("f", prompt_of(30, seed=7), LONG))
+    await until_running(engine)
+    await engine.pause("in_place")
+    with pytest.raises(EngineRejected, match="flush"):
+        await engine._call("POST", "/flush_cache", {})
+    body = {"model_path": str(next_model_folder), "weight_version": "5", "flush_cache": True}
+    with pytest.raises(EngineRejected, match="send flush_cache false"):
+        await engine._call("POST", "/update_weights_from_disk", body)
+    await engine.resume()
+    assert (await task).versions.tolist() == [0] * 1500
+    await engine._call("POST", "/flush_cache", {})

@@ -1,0 +1,275 @@
+"""Every bad input is a clear error in OpenAI's form, final where a retry cannot help; nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy
+
+from areal_agents.core.completion import Completion
+from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from areal_agents.proxy import ProxyConfig, serve
+from areal_agents.proxy.server import listen
+from areal_agents.rendering import ChatRenderer
+
+USER = {"role": "user", "content": "Where is Lyon?"}
+
+
+def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """Check the form of a final error."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["code"] == code
+    assert "Traceback" not in response.text and 'File "' not in response.text
+    assert response.headers.get("x-should-retry") == "false" or "retry-after" in response.headers
+    return error
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": ["hi"]}, "messages[0]"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": 7}]}, "messages[0].tool_calls"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
+        ({"seed": "x"}, "seed"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, None),
+        ({"n": 2}, "n"),
+        ({"stream": True}, "stream"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "search"}}}, "tool_choice"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"functions": [{}]}, "functions"),
+    ],
+)
+def test_a_malformed_chat_request_names_the_field(
+    proxy: RunningProxy, change: dict[str, Any], param: str | None
+) -> None:
+    response = proxy.http.post("/v1/chat/completions", json={"messages": [USER], "tools": [SEARCH], **change})
+    if param is None:
+        assert response.status_code == 200, response.text
+        return
+    assert response.json()["error"]["param"] == param, response.text
+    refused(response, 400, response.json()["error"]["code"])
+    assert not proxy.engine.calls
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 0), ("top_k", -2), ("min_p", 2)])
+def test_sampling_out_of_range_is_refused_where_it_would_count(
+    proxy: RunningProxy, name: str, value: float
+) -> None:
+    held_out = proxy.open_episode(split="eval")
+    body = {"messages": [USER], name: value}
+    refused(proxy.http.post(f"/e/{held_out['key']}/v1/chat/completions", json=body), 400, "invalid_value")
+    training = proxy.open_episode()  # pinned: the agent's value is noted and replaced
+    assert proxy.http.post(f"/e/{training['key']}/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"{", "invalid_json"),
+        (b"[1]", "invalid_json"),
+        (b"\xff\xfe", "invalid_json"),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', "invalid_json"),
+        (b'{"messages": [], "temperature": NaN}', "not_finite"),
+        (b"[" * 100_000, "invalid_json"),
+    ],
+)
+def test_a_body_that_is_no_json_object(proxy: RunningProxy, body: bytes, code: str) -> None:
+    refused(proxy.http.post("/v1/chat/completions", content=body), 400, code)
+
+
+def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with running_proxy(
+        tmp_path / "s.db", ScriptedEngine(renderer), max_body_mb=0.01, max_messages=3
+    ) as proxy:
+        large = {"messages": [{"role": "user", "content": "x" * 20_000}]}
+        refused(proxy.http.post("/v1/chat/completions", json=large), 413, "request_too_large")
+
+        def chunks() -> Any:  # no content-length to judge by
+            for _ in range(30):
+                yield b" " * 1000
+
+        refused(proxy.http.post("/v1/chat/completions", content=chunks()), 413, "request_too_large")
+        refused(proxy.http.post("/v1/chat/completions", json={"messages": [USER] * 4}), 400, "invalid_value")
+        compressed = proxy.http.post(
+            "/v1/chat/completions", content=b"x", headers={"content-encoding": "gzip"}
+        )
+        refused(compressed, 415, "unsupported_encoding")
+
+
+def test_wrong_paths_and_methods(proxy: RunningProxy) -> None:
+    refused(proxy.http.get("/v1/nothing"), 404, "invalid_request")
+    refused(proxy.http.get("/v1/chat/completions"), 405, "invalid_request")
+
+
+def test_a_prompt_that_is_too_long(proxy: RunningProxy) -> None:
+    proxy.engine.max_context = 4096
+    episode = proxy.open_episode()
+    client = proxy.openai(episode)
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="p", messages=[{"role": "user", "content": "word " * 5000}])
+    assert caught.value.code == "context_length_exceeded"
+    assert "maximum context length is 4096 tokens" in str(caught.value)
+    assert not proxy.engine.calls
+    # The episode goes on; finishing it says that the policy ran into a limit.
+    client.chat.completions.create(model="p", messages=[USER])
+    assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "truncated"
+
+
+def test_completions_are_cut_to_what_fits(proxy: RunningProxy) -> None:
+    client = proxy.openai(proxy.open_episode(limits={"max_completion_tokens": 30}))
+    client.chat.completions.create(model="p", messages=[USER], max_tokens=10**6)
+    bare = proxy.openai(proxy.open_episode())
+    bare.chat.completions.create(model="p", messages=[USER], max_tokens=10**6)
+    limited, fitting = proxy.engine.calls
+    assert limited.sampling.max_new_tokens == 30
+    assert fitting.sampling.max_new_tokens + len(fitting.input_ids) == 4096
+
+
+@pytest.mark.parametrize(
+    ("limits", "calls"), [({"max_turns": 2}, 2), ({"max_tokens": 10}, 2), ({"time_s": 0.2}, None)]
+)
+def test_a_spent_budget_ends_the_model_calls(
+    proxy: RunningProxy, limits: dict[str, Any], calls: int | None
+) -> None:
+    proxy.engine.script = lambda call: (
+        "word " * 50 if calls is None or len(proxy.engine.calls) > 1 else [1, 2, 3, 4]
+    )
+    episode = proxy.open_episode(limits=limits, group=f"g-{limits}", group_size=1)
+    client = proxy.openai(episode)
+    for _ in range(calls or 0):
+        client.chat.completions.create(model="p", messages=[USER])
+    if calls is None:
+        time.sleep(0.25)
+    with pytest.raises(openai.PermissionDeniedError) as caught:
+        client.chat.completions.create(model="p", messages=[USER])
+    assert caught.value.code == "episode_limit"
+    shown = proxy.tokens(episode)
+    assert len(shown["turns"]) == (calls or 0) and shown["limit_reached"] == next(iter(limits))
+    if "max_tokens" in limits:
+        assert sum(turn["sampled_tokens"] for turn in shown["turns"]) == 10
+    assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "truncated"
+    assert proxy.tokens(episode)["rewards"] == [
+        {"scope": "episode", "target": "", "name": "truncated_reward", "value": 0.0}
+    ]
+
+
+def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    class SmallModel(ScriptedEngine):
+        async def model_info(self) -> Any:
+            info = await super().model_info()
+            return type(info)(info.model_path, info.version, 300, info.max_context)
+
+    engine = SmallModel(renderer)
+    with running_proxy(tmp_path / "s.db", engine) as proxy:
+        response = proxy.http.post("/v1/chat/completions", json={"messages": [USER]})
+        assert "vocabulary of 300" in refused(response, 400, "token_out_of_vocabulary")["message"]
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "code"),
+    [
+        (EngineUnavailable("no answer"), 503, "engine_unavailable"),
+        (EngineRejected("bad ids"), 502, "engine_rejected"),
+        (Completion([1], [-1.0], [0], "abort"), 503, "engine_unavailable"),
+        (RuntimeError("a bug with a secret"), 500, "internal_error"),
+    ],
+)
+def test_failures_behind_the_proxy_lose_nothing(
+    proxy: RunningProxy, failure: Any, status: int, code: str
+) -> None:
+    episode = proxy.open_episode()
+    path = f"/e/{episode['key']}/v1/chat/completions"
+    proxy.engine.script = lambda call: failure
+    error = refused(proxy.http.post(path, json={"messages": [USER]}), status, code)
+    assert "secret" not in error["message"]
+    proxy.engine.script = lambda call: "ok"
+    assert proxy.http.post(path, json={"messages": [USER]}).status_code == 200
+    assert len(proxy.tokens(episode)["turns"]) == 1
+
+
+def test_garbage_from_the_engine_may_be_retried(proxy: RunningProxy) -> None:
+    """A client retries a 502 by itself, and gets the next sample."""
+    answers: list[Any] = [EngineError("half an answer"), EngineUnavailable("away"), "ok"]
+    proxy.engine.script = lambda call: answers.pop(0)
+    client = proxy.openai(proxy.open_episode(), max_retries=2)
+    assert client.chat.completions.create(model="p", messages=[USER]).choices[0].message.content == "ok"
+
+
+def test_an_engine_that_hangs_is_given_up(renderer: ChatRenderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, delay_s=30)
+    with running_proxy(tmp_path / "s.db", engine, generate_timeout_s=0.2) as proxy:
+        response = proxy.http.post("/v1/chat/completions", json={"messages": [USER]})
+        refused(response, 503, "engine_unavailable")
+    assert len(engine.cancelled) == 1
+
+
+async def test_a_client_that_hangs_up_aborts_its_generation(proxy: RunningProxy) -> None:
+    proxy.engine.delay_s = 30
+    episode = proxy.open_episode()
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
+        with pytest.raises(openai.APITimeoutError):
+            await client.chat.completions.create(model="p", messages=[USER], timeout=0.3)
+    for _ in range(100):
+        if proxy.engine.cancelled:
+            break
+        await asyncio.sleep(0.02)
+    assert proxy.engine.cancelled == [proxy.engine.calls[0].rid]
+    assert proxy.tokens(episode)["turns"] == []
+
+
+def test_a_full_queue_is_429_with_a_time(renderer: ChatRenderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, delay_s=0.3)
+    with running_proxy(tmp_path / "s.db", engine, max_concurrent=2, max_queued=3) as proxy:
+
+        async def burst() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=proxy.url, timeout=20) as http:
+                body = {"messages": [USER]}
+                return await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(8)))
+
+        responses = asyncio.run(burst())
+    assert sorted(r.status_code for r in responses) == [200] * 5 + [429] * 3
+    assert all(int(r.headers["retry-after"]) >= 1 for r in responses if r.status_code == 429)
+    assert engine.most_running == 2
+
+
+def test_a_taken_port_is_a_clear_error(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            serve("no/model", ProxyConfig(port=port), store=tmp_path / "s.db")
+
+
+def test_a_missing_model_and_open_access_are_clear_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no/model"):
+        serve("no/model", ProxyConfig(), store=tmp_path / "s.db")
+    with pytest.raises(ConfigError, match="admin key"):
+        serve("no/model", ProxyConfig(host="0.0.0.0"), store=tmp_path / "s.db")

@@ -1,0 +1,391 @@
+"""Episodes over HTTP: opened, rewarded, ended, grouped; who may reach them; and what time does to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai import AsyncOpenAI
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+
+from areal_agents.rendering import ChatRenderer
+
+USER = {"role": "user", "content": "Where is Lyon?"}
+
+
+def ask(proxy: RunningProxy, episode: dict[str, Any]) -> str:
+    """One model call; the completion's id."""
+    return proxy.openai(episode).chat.completions.create(model="p", messages=[USER]).id
+
+
+def post(
+    proxy: RunningProxy, path: str, body: dict[str, Any] | None = None, status: int = 200
+) -> dict[str, Any]:
+    """A control call that must end with `status`."""
+    response = proxy.http.post(path, json=body or {})
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def test_an_episode_from_opening_to_its_end(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode(task={"id": "t1", "input": {"q": "Lyon?"}}, metadata={"run": 3})
+    assert episode["base_url"] == f"{proxy.url}/e/{episode['key']}/v1" and episode["key"].startswith("ep-")
+    completion = ask(proxy, episode)
+    path = f"/episodes/{episode['id']}"
+    post(proxy, f"{path}/reward", {"reward": 0.25, "completion_id": completion})
+    post(proxy, f"{path}/reward", {"reward": True})
+    post(proxy, f"{path}/reward", {"reward": {"style": 0.5, "return": 0.75}})  # the last write of a name wins
+    assert post(proxy, f"{path}/finish") == {"id": episode["id"], "status": "finished"}
+    assert post(proxy, f"{path}/finish")["status"] == "finished"  # a retried request changes nothing
+    shown = proxy.http.get(path).json()
+    assert (shown["status"], shown["score"], shown["metadata"]) == ("finished", 1.5, {"run": 3})
+    assert shown["task"] == {"id": "t1", "input": {"q": "Lyon?"}}
+    assert {(r["scope"], r["target"], r["name"], r["value"]) for r in shown["rewards"]} == {
+        ("turn", completion, "return", 0.25), ("episode", "", "return", 0.75), ("episode", "", "style", 0.5),
+    }  # fmt: skip
+    assert "prompt_ids" not in shown["turns"][0]
+    with_tokens = proxy.tokens(episode)["turns"][0]
+    call = proxy.engine.calls[0]
+    assert with_tokens["prompt_ids"] == call.input_ids.tolist()
+    assert with_tokens["token_ids"] == call.completion.token_ids.tolist()
+    assert with_tokens["logprobs"] == pytest.approx(call.completion.logprobs.tolist())
+    assert with_tokens["versions"] == call.completion.versions.tolist()
+    listed = {
+        e["id"]: e for e in proxy.http.get("/episodes", params={"status": "finished"}).json()["episodes"]
+    }
+    assert listed[episode["id"]]["turns"] == 1 and listed[episode["id"]]["score"] == 1.5
+
+
+def test_a_sealed_episode_takes_no_calls_but_rewards(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    ask(proxy, episode)
+    post(proxy, f"/episodes/{episode['id']}/finish")
+    with pytest.raises(openai.ConflictError) as caught:
+        ask(proxy, episode)
+    assert (
+        caught.value.code == "episode_sealed" and caught.value.response.headers["x-should-retry"] == "false"
+    )
+    post(proxy, f"/episodes/{episode['id']}/fail", {"error": "late"}, status=409)
+    post(proxy, f"/episodes/{episode['id']}/reward", {"reward": 1})
+    assert proxy.tokens(episode)["score"] == 1
+
+
+def test_a_failed_episode_keeps_its_error(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    assert post(proxy, f"/episodes/{episode['id']}/fail", {"error": "ValueError: no"})["status"] == "failed"
+    assert proxy.tokens(episode)["error"] == "ValueError: no"
+    post(proxy, f"/episodes/{episode['id']}/reward", {"reward": 1}, status=409)
+    other = proxy.open_episode()
+    assert post(proxy, f"/episodes/{other['id']}/fail", {"aborted": True})["status"] == "aborted"
+
+
+async def test_sealing_aborts_what_still_runs(proxy: RunningProxy) -> None:
+    proxy.engine.delay_s = 30
+    episode = proxy.open_episode()
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
+        running = asyncio.create_task(client.chat.completions.create(model="p", messages=[USER]))
+        while not proxy.engine.calls:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(post, proxy, f"/episodes/{episode['id']}/fail", {"aborted": True})
+        with pytest.raises(openai.ConflictError):
+            await running
+    assert proxy.engine.cancelled == [proxy.engine.calls[0].rid] and proxy.tokens(episode)["turns"] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"reward": None},
+        {"reward": "1"},
+        {"reward": {}},
+        {"reward": {"a": None}},
+        {"reward": [1]},
+        {"reward": 1, "name": ""},
+        {"reward": 1, "scope": "turn"},
+        {"reward": 1, "scope": "world"},
+    ],
+)
+def test_a_reward_must_be_finite_numbers(proxy: RunningProxy, body: dict[str, Any]) -> None:
+    episode = proxy.open_episode()
+    error = post(proxy, f"/episodes/{episode['id']}/reward", body, status=400)["error"]
+    assert error["param"] in ("reward", "name", "scope")
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_reward_that_is_not_finite(proxy: RunningProxy, text: str) -> None:
+    episode = proxy.open_episode()
+    response = proxy.http.post(f"/episodes/{episode['id']}/reward", content=f'{{"reward": {text}}}')
+    assert response.status_code == 400 and "finit" in response.json()["error"]["message"], response.text
+    assert proxy.tokens(episode)["rewards"] == []
+
+
+def test_rewards_by_completion_and_by_branch(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    first, second = ask(proxy, episode), ask(proxy, episode)
+    path = f"/episodes/{episode['id']}/reward"
+    post(proxy, path, {"reward": {first: 0.5, second: 0.25}})
+    post(proxy, path, {"reward": 1, "completion_id": second, "scope": "branch"})
+    assert {(r["scope"], r["target"]) for r in proxy.tokens(episode)["rewards"]} == {
+        ("turn", first), ("turn", second), ("branch", second),
+    }  # fmt: skip
+    other = proxy.open_episode()
+    post(proxy, f"/episodes/{other['id']}/reward", {"reward": 1, "completion_id": first}, status=404)
+
+
+def test_unknown_episodes(proxy: RunningProxy) -> None:
+    for path in ("/episodes/none/finish", "/episodes/none/fail", "/groups/none/drop"):
+        assert post(proxy, path, status=404)["error"]["code"] == "not_found"
+    post(proxy, "/episodes/none/reward", {"reward": 1}, status=404)
+    assert proxy.http.get("/episodes/none").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"task": {}}, "task.id"),
+        ({"task": "t"}, "task"),
+        ({"task": {"id": "t", "input": 3}}, "task.input"),
+        ({"split": "test"}, "split"),
+        ({"group": 3}, "group"),
+        ({"group": "g", "group_size": 0}, "group_size"),
+        ({"group": "g", "index": "1"}, "index"),
+        ({"limits": {"max_turn": 3}}, "limits"),
+        ({"limits": {"max_turns": 0}}, "limits"),
+        ({"sampling": {"temprature": 0}}, "sampling.temprature"),
+        ({"sampling": {"temperature": "0"}}, "sampling.temperature"),
+        ({"metadata": []}, "metadata"),
+    ],
+)
+def test_an_episode_that_cannot_be_opened(proxy: RunningProxy, body: dict[str, Any], param: str) -> None:
+    assert post(proxy, "/episodes", body, status=400)["error"]["param"] == param
+
+
+def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
+    group = {"group": "lyon@0", "group_size": 3, "task": {"id": "lyon", "input": {}}}
+    members = [proxy.open_episode(**group) for _ in range(3)]
+    assert [member["index"] for member in members] == [0, 1, 2]
+    post(proxy, "/episodes", group, status=409)
+    post(proxy, "/episodes", {**group, "group_size": 4}, status=409)
+    post(proxy, "/episodes", {**group, "task": {"id": "nice"}}, status=409)
+    post(proxy, "/episodes", {**group, "split": "eval"}, status=409)
+
+    post(proxy, f"/episodes/{members[1]['id']}/fail", {"error": "crash"})
+    post(proxy, "/episodes", {**group, "index": 0}, status=409)
+    members[1] = proxy.open_episode(**group, index=1)  # the retry takes the place of the one that failed
+    for member in members:
+        ask(proxy, member)
+    post(proxy, f"/episodes/{members[0]['id']}/reward", {"reward": 1})
+    post(proxy, f"/episodes/{members[0]['id']}/finish")
+    post(proxy, f"/episodes/{members[1]['id']}/finish", {"truncated": True})  # scored without a reward
+    post(proxy, f"/episodes/{members[2]['id']}/finish")
+    assert proxy.store.lease_groups(1, step=0, holder="t") == []
+    post(proxy, f"/episodes/{members[2]['id']}/reward", {"reward": 0.5})  # rewards may come after the end
+    post(proxy, "/episodes", group, status=409)
+    post(proxy, f"/episodes/{members[1]['id']}/reward", {"reward": 0.125})  # takes the default's place
+
+    (leased,) = proxy.store.lease_groups(1, step=0, holder="t")
+    assert [rollout.episode.score for rollout in leased.rollouts] == [1, 0.125, 0.5]
+    error = post(proxy, f"/episodes/{members[0]['id']}/reward", {"reward": 0}, status=409)["error"]
+    assert "leased" in error["message"]
+    post(proxy, "/groups/lyon@0/drop", {"reason": "late"}, status=409)
+
+
+def test_a_dropped_group_takes_nothing(proxy: RunningProxy) -> None:
+    group = {"group": "dropped@0", "group_size": 2}
+    proxy.open_episode(**group)
+    before = proxy.store.in_flight_episodes()
+    post(proxy, "/groups/dropped@0/drop", {"reason": "run is over"})
+    post(proxy, "/groups/dropped@0/drop")
+    post(proxy, "/episodes", group, status=409)
+    assert proxy.store.in_flight_episodes() == before - 1
+
+
+def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
+    """64 agents at once, each two turns with a tool: all recorded, each in its own episode."""
+    proxy.engine.delay_s = 0.01
+    proxy.engine.script = lambda call: tool_call(query="Lyon") if random.random() < 0.7 else "France"
+
+    async def agent(index: int) -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
+            body = {"group": f"many-{index // 16}@0", "group_size": 16, "task": {"id": f"many-{index // 16}"}}
+            episode = (await http.post("/episodes", json=body)).raise_for_status().json()
+            messages: list[Any] = [{"role": "user", "content": f"question {index}"}]
+            async with AsyncOpenAI(
+                base_url=episode["base_url"], api_key=episode["key"], max_retries=0
+            ) as client:
+                for _ in range(3):
+                    answer = await client.chat.completions.create(
+                        model="p", messages=messages, tools=[SEARCH]
+                    )
+                    messages.append(answer.choices[0].message.to_dict())
+                    for call in answer.choices[0].message.tool_calls or ():
+                        messages.append({"role": "tool", "tool_call_id": call.id, "content": "France"})
+                    if not answer.choices[0].message.tool_calls:
+                        break
+            await http.post(f"/episodes/{episode['id']}/reward", json={"reward": index % 2})
+            (await http.post(f"/episodes/{episode['id']}/finish")).raise_for_status()
+            return episode
+
+    async def main() -> list[dict[str, Any]]:
+        return await asyncio.gather(*(agent(index) for index in range(64)))
+
+    episodes = asyncio.run(main())
+    groups = proxy.store.lease_groups(4, step=9, holder="t")
+    assert [len(group.rollouts) for group in groups] == [16] * 4
+    assert {r.episode.id for group in groups for r in group.rollouts} == {e["id"] for e in episodes}
+    turns = [turn for group in groups for r in group.rollouts for turn in r.episode.turns]
+    assert {turn.id for turn in turns} == {call.rid for call in proxy.engine.calls}
+    for group in groups:
+        for rollout in group.rollouts:
+            assert len(rollout.episode.forest.leaves()) == 1
+
+
+@pytest.fixture(scope="module")
+def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    path = tmp_path_factory.mktemp("guarded") / "s.db"
+    keys: dict[str, Any] = {"admin_key": "admin-secret", "project_keys": ("project-secret",)}
+    headers = {"authorization": "Bearer admin-secret"}
+    with running_proxy(path, ScriptedEngine(renderer), headers=headers, **keys) as running:
+        yield running
+
+
+def test_keys_open_what_they_should(guarded: RunningProxy) -> None:
+    mine, other = guarded.open_episode(), guarded.open_episode()
+    body = {"messages": [USER]}
+
+    def status(method: str, path: str, key: str | None, header: str = "authorization") -> int:
+        value = f"Bearer {key}" if header == "authorization" else str(key)
+        with httpx.Client(base_url=guarded.url) as http:
+            headers = {header: value} if key else {}
+            return http.request(
+                method, path, headers=headers, json=body if method == "POST" else None
+            ).status_code
+
+    chat, in_mine = "/v1/chat/completions", f"/e/{mine['key']}/v1/chat/completions"
+    assert status("POST", chat, None) == 401
+    assert status("POST", chat, "wrong") == 401
+    assert status("POST", chat, "ep-wrong") == 401
+    assert status("POST", chat, "project-secret") == 200
+    assert status("POST", chat, "admin-secret") == 200
+    assert status("POST", chat, mine["key"]) == 200
+    assert status("POST", chat, mine["key"], "x-api-key") == 200
+    assert status("POST", in_mine, None) == 200
+    assert status("POST", in_mine, mine["key"]) == 200
+    assert status("POST", in_mine, other["key"]) == 401
+    assert status("POST", in_mine, "project-secret") == 401
+    assert status("POST", "/e/ep-wrong/v1/chat/completions", None) == 401
+    assert status("GET", "/episodes", "project-secret") == 403
+    assert status("GET", "/episodes", mine["key"]) == 403
+    assert status("POST", "/episodes", None) == 401
+    assert status("GET", f"/episodes/{mine['id']}", mine["key"]) == 200
+    assert status("GET", f"/episodes/{mine['id']}", other["key"]) == 403
+    assert status("GET", f"/episodes/{mine['id']}", "project-secret") == 403
+    assert status("POST", f"/episodes/{other['id']}/finish", mine["key"]) == 403
+    assert status("POST", f"/episodes/{mine['id']}/finish", mine["key"]) == 200
+    assert status("GET", "/health", None) == 200
+
+
+def test_keys_are_not_stored(guarded: RunningProxy) -> None:
+    episode = guarded.open_episode()
+    ask(guarded, episode)
+    files = Path(str(guarded.store.url).removeprefix("sqlite:///")).parent.iterdir()
+    assert not any(episode["key"].encode() in file.read_bytes() for file in files)
+    assert episode["key"] not in guarded.http.get(f"/episodes/{episode['id']}").text
+
+
+def implicit_episodes(proxy: RunningProxy) -> list[dict[str, Any]]:
+    """The summaries of the implicit episodes, oldest first."""
+    listed = proxy.http.get("/episodes").json()["episodes"]
+    return [episode for episode in listed if episode["id"].startswith("implicit-")]
+
+
+def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query="Lyon"))
+    with running_proxy(tmp_path / "s.db", engine) as proxy:
+        client = proxy.openai()
+
+        def conversation(question: str) -> Iterator[str]:
+            messages: list[Any] = [{"role": "user", "content": question}]
+            while True:
+                answer = client.chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+                call = answer.choices[0].message.tool_calls[0]
+                messages += [
+                    answer.choices[0].message,
+                    {"role": "tool", "tool_call_id": call.id, "content": "r"},
+                ]
+                yield answer.id
+
+        first, second = conversation("a"), conversation("b")
+        ids = [next(first), next(second), next(first), next(second), next(first)]
+        assert [episode["turns"] for episode in implicit_episodes(proxy)] == [3, 2]
+        rewarded = post(proxy, "/rewards", {"completion_id": ids[3], "reward": 1})
+        assert rewarded["id"] == implicit_episodes(proxy)[1]["id"]
+        assert [episode["score"] for episode in implicit_episodes(proxy)] == [None, 1]
+        post(proxy, "/rewards", {"completion_id": "chatcmpl-none", "reward": 1}, status=404)
+        post(proxy, "/rewards", {"reward": 1}, status=400)
+        assert engine.calls[0].sampling.temperature == 1
+        client.chat.completions.create(model="p", messages=[USER], temperature=0.5)
+        assert engine.calls[-1].sampling.temperature == 0.5  # not for training: drawn as asked
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"extra_headers": {"session-id": "s1"}},
+        {"extra_headers": {"X-Claude-Code-Session-Id": "s1"}},
+        {"extra_body": {"prompt_cache_key": "s1"}},
+    ],
+)
+def test_a_session_header_gathers_unrelated_conversations(
+    renderer: ChatRenderer, tmp_path: Path, named: dict[str, Any]
+) -> None:
+    with running_proxy(tmp_path / "s.db", ScriptedEngine(renderer)) as proxy:
+        for question in ("a", "b", "c"):
+            messages = [{"role": "user", "content": question}]
+            proxy.openai().chat.completions.create(model="p", messages=messages, **named)
+        proxy.openai(api_key="somebody else").chat.completions.create(model="p", messages=[USER], **named)
+        assert [episode["turns"] for episode in implicit_episodes(proxy)] == [3, 1]
+
+
+def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query="Lyon"))
+    messages: list[Any] = [USER]
+    for _ in range(2):
+        with running_proxy(tmp_path / "s.db", engine) as proxy:
+            answer = proxy.openai().chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+            call = answer.choices[0].message.tool_calls[0]
+            messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "r"}]
+            assert [episode["turns"] for episode in implicit_episodes(proxy)] == [len(messages) // 2]
+    with running_proxy(tmp_path / "s.db", engine, implicit_idle_s=0.2) as proxy:
+        for _ in range(100):
+            if implicit_episodes(proxy)[0]["status"] == "finished":
+                break
+            time.sleep(0.05)
+        assert [episode["status"] for episode in implicit_episodes(proxy)] == ["finished"]
+        proxy.openai().chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+        assert len(implicit_episodes(proxy)) == 2
+
+
+def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer)
+    with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=0.6) as proxy:
+        unrewarded, unused = (proxy.open_episode(group="g", group_size=2) for _ in range(2))
+        post(proxy, f"/episodes/{unrewarded['id']}/finish")
+        for _ in range(100):
+            shown = [proxy.tokens(episode) for episode in (unrewarded, unused)]
+            if all(episode["status"] == "failed" for episode in shown):
+                break
+            time.sleep(0.05)
+        assert [episode["status"] for episode in shown] == ["failed", "failed"]
+        assert shown[0]["error"] == "no_reward" and shown[1]["error"].startswith("idle")
+        proxy.open_episode(group="g", group_size=2, index=0)  # both places are free for a retry

@@ -1,0 +1,205 @@
+"""The invariant that training rests on, over random conversations through the real client.
+
+Every sampled token is recorded once, with its logprob and version; and every root-to-leaf path is what
+the engine was sent plus what it returned.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from openai import OpenAI
+from proxy_support import SEARCH, EngineCall, RunningProxy, ScriptedEngine, running_proxy, tool_call
+
+from areal_agents.core.trajectory import Trajectory
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+
+def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Any:
+    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
+    texts = [
+        lambda: "plain answer",
+        lambda: "  padded \n answer\n\n",
+        lambda: "",
+        lambda: "naïve – ünïcode 日本 \U0001f600",
+        lambda: "<think>\nlet me see\n</think>\n\nthe answer",
+        lambda: "<think>\nnever closed",
+        lambda: tool_call(query="Lyon"),
+        lambda: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon", limit=2.0, z=1, a=[1, 2]),
+        lambda: tool_call(query="a") + "\n" + tool_call(query="b"),
+        lambda: '<tool_call>\n{"name":"search","arguments":{ "query" :"caf\\u00e9"}}\n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search", "arguments": {"query": \n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search"',
+    ]
+
+    def script(call: EngineCall) -> str | list[int]:
+        kind = rng.random()
+        if kind < 0.25:  # any ids at all, the special ones too, with or without an end
+            return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
+        text = rng.choice(texts)()
+        return renderer.tokenizer.encode(text) if kind < 0.35 and text else text  # 10%: cut off
+
+    return script
+
+
+def converse(client: OpenAI, rng: random.Random, calls: int) -> None:
+    """An agent with tools, a second question now and then, branches, edits and re-serialised replays."""
+    histories: list[list[dict[str, Any]]] = [[{"role": "user", "content": f"question {rng.randrange(99)}"}]]
+    if rng.random() < 0.5:
+        histories[0].insert(0, {"role": "system", "content": "Answer."})
+    for _ in range(calls):
+        history = rng.choice(histories[-2:])
+        body: dict[str, Any] = {"tools": [SEARCH]} if rng.random() < 0.9 else {}
+        if rng.random() < 0.3:
+            body["max_tokens"] = rng.randrange(1, 20)
+        reply = client.chat.completions.create(model="policy", messages=history, **body).choices[0].message
+        longer = [*history, replayed(rng, reply.to_dict())]
+        for call in reply.tool_calls or ():
+            longer.append({"role": "tool", "tool_call_id": call.id, "content": f"result {rng.randrange(9)}"})
+        if not reply.tool_calls or rng.random() < 0.1:
+            longer.append({"role": "user", "content": f"and {rng.randrange(99)}?"})
+        if rng.random() < 0.1:
+            longer[rng.randrange(len(longer))] = {"role": "user", "content": "edited"}
+        histories.append(longer)
+
+
+def replayed(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
+    """What frameworks do to an assistant message before they send it back."""
+    out = {key: value for key, value in message.items() if value is not None or rng.random() < 0.5}
+    if rng.random() < 0.5:
+        out.pop("reasoning_content", None)
+    if rng.random() < 0.3 and out.get("content"):
+        out["content"] = [{"type": "text", "text": out["content"]}]
+    return out
+
+
+def check_invariant(store: Store, episode_id: str, engine_calls: list[EngineCall]) -> int:
+    """Compare the record with what the engine saw; the number of turns that continue another one."""
+    episode = store.load_episode(episode_id)
+    recorded = {turn.id: turn for turn in episode.turns}
+    sent = {call.rid: call for call in engine_calls if call.rid in recorded}
+    assert len(sent) == len(recorded)
+    for turn_id, call in sent.items():
+        turn, completion = recorded[turn_id], call.completion
+        assert completion is not None
+        for name in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(turn.completion, name), getattr(completion, name))
+        assert turn.completion.finish_reason == completion.finish_reason
+        np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
+    for trajectory in episode.forest.trajectories():
+        check_trajectory(trajectory, sent[trajectory.turns[-1].id])
+    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
+    assert sum(len(turn.completion) for turn in episode.turns) == sum(
+        len(call.completion) for call in sent.values() if call.completion is not None
+    )
+    return sum(turn.parent is not None for turn in episode.turns)
+
+
+def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
+    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
+    assert last.completion is not None
+    whole = np.concatenate([last.input_ids, last.completion.token_ids])
+    np.testing.assert_array_equal(trajectory.token_ids, whole)
+    sampled = np.concatenate([turn.completion.token_ids for turn in trajectory.turns])
+    np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
+    logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
+    np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_conversations_are_recorded_exactly(proxy: RunningProxy, seed: int) -> None:
+    rng = random.Random(seed)
+    proxy.engine.script = awkward_replies(rng, proxy.engine.renderer)
+    episode = proxy.open_episode()
+    with proxy.openai(episode) as client:
+        converse(client, rng, calls=14)
+    check_invariant(proxy.store, episode["id"], proxy.engine.calls)
+
+
+def test_a_well_behaved_tool_loop_is_one_trajectory(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    messages: list[Any] = [{"role": "user", "content": "Where?"}]
+    with proxy.openai(episode) as client:
+        for index in range(10):
+            proxy.engine.script = lambda call, index=index: tool_call(query=f"q{index}")
+            proxy.engine.version = index
+            reply = (
+                client.chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+                .choices[0]
+                .message
+            )
+            messages += [
+                reply,
+                {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": f"r{index}"},
+            ]
+    assert check_invariant(proxy.store, episode["id"], proxy.engine.calls) == 9
+    (trajectory,) = proxy.store.load_episode(episode["id"]).forest.trajectories()
+    assert sorted(set(trajectory.versions.tolist())) == [-1, *range(10)]
+
+
+def test_siblings_that_read_alike_are_told_apart_by_their_call_ids(proxy: RunningProxy) -> None:
+    """Two samples of one prompt may say the same; the client goes on from the one whose ids it replays."""
+    episode = proxy.open_episode()
+    proxy.engine.script = lambda call: tool_call(query="Lyon")
+    question = {"role": "user", "content": "Where?"}
+    with proxy.openai(episode) as client:
+        replies = [
+            client.chat.completions.create(model="p", messages=[question], tools=[SEARCH]) for _ in range(3)
+        ]
+        for reply in replies:
+            message = reply.choices[0].message
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "France"}
+            client.chat.completions.create(model="p", messages=[question, message, result], tools=[SEARCH])
+    turns = proxy.tokens(episode)["turns"]
+    assert [turn["parent"] for turn in turns[3:]] == [reply.id for reply in replies]
+    check_invariant(proxy.store, episode["id"], proxy.engine.calls)
+
+
+def test_tools_that_change_start_a_new_root(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    proxy.engine.script = lambda call: tool_call(query="Lyon")
+    question = {"role": "user", "content": "Where?"}
+    with proxy.openai(episode) as client:
+        message = (
+            client.chat.completions.create(model="p", messages=[question], tools=[SEARCH]).choices[0].message
+        )
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "France"}
+        other = {"type": "function", "function": {**SEARCH["function"], "name": "find"}}
+        client.chat.completions.create(model="p", messages=[question, message, result], tools=[SEARCH, other])
+    fork = proxy.tokens(episode)["turns"][1]["forked_from"]
+    assert fork["reason"] == "tools changed" and fork["diverged_at"] == 2
+    check_invariant(proxy.store, episode["id"], proxy.engine.calls)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_restarted_proxy_goes_on_with_the_exact_tokens(
+    renderer: ChatRenderer, tmp_path: Path, seed: int
+) -> None:
+    """Same store, same key, another process's memory: the conversation is continued, not re-rendered."""
+    rng = random.Random(100 + seed)
+    engine = ScriptedEngine(renderer)
+    engine.script = awkward_replies(rng, renderer)
+    messages: list[Any] = [{"role": "user", "content": "Where?"}]
+    with running_proxy(tmp_path / "store.db", engine) as first:
+        episode = first.open_episode()
+    for index in range(4):
+        with running_proxy(tmp_path / "store.db", engine) as proxy:
+            moved = {**episode, "base_url": f"{proxy.url}/e/{episode['key']}/v1"}
+            with proxy.openai(moved) as client:
+                converse(client, rng, calls=3)
+                engine.script = lambda call, index=index: tool_call(query=f"q{index}")
+                reply = client.chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+                engine.script = awkward_replies(rng, renderer)
+            message = reply.choices[0].message
+            messages += [message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "r"}]
+            check_invariant(proxy.store, episode["id"], engine.calls)
+            turns = {turn["id"]: turn for turn in proxy.tokens(moved)["turns"]}
+            path = [reply.id]
+            while turns[path[-1]]["parent"] is not None:
+                path.append(turns[path[-1]]["parent"])
+            assert len(path) == index + 1

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import ConfigError
+from areal_agents.rendering import ChatRenderer, Tokenizer
+from areal_agents.rendering.families import known_families, renderer_config
+
+
+def detected(folder: Path, **config: str) -> str:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return renderer_config(folder, family="auto", options={}).name
+
+
+def test_the_family_comes_from_the_model_type(tmp_path: Path) -> None:
+    assert detected(tmp_path / "a", model_type="qwen3_moe") == "qwen3"
+    assert detected(tmp_path / "b", model_type="gpt_oss") == "gpt-oss"
+
+
+def test_the_name_tells_families_of_one_type_apart(tmp_path: Path) -> None:
+    assert detected(tmp_path / "DeepSeek-V3", model_type="deepseek_v3") == "deepseek-v3"
+    assert detected(tmp_path / "DeepSeek-R1", model_type="deepseek_v3") == "deepseek-r1"
+    assert (
+        detected(tmp_path / "tuned", model_type="glm_moe_dsa", _name_or_path="zai-org/GLM-5.1") == "glm-5.1"
+    )
+
+
+def test_an_unknown_model_names_the_known_families(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'mamba'.*qwen3"):
+        detected(tmp_path / "m", model_type="mamba")
+    with pytest.raises(ConfigError, match="unknown renderer family 'qwen33'.*qwen3"):
+        ChatRenderer.from_folder(tmp_path / "m", family="qwen33")
+
+
+def test_every_known_family_has_a_config(tmp_path: Path) -> None:
+    names = [renderer_config(tmp_path, family=family, options={}).name for family in known_families()]
+    assert names == known_families() and "auto" not in names
+
+
+def test_options_reach_the_template_and_wrong_ones_are_named(model_folder: Path) -> None:
+    from areal_agents.core.messages import Message
+
+    quiet = ChatRenderer.from_folder(model_folder, options={"enable_thinking": False})
+    text = quiet.tokenizer.decode(quiet.render([Message("user", "hi")]))
+    assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    with pytest.raises(ConfigError, match="'thinking'.*enable_thinking"):
+        ChatRenderer.from_folder(model_folder, options={"thinking": True})
+
+
+def test_a_missing_or_broken_folder_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no tokenizer.json"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match="is not JSON"):
+        ChatRenderer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_that_does_not_fit_the_family_is_a_config_error(tmp_path: Path, model_writer) -> None:  # type: ignore[no-untyped-def]
+    folder = model_writer(tmp_path / "m", model_type="llama")
+    with pytest.raises(ConfigError, match="does not fit family llama-3"):
+        ChatRenderer.from_folder(folder)
+
+
+def test_special_tokens_and_sizes(renderer: ChatRenderer) -> None:
+    tokenizer = renderer.tokenizer
+    assert renderer.stop_token_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<none>"]) == [tokenizer.eos_token_id, None]
+    assert renderer.vocab_size == tokenizer.convert_tokens_to_ids("</think>") + 1
+    assert tokenizer.decode(tokenizer.encode("  a , b ")) == "  a , b "

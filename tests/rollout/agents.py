@@ -1,0 +1,170 @@
+"""Agents of the tests. A separate file, since agents are loaded by path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+from areal_agents import Episode, current_key, episode
+
+SHORT: dict[str, Any] = {"model": "policy", "max_tokens": 2}
+
+
+async def ask(ep: Episode, text: str = "Hi") -> str:
+    """One short call of the model; the completion's id."""
+    async with AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:
+        answer = await client.chat.completions.create(messages=[{"role": "user", "content": text}], **SHORT)
+        return answer.id
+
+
+@episode
+async def good(task: dict, ep: Episode) -> float:
+    await ask(ep, str(task.get("text", "Hi")))
+    return float(task.get("reward", 1.0))
+
+
+async def undecorated(task: dict, ep: Episode) -> bool:
+    await ask(ep)
+    return True
+
+
+@episode
+async def raises(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    raise KeyError("no such tool")
+
+
+@episode
+async def exits(task: dict, ep: Episode) -> None:
+    await ask(ep)
+    sys.exit(3)
+
+
+@episode
+async def hangs(task: dict, ep: Episode) -> None:
+    await ask(ep)
+    ep.reward(0.25, name="so far")
+    await asyncio.sleep(3600)
+
+
+@episode
+async def hangs_before_calling(task: dict, ep: Episode) -> None:
+    await asyncio.sleep(3600)
+
+
+@episode
+async def resists(task: dict, ep: Episode) -> None:
+    await ask(ep)
+    for _ in range(2):  # catches its cancellation twice, as careless agents do
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(3600)
+
+
+@episode
+async def never_calls(task: dict, ep: Episode) -> float:
+    return 1.0
+
+
+@episode
+async def not_a_number(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    return math.nan
+
+
+@episode
+async def by_name(task: dict, ep: Episode) -> dict:
+    await ask(ep)
+    return {"correct": True, "style": 0.5}
+
+
+@episode
+async def by_turn(task: dict, ep: Episode) -> dict:
+    return {await ask(ep, "one"): 0.25, await ask(ep, "two"): 0.5}
+
+
+@episode
+async def rewards_itself(task: dict, ep: Episode) -> None:
+    completion = await ask(ep)
+    ep.reward(0.5, completion_id=completion, name="turn")
+    ep.reward(9.0)
+    ep.reward(1.0)  # the last one of a name wins
+
+
+@episode
+async def unrewarded(task: dict, ep: Episode) -> None:
+    await ask(ep)
+
+
+@episode
+async def says_it_failed(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    ep.fail("the tool server is down")
+    return 0.0
+
+
+@episode
+async def calls_until_refused(task: dict, ep: Episode) -> float:
+    while True:
+        await ask(ep)
+
+
+@episode
+async def fails_at_first(task: dict, ep: Episode) -> float:
+    """Its first attempt at each task fails; a file per task remembers."""
+    await ask(ep)
+    mark = Path(task["folder"]) / f"{task['id']}"
+    if not mark.exists():
+        mark.touch()
+        raise RuntimeError("first attempt")
+    return 1.0
+
+
+@episode
+async def fails_on_bad_tasks(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    if task.get("bad"):
+        raise RuntimeError("this task never works")
+    return float(task["n"])
+
+
+@episode
+def sync_good(task: dict, ep: Episode) -> float:
+    print("what an agent prints disturbs nobody")
+    client = OpenAI(base_url=f"{ep.base_url.split('/e/')[0]}/v1", api_key=current_key)
+    client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **SHORT)
+    ep.reward(0.5, name="pid known" if os.getpid() else "no pid")
+    return 1.0
+
+
+@episode
+def sync_raises(task: dict, ep: Episode) -> float:
+    sys.exit("enough")
+
+
+@episode
+def sync_hangs(task: dict, ep: Episode) -> float:
+    client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **SHORT)
+    ep.reward(0.25, name="so far")
+    Path(task["pid_file"]).write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)  # deaf to everything but being killed
+
+
+@episode
+def sync_dies(task: dict, ep: Episode) -> float:
+    os._exit(7)
+
+
+def one_argument(task: dict) -> None: ...
+
+
+NOT_A_FUNCTION = 3

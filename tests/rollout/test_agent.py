@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agent import CoroutineAgent, load_agent
+from areal_agents.rollout.command import CommandAgent
+from areal_agents.rollout.loading import load_function
+from areal_agents.rollout.pool import WorkerAgent
+
+AGENTS = Path(__file__).parent / "agents.py"
+
+
+async def test_the_form_of_an_agent_decides_where_it_runs() -> None:
+    assert isinstance(load_agent(f"{AGENTS}:good"), CoroutineAgent)
+    assert isinstance(load_agent(f"{AGENTS}:undecorated"), CoroutineAgent)
+    assert isinstance(load_agent({"command": "python agent.py"}), CommandAgent)
+    worker = load_agent(f"{AGENTS}:sync_good", workers=3)
+    assert isinstance(worker, WorkerAgent) and worker.capacity == 3
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("agents.py", "expected module:function or path/to/file.py:function, got 'agents.py'"),
+        ("nowhere.py:agent", "there is no file .*nowhere.py"),
+        (f"{AGENTS}:god", "has no function 'god'; it has .*good"),
+        (f"{AGENTS}:NOT_A_FUNCTION", "is no function but int"),
+        (f"{AGENTS}:one_argument", r"cannot be called as one_argument\(task, ep\)"),
+        ({"command": " "}, "an agent is module:function, file.py:function or {command: …}"),
+        ({"cmd": "python"}, "an agent is"),
+    ],
+)
+def test_agents_that_do_not_load(spec: str | dict[str, str], message: str) -> None:
+    with pytest.raises(AgentError, match=message):
+        load_agent(spec)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (
+            "import no_such_package",
+            r"ModuleNotFoundError: No module named 'no_such_package' \(.*broken.py, line 1\)",
+        ),
+        ("x = 1\ny = x / 0", r"ZeroDivisionError: division by zero \(.*broken.py, line 2\)"),
+        ("def f(:", "SyntaxError"),
+        ("raise SystemExit(2)", "SystemExit: 2"),
+    ],
+)
+def test_an_agent_that_does_not_import_names_the_line(tmp_path: Path, code: str, message: str) -> None:
+    (tmp_path / "broken.py").write_text(code)
+    with pytest.raises(AgentError, match=f"broken.py does not import: {message}"):
+        load_function(f"{tmp_path / 'broken.py'}:f", AgentError)
+
+
+def test_files_of_one_name_do_not_shadow_each_other(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "same_name_agent.py").write_text(f"def which(): return {name!r}")
+    found = [
+        load_function(f"{tmp_path / name}/same_name_agent.py:which", AgentError) for name in ("one", "two")
+    ]
+    assert [which() for which in found] == ["one", "two"]
+    again = load_function(f"{tmp_path}/two/same_name_agent.py:which", AgentError)
+    assert again is found[1]
+
+
+def test_a_file_named_like_a_library_is_still_found(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("def agent(task, ep): return 'mine'")
+    assert load_function(f"{tmp_path / 'json.py'}:agent", AgentError)(None, None) == "mine"
+    assert sys.modules["json"].dumps({}) == "{}"
+
+
+def test_a_neighbour_imports_the_same_module(tmp_path: Path) -> None:
+    (tmp_path / "shared_module_of_test.py").write_text("STATE = []\ndef add(): STATE.append(1)")
+    (tmp_path / "user_module_of_test.py").write_text(
+        "import shared_module_of_test\ndef read(): return shared_module_of_test.STATE"
+    )
+    read = load_function(f"{tmp_path}/user_module_of_test.py:read", AgentError)
+    load_function(f"{tmp_path}/shared_module_of_test.py:add", AgentError)()
+    assert read() == [1]

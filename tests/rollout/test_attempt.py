@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import Episode, Task
+from areal_agents.errors import RequestError
+from areal_agents.rollout.agent import Agent, load_agent
+from areal_agents.rollout.attempt import Attempt, Outcome, open_attempt, run_rollout
+from areal_agents.rollout.config import LimitsConfig
+
+AGENTS = Path(__file__).parent / "agents.py"
+ADMIN_KEY = "admin-key-of-the-tests"
+
+
+class Attempts:
+    """Runs one agent function once, in a group of one."""
+
+    def __init__(self, served: Any, client: AsyncClient) -> None:
+        self.served, self.client = served, client
+        self._opened = 0
+
+    async def __call__(
+        self, agent: str | dict[str, str] | Agent, task: dict[str, Any] | None = None, **limits: Any
+    ) -> tuple[Outcome, Episode]:
+        if isinstance(agent, str):
+            agent = f"{AGENTS}:{agent}"
+        loaded = load_agent(agent, workers=1) if isinstance(agent, str | dict) else agent
+        self._opened += 1
+        attempt = Attempt(Task("t", task or {}), "train", f"t@{self._opened}", 1, 0)
+        set_limits = LimitsConfig(**{"time_s": 60.0, **limits})
+        try:
+            opened = await open_attempt(self.client, attempt, limits=set_limits)
+            outcome = await run_rollout(self.client, loaded, attempt.task, opened, limits=set_limits)
+        finally:
+            await loaded.close()
+        return outcome, self.served.store.load_episode(opened.id)
+
+
+@pytest.fixture
+async def attempts(served: Any) -> AsyncIterator[Attempts]:
+    async with AsyncClient(served.url, ADMIN_KEY) as client:
+        yield Attempts(served, client)
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; an orphan may stay a zombie where nobody reaps it."""
+    status = Path(f"/proc/{pid}/status")
+    return not status.exists() or "State:\tZ" in status.read_text()
+
+
+def rewards(episode: Episode) -> dict[str, float]:
+    return {reward.name: reward.value for reward in episode.rewards}
+
+
+@pytest.mark.parametrize("agent", ["good", "undecorated", "sync_good"])
+async def test_a_good_agent_finishes_with_its_reward(attempts: Attempts, agent: str) -> None:
+    outcome, episode = await attempts(agent)
+    assert outcome == Outcome("finished", rewarded=True)
+    assert rewards(episode)["return"] == 1.0 and len(episode.turns) == 1
+    assert attempts.served.store.group_counts()["complete"] == 1
+
+
+@pytest.mark.parametrize(
+    ("agent", "error"),
+    [
+        ("raises", r"KeyError: 'no such tool' \(.*agents.py, line \d+\)"),
+        ("exits", r"called sys.exit\(3\)"),
+        ("never_calls", "made no model call; does its client use ep.base_url"),
+        ("not_a_number", "reward must be finite, got nan"),
+        ("says_it_failed", "the tool server is down"),
+        ("sync_raises", "SystemExit: enough"),
+        ("sync_dies", r"worker process died \(exit status 7\)"),
+    ],
+)
+async def test_what_is_not_the_policys_doing_is_a_failed_episode(
+    attempts: Attempts, agent: str, error: str
+) -> None:
+    outcome, episode = await attempts(agent)
+    assert (outcome.status, outcome.rewarded, episode.status) == ("failed", False, "failed")
+    summary = attempts.served.store.episodes()[0]
+    assert outcome.error == summary.error
+    with pytest.raises(AssertionError, match=error):
+        raise AssertionError(outcome.error)
+
+
+async def test_rewards_by_name_by_turn_and_by_hand(attempts: Attempts) -> None:
+    _, episode = await attempts("by_name")
+    assert rewards(episode) == {"correct": 1.0, "style": 0.5} and episode.score == 1.5
+    _, episode = await attempts("by_turn")
+    given = {reward.target: reward.value for reward in episode.rewards}
+    assert given == dict(zip([turn.id for turn in episode.turns], [0.25, 0.5], strict=True))
+    _, episode = await attempts("rewards_itself")
+    assert rewards(episode) == {"turn": 0.5, "return": 1.0}
+
+
+async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(attempts: Attempts) -> None:
+    outcome, episode = await attempts("hangs", time_s=1.0)
+    assert outcome == Outcome("truncated", rewarded=True)
+    assert rewards(episode) == {"so far": 0.25} and len(episode.turns) == 1
+
+
+async def test_one_that_resists_cancellation_too(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_agents.rollout.agent.CANCEL_GRACE_S", 0.1)
+    outcome, _ = await attempts("resists", time_s=1.0)
+    assert outcome.status == "truncated"
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
+
+
+async def test_a_hang_without_a_model_call_is_no_doing_of_the_policy(attempts: Attempts) -> None:
+    outcome, _ = await attempts("hangs_before_calling", time_s=0.2)
+    assert outcome == Outcome("failed", rewarded=False, error="the agent made no model call within 0.2 s")
+
+
+async def test_a_worker_that_hangs_is_killed(attempts: Attempts, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    outcome, episode = await attempts("sync_hangs", {"pid_file": str(pid_file)}, time_s=6.0)
+    assert outcome.status == "truncated" and rewards(episode) == {"so far": 0.25}
+    assert is_gone(int(pid_file.read_text()))
+
+
+async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_raises(
+    attempts: Attempts,
+) -> None:
+    outcome, episode = await attempts("calls_until_refused", max_turns=2)
+    assert outcome == Outcome("truncated", rewarded=True)
+    assert len(episode.turns) == 2 and episode.score == 0.0
+
+
+async def test_an_agent_without_a_reward_stays_unrewarded(attempts: Attempts) -> None:
+    outcome, episode = await attempts("unrewarded")
+    assert outcome == Outcome("finished", rewarded=False)
+    assert attempts.served.store.group_counts()["pending"] == 1
+
+
+async def test_a_worker_serves_many_episodes(attempts: Attempts) -> None:
+    agent = load_agent(f"{AGENTS}:sync_good", workers=1)
+    limits = LimitsConfig()
+    for index in range(3):
+        attempt = Attempt(Task("t", {}), "train", "t@0", 3, index)
+        opened = await open_attempt(attempts.client, attempt, limits=limits)
+        assert (await run_rollout(attempts.client, agent, attempt.task, opened, limits=limits)).rewarded
+    assert len(agent._all) == 1  # type: ignore[attr-defined]
+    await agent.close()
+
+
+COMMAND = """
+    import json, os, sys, urllib.request
+    from openai import OpenAI
+    task = json.load(sys.stdin)
+    assert task == json.loads(os.environ["AREAL_AGENTS_TASK"])
+    assert os.environ["ANTHROPIC_BASE_URL"] + "/v1" == os.environ["OPENAI_BASE_URL"]
+    assert os.environ["ANTHROPIC_API_KEY"] == os.environ["OPENAI_API_KEY"]
+    OpenAI().chat.completions.create(model="m", max_tokens=2, messages=[{"role": "user", "content": "Hi"}])
+    root = os.environ["OPENAI_BASE_URL"].split("/e/")[0]
+    request = urllib.request.Request(
+        f"{root}/episodes/{os.environ['AREAL_AGENTS_EPISODE_ID']}/reward",
+        json.dumps({"reward": task["reward"]}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+    )
+    urllib.request.urlopen(request)
+"""
+
+
+async def test_a_command_finds_its_episode_in_its_environment(attempts: Attempts, tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(textwrap.dedent(COMMAND))
+    outcome, episode = await attempts({"command": f"{sys.executable} {script}"}, {"reward": 0.75})
+    assert outcome == Outcome("finished", rewarded=True)
+    assert rewards(episode) == {"return": 0.75} and len(episode.turns) == 1
+
+
+async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    run = "asyncio.run(agents.good({'reward': 0.5}))"
+    script.write_text(
+        f"import asyncio, sys; sys.path.insert(0, {str(AGENTS.parent)!r}); import agents; {run}"
+    )
+    outcome, episode = await attempts({"command": f"{sys.executable} {script}"})
+    assert outcome.rewarded and rewards(episode) == {"return": 0.5}
+
+
+async def test_a_command_that_fails_tells_why(attempts: Attempts) -> None:
+    outcome, _ = await attempts({"command": f"{sys.executable} -c \"raise SystemExit('no luck')\""})
+    assert outcome.status == "failed" and outcome.error is not None
+    assert outcome.error.endswith("exited with 1: no luck")
+    outcome, _ = await attempts({"command": "no-such-program"})
+    assert outcome.error == "cannot start 'no-such-program': No such file or directory"
+
+
+async def test_a_command_that_hangs_is_killed_with_its_children(attempts: Attempts, tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    outcome, _ = await attempts({"command": f"sh -c 'sleep 3600 & echo $! > {pid_file}; wait'"}, time_s=1.0)
+    assert outcome.status == "failed"
+    assert is_gone(int(pid_file.read_text()))
+
+
+async def test_cancelling_leaves_the_episode_open_and_no_task_behind(attempts: Attempts) -> None:
+    running = asyncio.create_task(attempts("hangs"))
+    while not attempts.served.store.episodes(status="open"):
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
+    assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
+    assert len(attempts.served.store.episodes(status="open")) == 1
+
+
+async def test_a_taken_place_is_refused(attempts: Attempts) -> None:
+    attempt = Attempt(Task("t", {}), "train", "t@0", 1, 0)
+    await open_attempt(attempts.client, attempt, limits=LimitsConfig())
+    with pytest.raises(RequestError, match="t@0") as refused:
+        await open_attempt(attempts.client, attempt, limits=LimitsConfig())
+    assert refused.value.status == 409

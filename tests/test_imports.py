@@ -1,0 +1,75 @@
+"""Who may import whom, and what `import areal_agents` costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "areal_agents"
+
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "core": {"errors"},
+    "rendering": {"core", "errors"},
+    "inference": {"core", "errors"},
+    "algorithms": {"core", "errors"},
+    "store": {"core", "errors"},
+    "rewards": {"errors"},
+    "proxy": {"core", "errors", "rendering", "inference", "store"},
+    "episode": {"errors", "client"},
+    "client": {"errors", "episode"},
+    "rollout": {"core", "errors", "store", "client", "episode"},
+    "training": {"core", "errors", "algorithms", "inference", "store"},
+}
+MAY_IMPORT_TORCH = {"algorithms", "training", "bench", "inference/embedded"}
+
+
+def _modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def _imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return names
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_rooms_import_only_what_they_may(path: Path) -> None:
+    room = _room(path)
+    if room not in ALLOWED:
+        return  # config, cli, launch and bench sit on top
+    rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
+    known = {_room(module) for module in _modules()}
+    assert (rooms & known) - {room} <= ALLOWED[room]
+
+
+@pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_torch_stays_in_its_rooms(path: Path) -> None:
+    inside = str(path.relative_to(PACKAGE).parent)
+    if any(inside == room or inside.startswith(room + "/") for room in MAY_IMPORT_TORCH):
+        return
+    assert not {name for name in _imports(path) if name.split(".")[0] == "torch"}
+
+
+def test_importing_the_package_is_light() -> None:
+    code = (
+        "import sys, areal_agents; areal_agents.episode; areal_agents.Client;"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'openai', 'sqlalchemy') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]"

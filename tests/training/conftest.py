@@ -1,0 +1,66 @@
+"""One engine, one model and one process group for the training tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from training_support import build_model
+
+from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks, ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Sums in one order, and cores left to the servers."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 with tied embeddings."""
+    return build_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def running_engine_url(model_folder: Path) -> Iterator[str]:
+    """A running embedded engine; tests leave it unpaused, with whatever weights."""
+    with running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url:
+        yield url
+
+
+@pytest.fixture
+def engine_url(running_engine_url: str, model_folder: Path) -> str:
+    """The engine, serving the initial weights as version 0."""
+
+    async def reset() -> None:
+        async with SGLangEngine(running_engine_url) as engine:
+            await engine.update_weights_from_disk(str(model_folder), 0)
+
+    asyncio.run(reset())
+    return running_engine_url
+
+
+@pytest.fixture(scope="session")
+def group() -> Iterator[Ranks]:
+    """A process group of one rank."""
+    with ranks("cpu") as joined:
+        yield joined
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """The folder of a run."""
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def store(run_dir: Path) -> Iterator[Store]:
+    """The run's store."""
+    with Store.open(run_dir / "store.db") as opened:
+        yield opened

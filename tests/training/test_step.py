@@ -1,0 +1,188 @@
+"""One batch: gradients that depend on nothing but the samples, and steps that are skipped or stopped."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_support import random_group
+
+from areal_agents.core.sample import TrainingSample
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import Policy, load_policy
+from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+
+OPTIONS = StepOptions(
+    clip_low=0.2,
+    clip_high=0.28,
+    weight_cap=5.0,
+    minibatches=1,
+    microbatch_tokens=4096,
+    share_prefixes=True,
+    grad_clip=1e9,
+)
+
+
+def samples(groups: str = "abcd", seed: int = 0) -> list[TrainingSample]:
+    rng = np.random.default_rng(seed)
+    return [s for g in groups for s in random_group(rng, group_id=g)]
+
+
+def on_policy(policy: Policy, batch: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples with the policy's own logprobs as behavior logprobs."""
+    from areal_agents.algorithms.packing import pack
+
+    out = [np.zeros(len(s), np.float32) for s in batch]
+    with torch.no_grad():
+        for micro in pack(batch, token_budget=10**6):
+            logprobs, _ = policy(micro)
+            positions = micro.position_ids[micro.predictor_rows] + 1
+            rows = zip(micro.sample_index.tolist(), positions.tolist(), logprobs.tolist(), strict=True)
+            for index, position, value in rows:
+                out[index][position] = value
+    return [replace(s, behavior_logprobs=logprobs) for s, logprobs in zip(batch, out, strict=True)]
+
+
+def step(
+    folder: Path,
+    group: Ranks,
+    batch: list[TrainingSample],
+    *,
+    lr: float = 0.0,
+    seed: int = 0,
+    **options: object,
+) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    """Train a fresh policy; its weights afterwards. SGD, so that lr = 1 shows the gradient itself."""
+    policy = load_policy(folder, group)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
+    result = train_batch(
+        policy, optimizer, batch, replace(OPTIONS, **options), ranks=group, version=0, seed=seed
+    )
+    return result, policy.full_state_dict()
+
+
+def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    return max(float((left[name] - right[name]).abs().max()) for name in left)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"microbatch_tokens": 120},
+        {"microbatch_tokens": 333},
+        {"share_prefixes": False},
+        {"microbatch_tokens": 10**6},
+    ],
+)
+def test_the_gradient_does_not_depend_on_the_partition(
+    options: dict, model_folder: Path, group: Ranks
+) -> None:
+    whole, whole_weights = step(model_folder, group, samples(), lr=1.0)
+    cut, cut_weights = step(model_folder, group, samples(), lr=1.0, **options)
+    before = load_policy(model_folder, group).full_state_dict()
+    moved = largest_difference(whole_weights, before)
+    assert moved > 1e-3
+    assert largest_difference(whole_weights, cut_weights) <= 1e-5 * moved + 1e-7
+    assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
+    for name, value in whole.statistics.as_dict().items():
+        assert cut.statistics.as_dict()[name] == pytest.approx(value, rel=1e-4, abs=1e-4), name
+
+
+def test_on_policy_the_ratio_is_one_and_the_kl_zero(model_folder: Path, group: Ranks) -> None:
+    policy = load_policy(model_folder, group)
+    batch = on_policy(policy, samples())
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    for minibatches in (1, 2):
+        options = replace(OPTIONS, minibatches=minibatches)
+        result = train_batch(policy, optimizer, batch, options, ranks=group, version=0, seed=0)
+        values = result.statistics.as_dict()
+        assert values["tokens"] == values["on_policy_tokens"] == sum(int(s.loss_mask.sum()) for s in batch)
+        assert values["abs_diff_max"] < 1e-5
+        assert values["weight"] == pytest.approx(values["tokens"], rel=1e-5)
+        assert values["kl_k3"] == pytest.approx(0, abs=1e-6)
+        assert values["clipped_low"] == values["clipped_high"] == 0
+        mean_advantage = sum(float(s.advantages.sum()) for s in batch) / values["tokens"]
+        assert values["loss"] / values["tokens"] == pytest.approx(-mean_advantage, abs=1e-4)
+
+
+def test_one_minibatch_never_clips_and_several_do(model_folder: Path, group: Ranks) -> None:
+    one, _ = step(model_folder, group, samples(), lr=3.0)
+    values = one.statistics.as_dict()
+    assert values["clipped_low"] + values["clipped_high"] == 0
+    several, _ = step(model_folder, group, samples(), lr=3.0, minibatches=4)
+    values = several.statistics.as_dict()
+    assert values["clipped_low"] + values["clipped_high"] > 0
+    # prox is of before the first step: the difference to the behavior logprobs is the same in both
+    assert values["abs_diff"] == pytest.approx(one.statistics.as_dict()["abs_diff"], rel=1e-4)
+
+
+def test_a_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Ranks) -> None:
+    """Two minibatches at learning rate 0 have the gradients of their halves, not halves of the whole."""
+    result, _ = step(model_folder, group, samples("ab"), minibatches=2)
+    alone = [
+        step(model_folder, group, [s for s in samples("ab") if s.group_id == g])[0].grad_norm for g in "ab"
+    ]
+    assert result.grad_norm == pytest.approx(sum(alone) / 2, rel=1e-5)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
+    model_folder: Path, group: Ranks
+) -> None:
+    policy = load_policy(model_folder, group)
+    optimizer = make_optimizer(policy, TrainerConfig(lr=0.1))
+    before = policy.full_state_dict()
+    batch = samples()
+    huge = replace(batch[0], advantages=np.where(batch[0].loss_mask, np.float32(3e38), np.float32(0)))
+    result = train_batch(policy, optimizer, [huge, *batch[1:]], OPTIONS, ranks=group, version=0, seed=0)
+    assert result.skipped_steps == 1 and np.isnan(result.grad_norm)
+    assert largest_difference(policy.full_state_dict(), before) == 0
+    assert all(p.grad is None for p in policy.parameters())
+    good = train_batch(policy, optimizer, batch, OPTIONS, ranks=group, version=0, seed=0)
+    assert good.skipped_steps == 0 and largest_difference(policy.full_state_dict(), before) > 0
+
+
+def test_the_gradient_is_clipped_to_its_norm(model_folder: Path, group: Ranks) -> None:
+    free, free_weights = step(model_folder, group, samples(), lr=1.0)
+    clipped, clipped_weights = step(model_folder, group, samples(), lr=1.0, grad_clip=free.grad_norm / 4)
+    before = load_policy(model_folder, group).full_state_dict()
+    assert clipped.grad_norm == pytest.approx(free.grad_norm)
+    for name in before:
+        quarter = (free_weights[name] - before[name]) / 4
+        torch.testing.assert_close(clipped_weights[name] - before[name], quarter, atol=1e-6, rtol=1e-3)
+
+
+@pytest.mark.parametrize(("at", "clean"), [(0, True), (1, True), (4, False)])
+def test_a_stop_ends_between_micro_batches(at: int, clean: bool, model_folder: Path, group: Ranks) -> None:
+    policy = load_policy(model_folder, group)
+    before = policy.full_state_dict()
+    asked = iter(range(100))
+    options = replace(OPTIONS, minibatches=2, microbatch_tokens=130)
+    with pytest.raises(Stopped) as stopped:
+        train_batch(
+            policy,
+            torch.optim.SGD(policy.parameters(), lr=1.0),
+            samples(),
+            options,
+            ranks=group,
+            version=0,
+            seed=0,
+            stopping=lambda: next(asked) == at,
+        )
+    assert stopped.value.clean is clean
+    assert (largest_difference(policy.full_state_dict(), before) == 0) is clean
+    assert all(p.grad is None for p in policy.parameters())
+
+
+def test_shared_tokens_are_reported(model_folder: Path, group: Ranks) -> None:
+    result, _ = step(model_folder, group, samples("a"))
+    assert result.sample_tokens - result.model_tokens >= 3 * 70
+
+
+def test_no_samples_is_an_error(model_folder: Path, group: Ranks) -> None:
+    with pytest.raises(ValueError, match="no sample"):
+        step(model_folder, group, [])

@@ -1,0 +1,167 @@
+"""The loop against a real store and a real engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from training_support import record_groups
+from transformers import AutoModelForCausalLM
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import EngineUnavailable, TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.store import Store
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.trainer import RunResult, run
+
+
+def train(
+    store: Store,
+    engine_url: str,
+    model_folder: Path,
+    run_dir: Path,
+    *,
+    steps: int,
+    groups: int = 2,
+    max_staleness: int = 8,
+    stop: threading.Event | None = None,
+    algorithm: AlgorithmConfig | None = None,
+    **config: object,
+) -> RunResult:
+    options = {"lr": 1e-2, "batch_timeout_s": 5, **config}
+    return run(
+        TrainerConfig(steps=steps, **options),
+        algorithm or AlgorithmConfig(),
+        store=store,
+        engine=SGLangEngine(engine_url, control_timeout_s=20),
+        model_path=model_folder,
+        run_dir=run_dir,
+        groups=groups,
+        max_staleness=max_staleness,
+        stop=stop or threading.Event(),
+    )
+
+
+def served_version(engine_url: str) -> int:
+    async def ask() -> int:
+        async with SGLangEngine(engine_url) as engine:
+            return (await engine.model_info()).version
+
+    return asyncio.run(ask())
+
+
+def metrics_of(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder: Path, run_dir: Path) -> None:
+    record_groups(store, engine_url, ["a", "b", "c", "d", "e"])
+    result = train(store, engine_url, model_folder, run_dir, steps=2)
+    assert result == RunResult(step=2, version=2, finished=True)
+    assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 4, "dropped": 0}
+    latest = store.latest_version()
+    assert latest is not None and (latest.version, latest.step) == (2, 2)
+    assert served_version(engine_url) == 2
+    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v1", "v2"]
+    first, second = metrics_of(run_dir)
+    assert (first["step"], first["version"], first["staleness_max"]) == (1, 1, 0)
+    assert (second["step"], second["version"], second["staleness_max"]) == (2, 2, 1)
+    assert first["tokens"] == first["sampled_tokens"] == 2 * 4 * 2 * 8
+    assert first["logprob_diff_mean"] <= 1e-4  # engine against trainer, the same weights
+    assert first["weight_mean"] == pytest.approx(1, abs=1e-4) and first["kl_behavior"] < 1e-6
+    assert first["clip_fraction"] == 0 and first["grad_norm"] > 0
+    assert second["logprob_diff_mean"] > 1e-3  # these tokens are of version 0, the trainer at 1
+    published = load_file(run_dir / "weights" / "v2" / "model.safetensors")
+    final = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
+    assert all((final[name] == tensor).all() for name, tensor in published.items())
+    assert list((run_dir / "tb").iterdir())
+
+
+def test_a_second_run_of_a_finished_one_publishes_its_weights_again(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"])
+    train(store, engine_url, model_folder, run_dir, steps=1)
+    before = load_file(run_dir / "weights" / "v1" / "model.safetensors")
+    assert train(store, engine_url, model_folder, run_dir, steps=1) == RunResult(1, 2, finished=True)
+    after = load_file(run_dir / "weights" / "v2" / "model.safetensors")
+    assert all((before[name] == after[name]).all() for name in before)
+    assert served_version(engine_url) == 2
+
+
+def test_lr_zero_leaves_logprobs_unchanged_over_publishes(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    names = ["a", "b", "c", "d", "e", "f"]
+    record_groups(store, engine_url, names)
+    all_groups = AlgorithmConfig(drop_equal_groups=False)
+    train(store, engine_url, model_folder, run_dir, steps=1, groups=6, lr=0, algorithm=all_groups)
+    original = load_file(model_folder / "model.safetensors")
+    published = load_file(run_dir / "weights" / "v1" / "model.safetensors")
+    assert all((original[name] == published[name]).all() for name in original)
+    record_groups(store, engine_url, [f"{name}2" for name in names])
+    train(store, engine_url, model_folder, run_dir, steps=7, groups=1, lr=0, algorithm=all_groups)
+    for line in metrics_of(run_dir):
+        assert line["logprob_diff_max"] <= 1e-4
+        assert line["kl_behavior"] < 1e-6
+
+
+def test_wholly_stale_groups_are_dropped_and_others_taken(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b", "c", "d", "e", "f", "g"])
+    stop = threading.Event()
+    with pytest.raises(TrainingError, match="waited for 2 complete groups"):
+        train(
+            store, engine_url, model_folder, run_dir, steps=3, max_staleness=0, stop=stop, batch_timeout_s=0.5
+        )
+    # step 1 trained two groups of version 0; at version 1 the other five are beyond the bound
+    assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 2, "dropped": 4}
+    assert all(line["staleness_max"] == 0 for line in metrics_of(run_dir))
+
+
+def test_stop_ends_with_a_checkpoint_and_a_resume_goes_on(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"])
+    stop = threading.Event()
+    results: list[RunResult] = []
+    thread = threading.Thread(
+        target=lambda: results.append(
+            train(store, engine_url, model_folder, run_dir, steps=2, stop=stop, batch_timeout_s=60)
+        )
+    )
+    thread.start()
+    cursor = store.cursor()
+    while store.max_version() < 1:
+        cursor = store.wait(cursor, 10)
+    stop.set()  # it is waiting for groups that do not exist
+    thread.join(30)
+    assert results == [RunResult(1, 1, finished=False)]
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]
+    record_groups(store, engine_url, ["c", "d"])
+    assert train(store, engine_url, model_folder, run_dir, steps=2) == RunResult(2, 3, finished=True)
+    assert [line["step"] for line in metrics_of(run_dir)] == [1, 2]
+
+
+def test_no_groups_in_time_is_an_error_that_says_what_there_is(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    with pytest.raises(TrainingError, match=r"step 1 waited for 2 complete groups.*'complete': 0"):
+        train(store, engine_url, model_folder, run_dir, steps=1, batch_timeout_s=0.2)
+
+
+def test_a_lost_engine_is_an_engine_error_and_loses_nothing(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"])
+    with pytest.raises(EngineUnavailable):
+        train(store, "http://127.0.0.1:9", model_folder, run_dir, steps=1)
+    assert store.group_counts()["complete"] == 2
+    result = train(store, engine_url, model_folder, run_dir, steps=1)
+    assert result == RunResult(step=1, version=2, finished=True)
