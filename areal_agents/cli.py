@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.launch.signals import Interrupted
 
 if TYPE_CHECKING:
     from areal_agents.inference.config import EmbeddedEngineConfig
@@ -153,7 +154,7 @@ def main() -> None:
     except ArealAgentsError as error:
         console.print(f"[bold red]{type(error).__name__}[/bold red]: {error}", highlight=False, markup=True)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
+    except Interrupted:
         console.print(
             "stopped; everything has been ended. The same command goes on from the last checkpoint."
         )

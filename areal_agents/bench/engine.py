@@ -1,7 +1,7 @@
 """Decode speed of the embedded engine over HTTP, beside transformers' generate in the same run.
 
-Every prompt is 300 tokens, 236 of them a system prompt that all share, and its prefix is in the cache when the
-clock runs; transformers gets its keys and values precomputed too. Both sides draw 48 tokens at temperature 1
+Every prompt is 300 tokens, 236 of them a system prompt that all share, and its prefix is in the cache when
+the clock runs; transformers gets its keys and values precomputed too. Both sides draw 48 tokens at temperature 1
 with the same number of threads. The client is this process: raw sockets and prepared bodies, so that it takes
 as little of the cores as it can.
 """
@@ -40,7 +40,7 @@ def run(*, json: bool, model: str | None = None, threads: int = 0) -> dict[str, 
     """Measure, print, and return the figures; with `json` the last line printed is one JSON object.
 
     Args:
-        model: a model folder; without one, the quick-start model where it lies, else random weights of its shape.
+        model: a model folder; without one, the quick-start model, or random weights of its shape.
         threads: CPU threads for the engine and for transformers; 0 takes all cores.
     """
     cores = len(os.sched_getaffinity(0))
@@ -153,7 +153,9 @@ class _Connection:
             length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
             answer = await self._reader.readexactly(length)
             if b'"completion_tokens":%d,' % OUTPUT not in answer:
-                raise EngineError(f"the engine answered {head.decode()}{answer[:300].decode(errors='replace')}")
+                raise EngineError(
+                    f"the engine answered {head.decode()}{answer[:300].decode(errors='replace')}"
+                )
 
     def close(self) -> None:
         self._writer.close()
@@ -167,7 +169,9 @@ def _measure_generate(folder: Path, threads: int) -> float:
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.from_numpy(prompts(GENERATE_BATCH, model.config.vocab_size))
-    filled = model(ids[:, :-1], use_cache=True, past_key_values=DynamicCache(config=model.config)).past_key_values
+    filled = model(
+        ids[:, :-1], use_cache=True, past_key_values=DynamicCache(config=model.config)
+    ).past_key_values
     best = 0.0
     for _ in range(REPEATS + 1):
         cache = copy.deepcopy(filled)

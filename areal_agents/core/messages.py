@@ -119,7 +119,7 @@ def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
 def _canonical_arguments(arguments: str) -> Any:
     try:
         return _integral(json.loads(arguments))
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested beyond any real call: compared as text
         return arguments.strip()
 
 

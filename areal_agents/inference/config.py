@@ -18,7 +18,10 @@ class EmbeddedEngineConfig(BaseModel):
     threads: Annotated[int, Field(ge=0, description="CPU threads for the model; 0 takes all cores.")] = 0
     slots: Annotated[int, Field(ge=1, le=4096, description="Sequences whose keys and values are kept.")] = 64
     max_context: Annotated[
-        int, Field(ge=0, description="Longest prompt plus completion in tokens; 0 takes the model's, at most 4096.")
+        int,
+        Field(
+            ge=0, description="Longest prompt plus completion in tokens; 0 takes the model's, at most 4096."
+        ),
     ] = 0
     prefill_tokens: Annotated[
         int, Field(ge=8, description="Prompt tokens computed per step beside the running decodes.")
@@ -31,9 +34,12 @@ class EmbeddedEngineConfig(BaseModel):
     ] = "auto"
     prefix_cache: Annotated[bool, Field(description="Reuse keys and values of shared prefixes.")] = True
     load_format: Annotated[
-        Literal["auto", "dummy"], Field(description="auto reads safetensors; dummy draws random weights from seed.")
+        Literal["auto", "dummy"],
+        Field(description="auto reads safetensors; dummy draws random weights from seed."),
     ] = "auto"
-    seed: Annotated[int, Field(ge=0, description="Seed of requests that bring none, and of dummy weights.")] = 0
+    seed: Annotated[
+        int, Field(ge=0, description="Seed of requests that bring none, and of dummy weights.")
+    ] = 0
     listen_fd: Annotated[
         int | None, Field(ge=0, description="An inherited listening socket, instead of host and port.")
     ] = None
@@ -44,7 +50,9 @@ class EmbeddedEngineConfig(BaseModel):
     @model_validator(mode="after")
     def _kernel_fits(self) -> EmbeddedEngineConfig:
         if self.kernel == "numba" and (self.device != "cpu" or self.dtype != "float32"):
-            raise ValueError("kernel=numba computes float32 on a CPU; use kernel=torch for other types and devices")
+            raise ValueError(
+                "kernel=numba computes float32 on a CPU; use kernel=torch for other types and devices"
+            )
         return self
 
 
@@ -54,17 +62,23 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Annotated[
-        Literal["embedded", "sglang"], Field(description="embedded starts an engine; sglang uses running servers.")
+        Literal["embedded", "sglang"],
+        Field(description="embedded starts an engine; sglang uses running servers."),
     ] = "embedded"
     urls: Annotated[tuple[str, ...], Field(description="Base URLs of running SGLang servers.")] = ()
-    threads: Annotated[int, Field(ge=0, description="CPU threads of the embedded engine; 0 shares the cores.")] = 0
+    threads: Annotated[
+        int, Field(ge=0, description="CPU threads of the embedded engine; 0 shares the cores.")
+    ] = 0
     slots: Annotated[int, Field(ge=1, le=4096, description="Sequences the embedded engine holds.")] = 64
     max_context: Annotated[
-        int, Field(ge=0, description="Longest prompt plus completion in tokens; 0 takes the model's, at most 4096.")
+        int,
+        Field(
+            ge=0, description="Longest prompt plus completion in tokens; 0 takes the model's, at most 4096."
+        ),
     ] = 0
-    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="Compute type of the embedded engine.")] = (
-        "float32"
-    )
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Field(description="Compute type of the embedded engine.")
+    ] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")] = "cpu"
     request_timeout_s: Annotated[float, Field(gt=0, description="Longest wait for one completion.")] = 600.0
 

@@ -165,7 +165,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _answers(url: str, *, timeout_s: float) -> bool:
-    """Whether `url` answers 200 in time. The socket listens from the start, so a connection waits for the child."""
+    """Whether `url` answers 200 in time; its socket listens from the start, so a call waits for the child."""
     try:
         with urllib.request.urlopen(url, timeout=min(timeout_s, 1.0)) as response:
             return bool(response.status == 200)

@@ -6,7 +6,6 @@ time limit, and every answer is checked before it becomes a Completion.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -112,11 +111,15 @@ class SGLangEngine:
             raise EngineError(f"{self.base_url}/model_info names no model_path: {_shorten(str(info))}")
         config = _local_config(path)
         vocab_size = self._vocab_size or info.get("vocab_size") or config.get("vocab_size")
-        context = info.get("context_length") or await self._context_length() or config.get("max_position_embeddings")
+        context = (
+            info.get("context_length")
+            or await self._context_length()
+            or config.get("max_position_embeddings")
+        )
         if not isinstance(vocab_size, int) or not isinstance(context, int):
             raise EngineError(
-                f"{self.base_url} does not say its vocabulary or context size and {path}/config.json is not readable "
-                "from here; give vocab_size"
+                f"{self.base_url} does not say its vocabulary or context size, and {path}/config.json "
+                "is not readable from here; give vocab_size"
             )
         version = version_from_wire(info.get("weight_version", "default"))
         return ModelInfo(path, version, vocab_size, context, str(info.get("kernel", "")))
@@ -148,13 +151,19 @@ class SGLangEngine:
         """One request; the parsed JSON, None for an empty body, or an error of the tree."""
         if self._session is None:
             # No limit on connections: how many calls are in flight is the caller's admission to decide.
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+            )
         timeout = timeout or self._control_timeout
         try:
-            async with self._session.request(method, self.base_url + path, json=body, timeout=timeout) as response:
+            async with self._session.request(
+                method, self.base_url + path, json=body, timeout=timeout
+            ) as response:
                 raw, status = await response.read(), response.status
-        except asyncio.TimeoutError as error:
-            raise EngineUnavailable(f"{self.base_url}{path} did not answer within {timeout.total:g} s") from error
+        except TimeoutError as error:
+            raise EngineUnavailable(
+                f"{self.base_url}{path} did not answer within {timeout.total:g} s"
+            ) from error
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"{self.base_url}{path} is not reachable: {error}") from error
         if 400 <= status < 500:
@@ -197,13 +206,17 @@ def completion_from_wire(answer: Any) -> Completion:
     meta = _as_object(_as_object(answer, "/generate").get("meta_info"), "/generate meta_info")
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else reason
-    if kind not in FINISH_REASONS:
-        raise EngineError(f"/generate ended with finish_reason {reason!r}; expected one of {sorted(FINISH_REASONS)}")
+    if not isinstance(kind, str) or kind not in FINISH_REASONS:
+        raise EngineError(
+            f"/generate ended with finish_reason {reason!r}; expected one of {sorted(FINISH_REASONS)}"
+        )
     try:
         ids = [int(i) for i in answer["output_ids"]]
         triples = meta["output_token_logprobs"] if ids else []
         if [int(triple[1]) for triple in triples] != ids:
-            raise EngineError(f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens")
+            raise EngineError(
+                f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
+            )
         return Completion(
             token_ids=ids,  # type: ignore[arg-type]
             logprobs=[min(float(triple[0]), 0.0) for triple in triples],  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.launch.signals import uninterrupted
 
 TAIL_LINES = 15
 
@@ -52,7 +53,8 @@ class Children:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        with uninterrupted():
+            self.stop()
 
     def start(
         self,

@@ -55,7 +55,7 @@ class LiveView:
         if self._live:
             self._live.update(self._panel(rows, progress), refresh=True)
             return
-        for row in rows[self._printed_rows :]:
+        for row in rows[min(self._printed_rows, len(rows)) :]:
             self._console.print(
                 f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}", highlight=False
             )

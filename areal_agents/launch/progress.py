@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,25 +31,31 @@ class HeldOut:
 
 
 class MetricsFile:
-    """Follows metrics.jsonl as it grows; a line that is not whole yet is read next time."""
+    """Follows metrics.jsonl as it grows; a line that is not whole yet is read next time.
+
+    A trainer that resumes replaces the file by one without the steps that it takes again; it is then
+    read anew.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._inode = 0
         self._offset = 0
         self.rows: list[dict[str, Any]] = []
 
-    def update(self) -> list[dict[str, Any]]:
-        """The rows that were added since the last call."""
+    def update(self) -> None:
+        """Bring `rows` up to date."""
         if not self._path.exists():
-            return []
+            return
         with open(self._path, "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            if inode != self._inode:
+                self._inode, self._offset, self.rows = inode, 0, []
             file.seek(self._offset)
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole)
-        new = [json.loads(line) for line in whole.splitlines()]
-        self.rows.extend(new)
-        return new
+        self.rows.extend(json.loads(line) for line in whole.splitlines())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -24,6 +22,7 @@ from areal_agents.launch.children import Children
 from areal_agents.launch.live import LiveView
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.run_folder import Endpoints, RunFolder
+from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
 from areal_agents.store import Store
 
@@ -44,14 +43,14 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     Raises:
         ConfigError: another process uses the run folder, or a port is taken.
         ChildDied: a process ended that should not have.
-        KeyboardInterrupt: the user stopped the run; everything has been ended.
+        Interrupted: the user stopped the run; everything has been ended.
     """
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
     folder = RunFolder(Path(config.run_dir))
     if fresh and (earlier := folder.set_aside()):
         console.print(f"the earlier run is kept in {earlier}")
-    with folder.locked(), _interruptible():
+    with folder.locked(), interruptible():
         save_config(config, folder.config)
         endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
@@ -82,7 +81,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
     _check_evaluation(config, ablate_tool)
     folder = RunFolder(Path(config.run_dir + "-eval"))
     folder.set_aside()
-    with folder.locked(), _interruptible():
+    with folder.locked(), interruptible():
         save_config(config, folder.config)
         endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
@@ -260,17 +259,3 @@ def _finish(
         f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}"
     )
     return summary
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

@@ -10,6 +10,7 @@ from pathlib import Path
 import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -22,7 +23,7 @@ from areal_agents.proxy.auth import Authenticator
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
-from areal_agents.proxy.errors import ClientGone, error_response
+from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
 from areal_agents.proxy.housekeeping import Housekeeping
 from areal_agents.proxy.implicit import ImplicitEpisodes, session_name
 from areal_agents.proxy.sessions import Sessions
@@ -73,8 +74,8 @@ def create_app(*, store: Store, engine: Engine, renderer: ChatRenderer, config: 
             ArealAgentsError: error_response,
             ClientGone: error_response,
             HTTPException: error_response,
-            Exception: error_response,
         },
+        middleware=[Middleware(InternalErrors)],
         lifespan=lifespan,
     )
 

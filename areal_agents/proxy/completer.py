@@ -26,7 +26,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.errors import ClientGone
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.sampling import Drawing, draw
-from areal_agents.proxy.sessions import Session, sealed
+from areal_agents.proxy.sessions import Session
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
 
@@ -213,8 +213,8 @@ class Completer:
     async def _record(self, session: Session, turn: Turn, prompt_ids: TokenIds) -> None:
         try:
             await asyncio.wrap_future(self._store.add_turn(session.id, turn))
-        except Conflict:
-            raise sealed(session.id, session.status) from None
+        except Conflict as error:  # sealed while this call was under way
+            raise RequestError(str(error), status=409, code="episode_sealed") from None
         session.record(turn, prompt_ids)
         limit = session.limits.max_tokens
         if (

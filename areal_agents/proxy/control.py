@@ -1,6 +1,7 @@
 """The control API, plain JSON: episodes are opened, rewarded, ended and read; groups are dropped.
 
-An episode's own key reaches that episode and nothing else; everything else needs the admin key.
+An episode's own key reaches that episode and nothing else, a project key the implicit episodes that it
+opened; everything else needs the admin key.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ import asyncio
 import dataclasses
 import math
 import secrets
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import orjson
 from starlette.requests import Request
@@ -21,12 +22,12 @@ from areal_agents.core.rollout import Episode, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.admission import read_object
-from areal_agents.proxy.auth import Authenticator, key_hash, new_episode_key
+from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.sampling import PINS
 from areal_agents.proxy.sessions import Limits, Sessions
-from areal_agents.store import EpisodeRow, NewEpisode, Store
+from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, SealedStatus, Store
 
 _CONTROL_BODY_BYTES = 8 * 2**20
 _SCOPES = ("episode", "turn", "branch")
@@ -59,7 +60,7 @@ class Control:
             Route("/episodes/{id}/reward", self.reward, methods=["POST"]),
             Route("/episodes/{id}/finish", self.finish, methods=["POST"]),
             Route("/episodes/{id}/fail", self.fail, methods=["POST"]),
-            Route("/groups/{id}/drop", self.drop_group, methods=["POST"]),
+            Route("/groups/{id:path}/drop", self.drop_group, methods=["POST"]),
             Route("/rewards", self.reward_completion, methods=["POST"]),
         ]
 
@@ -82,46 +83,60 @@ class Control:
             status=query.get("status"),
             group_id=query.get("group"),
         )
-        return _json({"episodes": [dataclasses.asdict(summary) for summary in found]})
+        return _json({"episodes": found})
 
     async def show(self, request: Request) -> Response:
         """GET /episodes/{id}: everything about one; with tokens=1 the exact tokens too."""
         episode_id = await self._reachable(request)
-        row = await asyncio.to_thread(self._store.episode_row, episode_id)
-        episode = await asyncio.to_thread(self._store.load_episode, episode_id)
         with_tokens = request.query_params.get("tokens", "0") not in ("", "0", "false")
-        return _json(_describe(row, episode, with_tokens=with_tokens))
+
+        def load() -> Response:
+            row = self._store.episode_row(episode_id)
+            return _json(_describe(row, self._store.load_episode(episode_id), with_tokens=with_tokens))
+
+        return await asyncio.to_thread(load)
 
     async def reward(self, request: Request) -> Response:
         """POST /episodes/{id}/reward: by episode, by completion, or by name."""
         episode_id = await self._reachable(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
-        await asyncio.wrap_future(self._store.set_rewards(episode_id, _rewards(body)))
-        return _json({"id": episode_id})
+        return _state(
+            episode_id, await asyncio.wrap_future(self._store.set_rewards(episode_id, _rewards(body)))
+        )
 
     async def reward_completion(self, request: Request) -> Response:
-        """POST /rewards: reward a completion by its id, whichever episode it belongs to."""
-        self._auth.require_admin(request)
+        """POST /rewards: reward a completion by its id, in whichever episode of the caller it is."""
+        caller = self._auth.identify(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
         completion_id = body.get("completion_id")
         if not isinstance(completion_id, str) or not completion_id:
             raise RequestError("completion_id is required", param="completion_id")
-        episode_id = await asyncio.to_thread(self._store.episode_of_turn, completion_id)
-        await asyncio.wrap_future(self._store.set_rewards(episode_id, _rewards(body)))
-        return _json({"id": episode_id})
+        row = await asyncio.to_thread(self._store.episode_of_turn, completion_id)
+        if not _reaches(caller, row):
+            raise _out_of_reach()
+        return _state(row.id, await asyncio.wrap_future(self._store.set_rewards(row.id, _rewards(body))))
 
     async def finish(self, request: Request) -> Response:
-        """POST /episodes/{id}/finish: it ended by itself, or at a limit with {"truncated": true}."""
+        """POST /episodes/{id}/finish: it ended by itself, or at a limit with {"truncated": true}.
+
+        {"rewards": […]}, each as for /reward, are given in the same transaction.
+        """
         episode_id = await self._reachable(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
-        return await self._seal(episode_id, "truncated" if body.get("truncated") else "finished")
+        given = _optional(body, "rewards", list) or []
+        if not all(isinstance(item, dict) for item in given):
+            raise RequestError("rewards must be a list of objects", param="rewards")
+        rewards = [reward for item in given for reward in _rewards(item)]
+        return await self._seal(
+            episode_id, "truncated" if body.get("truncated") else "finished", given=rewards
+        )
 
     async def fail(self, request: Request) -> Response:
         """POST /episodes/{id}/fail: it ended for a reason that is not the policy's."""
         episode_id = await self._reachable(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
         error = str(body.get("error") or "failed")[:10_000]
-        return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error)
+        return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
 
     async def drop_group(self, request: Request) -> Response:
         """POST /groups/{id}/drop: give a group up that the trainer has not taken."""
@@ -133,35 +148,48 @@ class Control:
         return _json({"id": group_id, "state": "dropped"})
 
     async def _seal(
-        self,
-        episode_id: str,
-        status: Literal["finished", "truncated", "failed", "aborted"],
-        error: str | None = None,
+        self, episode_id: str, status: SealedStatus, *, given: Sequence[Reward] = (), error: str | None = None
     ) -> Response:
-        final = await self._sessions.seal(
-            episode_id, status, error=error, truncated_reward=self._config.truncated_reward
+        state = await self._sessions.seal(
+            episode_id, status, given=given, error=error, truncated_reward=self._config.truncated_reward
         )
         self._implicit.forget(episode_id)
-        return _json({"id": episode_id, "status": final})
+        return _state(episode_id, state)
 
     async def _reachable(self, request: Request) -> str:
         """The id in the path, if the caller may touch that episode. RequestError 401 or 403."""
         episode_id: str = request.path_params["id"]
         caller = self._auth.identify(request)
-        if caller.is_admin:
-            return episode_id
-        if caller.episode_key is not None:
+        if not caller.is_admin:
             row = await asyncio.to_thread(self._store.episode_row, episode_id)
-            if secrets.compare_digest(row.key_hash, key_hash(caller.episode_key)):
-                return episode_id
-        raise RequestError("this key does not reach that episode", status=403, code="wrong_episode")
+            if not _reaches(caller, row):
+                raise _out_of_reach()
+        return episode_id
 
     def _public_url(self, request: Request) -> str:
         return (self._config.public_url or str(request.base_url)).rstrip("/")
 
 
+def _reaches(caller: Caller, row: EpisodeRow) -> bool:
+    """Admin reaches all; an episode itself; a project key the implicit episodes that it opened."""
+    if caller.is_admin:
+        return True
+    if caller.episode_key is not None:
+        return secrets.compare_digest(row.key_hash, key_hash(caller.episode_key))
+    return row.implicit_key is not None and row.implicit_key.partition("/")[0] == caller.identity
+
+
+def _out_of_reach() -> RequestError:
+    return RequestError("this key does not reach that episode", status=403, code="wrong_episode")
+
+
 def _json(data: Any) -> Response:
+    """Plain JSON; dataclasses become objects and arrays become lists."""
     return Response(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+def _state(episode_id: str, state: EpisodeState) -> Response:
+    return _json({"id": episode_id, **dataclasses.asdict(state)})
 
 
 def _new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
@@ -255,7 +283,6 @@ def _finite(value: Any) -> float:
 
 
 def _describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
-    rewards = [dataclasses.asdict(reward) for reward in episode.rewards]
     return {
         "id": row.id,
         "task": {"id": episode.task.id, "input": episode.task.input},
@@ -268,8 +295,8 @@ def _describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[s
         "metadata": row.metadata,
         "limits": row.limits,
         "sampling": row.sampling,
-        "rewards": rewards,
-        "score": episode.score if rewards else None,
+        "rewards": episode.rewards,
+        "score": episode.score if episode.rewards else None,
         "created_at": row.created_at,
         "ended_at": row.ended_at,
         "turns": [_describe_turn(episode, turn, with_tokens=with_tokens) for turn in episode.turns],
@@ -277,7 +304,6 @@ def _describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[s
 
 
 def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[str, Any]:
-    fork = turn.forked_from
     out: dict[str, Any] = {
         "id": turn.id,
         "parent": turn.parent,
@@ -285,11 +311,11 @@ def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[s
         "reply": turn.reply.to_dict(),
         "finish_reason": turn.completion.finish_reason,
         "sampled_tokens": len(turn.completion),
-        "sampling": dataclasses.asdict(turn.sampling),
+        "sampling": turn.sampling,
         "overrides": turn.overrides,
         "constrained": turn.constrained,
         "label": turn.label,
-        "forked_from": dataclasses.asdict(fork) if fork is not None else None,
+        "forked_from": turn.forked_from,
     }
     if with_tokens:
         out["prompt_ids"] = episode.forest.prompt_ids(turn.id)

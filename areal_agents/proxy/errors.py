@@ -12,6 +12,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_agents.errors import (
     EngineError,
@@ -74,10 +75,27 @@ def as_request_error(error: Exception) -> RequestError:
             return RequestError("the proxy failed on this request", status=500, code="internal_error")
 
 
+class InternalErrors:
+    """ASGI middleware: a bug is logged with its trace and answered without, and the connection goes on."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            request = Request(scope)
+            _logger.exception("a bug in %s %s", request.method, _masked(request))
+            await error_response(request, error)(scope, receive, send)
+
+
 def error_response(request: Request, error: Exception) -> Response:
     """The OpenAI form of an error; Starlette's exception handler."""
     refusal = as_request_error(error)
-    if refusal.status >= 500:
+    if refusal.status >= 500 and refusal.code != "internal_error":
         _logger.error("%s %s: %d %s", request.method, _masked(request), refusal.status, error)
     kind = _TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
     body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}

@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from areal_agents.core.completion import TokenIds
-from areal_agents.core.rollout import EpisodeStatus
+from areal_agents.core.rollout import EpisodeStatus, Reward
 from areal_agents.core.trajectory import Forest, Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
-from areal_agents.store import EpisodeRow, NewEpisode, NotFound, Store
+from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, SealedStatus, Store
 
 _CONTEXTS_KEPT = 4
 
@@ -148,19 +148,22 @@ class Sessions:
     async def seal(
         self,
         episode_id: str,
-        status: Literal["finished", "truncated", "failed", "aborted"],
+        status: SealedStatus,
         *,
+        given: Sequence[Reward] = (),
         error: str | None = None,
         truncated_reward: float = 0.0,
-    ) -> EpisodeStatus:
-        """End an episode, in the store first; the status that it got. NotFound; Conflict."""
-        sealing = self._store.seal(episode_id, status, error=error, truncated_reward=truncated_reward)
-        final = await asyncio.wrap_future(sealing)
+    ) -> EpisodeState:
+        """End an episode, in the store first; what it is then. NotFound; Conflict."""
+        sealing = self._store.seal(
+            episode_id, status, given=given, error=error, truncated_reward=truncated_reward
+        )
+        state = await asyncio.wrap_future(sealing)
         session = self._by_id.get(episode_id)
         if session is not None:
-            session.end(final)
+            session.end(state.status)
             self._forget(session)
-        return final
+        return state
 
     def forget_idle(self, idle_s: float) -> None:
         """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""

@@ -15,6 +15,7 @@ from areal_agents.rollout.agent import Agent
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.rollout.worker import describe
 
+OPENING_GRACE_S = 5.0
 LONGEST_ERROR = 2000  # characters kept of an agent's error
 
 # Marks the episodes that a runner opened, so that a restarted one knows which are its own.
@@ -56,17 +57,29 @@ class Outcome:
 
 
 async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
-    """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked."""
-    return await client.open_episode(
-        {"id": attempt.task.id, "input": dict(attempt.task.input)},
-        group=attempt.group,
-        group_size=attempt.group_size,
-        index=attempt.index,
-        split=attempt.split,
-        metadata={**SOURCE, **attempt.metadata},
-        limits=limits.model_dump(exclude_none=True),
-        sampling=attempt.sampling,
+    """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked.
+
+    A cancellation waits for the proxy's answer, so that whoever aborts open episodes then finds it.
+    """
+    opening = asyncio.create_task(
+        client.open_episode(
+            {"id": attempt.task.id, "input": dict(attempt.task.input)},
+            group=attempt.group,
+            group_size=attempt.group_size,
+            index=attempt.index,
+            split=attempt.split,
+            metadata={**SOURCE, **attempt.metadata},
+            limits=limits.model_dump(exclude_none=True),
+            sampling=attempt.sampling,
+        )
     )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait({opening}, timeout=OPENING_GRACE_S)
+        if not opening.cancel():
+            opening.exception()  # seen: whatever the proxy said, nobody waits for it
+        raise
 
 
 async def run_rollout(

@@ -40,6 +40,7 @@ class Collector:
     """Runs training episodes until cancelled.
 
     Args:
+        steps: of the run; how many groups it needs follows.
         changed: set whenever the store may have changed.
         patience: shared with evaluations; ends the run when everything fails.
     """
@@ -52,6 +53,7 @@ class Collector:
         agent: Agent,
         source: TaskSource,
         config: RolloutConfig,
+        steps: int,
         changed: asyncio.Event,
         patience: Patience,
     ) -> None:
@@ -59,6 +61,7 @@ class Collector:
         self._store = store
         self._agent = agent
         self._config = config
+        self._steps = steps
         self._changed = changed
         self._patience = patience
         self._tasks: Iterator[tuple[Task, int]] = source.stream(set(store.task_ids_started("train")))
@@ -142,10 +145,11 @@ class Collector:
         if not self._exhausted or self._groups:
             return
         counts = self._store.group_counts("train")
-        if not counts["pending"] and not counts["leased"] and counts["complete"] < self._config.groups:
+        left = counts["pending"] + counts["complete"] + counts["leased"]
+        if left < self._config.groups and counts["trained"] + left < self._steps * self._config.groups:
             raise DataError(
                 f"the data ended: {counts['trained']} groups were trained and {counts['dropped']} dropped, "
-                f"and the {counts['complete']} left make no batch of {self._config.groups}; raise data.epochs"
+                f"and the {left} left make no batch of {self._config.groups}; raise data.epochs"
             )
 
     # -- one place ----------------------------------------------------------------------------
@@ -167,7 +171,8 @@ class Collector:
         if outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
             group.failures[index] += 1
-            await asyncio.sleep(backoff_s(group.failures[index]))
+            if group.failures[index] <= self._config.retries:
+                await asyncio.sleep(backoff_s(group.failures[index]))
             await self._retry_or_drop(group, index, str(outcome.error))
         elif not outcome.rewarded:
             group.unrewarded.add(index)

@@ -106,6 +106,7 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
 def _from_datasets(config: DataConfig) -> Iterable[Any]:
     import datasets  # here, because it takes a second and a function's data does not need it
 
+    datasets.disable_progress_bars()  # they would fill the log
     path = Path(config.path)
     is_file = path.suffix in _FORMATS
     if is_file and not path.is_file():

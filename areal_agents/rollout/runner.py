@@ -190,6 +190,7 @@ class _Runner:
             agent=self._trained,
             source=source,
             config=self._rollout,
+            steps=steps,
             changed=watch.listen(),
             patience=self._patience,
         )

@@ -1,17 +1,27 @@
 """Episodes, groups, leases and versions in one database; proxy and trainer meet only here."""
 
 from areal_agents.store.config import StoreConfig
+from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.errors import Conflict, NotFound
-from areal_agents.store.rows import EpisodeRow, EpisodeSummary, NewEpisode, OpenGroup, VersionRow
+from areal_agents.store.rows import (
+    EpisodeRow,
+    EpisodeState,
+    EpisodeSummary,
+    NewEpisode,
+    OpenGroup,
+    VersionRow,
+)
 from areal_agents.store.store import Store
 
 __all__ = [
     "Conflict",
     "EpisodeRow",
+    "EpisodeState",
     "EpisodeSummary",
     "NewEpisode",
     "NotFound",
     "OpenGroup",
+    "SealedStatus",
     "Store",
     "StoreConfig",
     "VersionRow",

@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import orjson
 import sqlalchemy as sa
 
-from areal_agents.core.rollout import EpisodeStatus, Task
+from areal_agents.core.rollout import Reward, Task
 from areal_agents.store.errors import Conflict, NotFound
 from areal_agents.store.groups import complete_if_scored
-from areal_agents.store.rewards import write_default_reward
-from areal_agents.store.rows import LIVE, EpisodeRow, NewEpisode
+from areal_agents.store.rewards import write_default_reward, write_rewards
+from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
 
-_TURN_INSERT = sa.insert(turns)
-_STATUS = sa.select(episodes.c.status).where(episodes.c.id == sa.bindparam("id"))
+SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
+
+_TURN_COLUMNS = [column for column in turns.c if column.name != "seq"]
+# Check and write in one statement: this is the hot path of a run.
+_INSERT_TURN_IF_OPEN = sa.insert(turns).from_select(
+    _TURN_COLUMNS,
+    sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
+    .select_from(episodes)
+    .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == "open"),
+    include_defaults=False,
+)
 
 
 def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
@@ -56,12 +66,14 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
 
 def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
-    status = connection.execute(_STATUS, {"id": row["episode_id"]}).scalar_one_or_none()
+    if connection.execute(_INSERT_TURN_IF_OPEN, row).rowcount:
+        return
+    status = connection.execute(
+        sa.select(episodes.c.status).where(episodes.c.id == row["episode_id"])
+    ).scalar_one_or_none()
     if status is None:
         raise NotFound(f"no episode {row['episode_id']}")
-    if status != "open":
-        raise Conflict(f"episode {row['episode_id']} is {status}: it takes no more model calls")
-    connection.execute(_TURN_INSERT, row)
+    raise Conflict(f"episode {row['episode_id']} is {status}: it takes no more model calls")
 
 
 def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
@@ -76,12 +88,13 @@ def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
 def seal_episode(
     connection: sa.Connection,
     episode_id: str,
-    status: Literal["finished", "truncated", "failed", "aborted"],
+    status: SealedStatus,
     *,
+    given: Sequence[Reward] = (),
     error: str | None = None,
     truncated_reward: float = 0.0,
-) -> EpisodeStatus:
-    """End an open episode; the status that it got.
+) -> EpisodeState:
+    """End an open episode, with its last rewards if there are any; what it is then.
 
     "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward is
     given `truncated_reward`. Sealing again in the same way changes nothing; otherwise Conflict.
@@ -95,20 +108,33 @@ def seal_episode(
         raise NotFound(f"no episode {episode_id}")
     if status == "finished" and found.limit_reached is not None:
         status = "truncated"
-    if found.status == status or (status == "finished" and found.status == "truncated"):
-        return found.status
-    if found.status != "open":
+    is_repeated = found.status == status or (status == "finished" and found.status == "truncated")
+    if found.status != "open" and not is_repeated:
         raise Conflict(f"episode {episode_id} is {found.status}, so it cannot become {status}")
-    connection.execute(
-        sa.update(episodes)
-        .where(episodes.c.id == episode_id)
-        .values(status=status, error=error, ended_at=time.time())
-    )
-    if status == "truncated":
-        write_default_reward(connection, episode_id, truncated_reward)
-    if found.group_id is not None and status in LIVE:
-        complete_if_scored(connection, found.group_id)
-    return status
+    if given:
+        write_rewards(connection, episode_id, given)
+    if not is_repeated:
+        connection.execute(
+            sa.update(episodes)
+            .where(episodes.c.id == episode_id)
+            .values(status=status, error=error, ended_at=time.time())
+        )
+        if status == "truncated":
+            write_default_reward(connection, episode_id, truncated_reward)
+        if found.group_id is not None and status in LIVE:
+            complete_if_scored(connection, found.group_id)
+    return state_of(connection, episode_id)
+
+
+def state_of(connection: sa.Connection, episode_id: str) -> EpisodeState:
+    """The status of a known episode, the limit it reached, and how many turns it has."""
+    count = sa.select(sa.func.count()).select_from(turns).where(turns.c.episode_id == episode_id)
+    row = connection.execute(
+        sa.select(episodes.c.status, episodes.c.limit_reached, count.scalar_subquery()).where(
+            episodes.c.id == episode_id
+        )
+    ).one()
+    return EpisodeState(*row)
 
 
 def fail_unrewarded(connection: sa.Connection, ended_before: float) -> list[str]:

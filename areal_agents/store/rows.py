@@ -62,6 +62,15 @@ class EpisodeRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EpisodeState:
+    """What a write left an episode in; `turns` counts its model calls."""
+
+    status: EpisodeStatus
+    limit_reached: str | None
+    turns: int
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeSummary:
     """An episode in a list.
 

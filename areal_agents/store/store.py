@@ -12,15 +12,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
-from areal_agents.core.rollout import Episode, EpisodeStatus, Reward, RolloutGroup, Split
+import sqlalchemy as sa
+
+from areal_agents.core.rollout import Episode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import episodes, groups, leases, reads, rewards, versions
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, store_url
-from areal_agents.store.rows import EpisodeRow, EpisodeSummary, NewEpisode, OpenGroup, VersionRow
+from areal_agents.store.episodes import SealedStatus
+from areal_agents.store.rows import (
+    EpisodeRow,
+    EpisodeState,
+    EpisodeSummary,
+    NewEpisode,
+    OpenGroup,
+    VersionRow,
+)
 
 
 class Store:
@@ -70,9 +80,14 @@ class Store:
         row = encode_turn(episode_id, turn, time.time())
         return self._database.submit(lambda c: episodes.insert_turn(c, row))
 
-    def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[None]:
+    def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[EpisodeState]:
         """Set rewards; the last write of a name wins. NotFound; Conflict once the group is leased."""
-        return self._database.submit(lambda c: rewards.write_rewards(c, episode_id, given))
+
+        def write(connection: sa.Connection) -> EpisodeState:
+            rewards.write_rewards(connection, episode_id, given)
+            return episodes.state_of(connection, episode_id)
+
+        return self._database.submit(write)
 
     def mark_limit(self, episode_id: str, limit: str) -> Future[None]:
         """Note the limit that the policy ran into: finishing then makes the episode truncated."""
@@ -81,15 +96,16 @@ class Store:
     def seal(
         self,
         episode_id: str,
-        status: Literal["finished", "truncated", "failed", "aborted"],
+        status: SealedStatus,
         *,
+        given: Sequence[Reward] = (),
         error: str | None = None,
         truncated_reward: float = 0.0,
-    ) -> Future[EpisodeStatus]:
-        """End an episode; the status that it got. Idempotent; Conflict if it ended otherwise."""
+    ) -> Future[EpisodeState]:
+        """End an episode, with its last rewards; what it is then. Conflict if it ended otherwise."""
         return self._database.submit(
             lambda c: episodes.seal_episode(
-                c, episode_id, status, error=error, truncated_reward=truncated_reward
+                c, episode_id, status, given=given, error=error, truncated_reward=truncated_reward
             )
         )
 
@@ -223,7 +239,7 @@ class Store:
             rows = reads.open_implicit_episodes(connection)
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
 
-    def episode_of_turn(self, turn_id: str) -> str:
-        """The id of the episode that a completion belongs to. NotFound if it is unknown."""
+    def episode_of_turn(self, turn_id: str) -> EpisodeRow:
+        """The episode that a completion belongs to. NotFound if it is unknown."""
         with self._database.read() as connection:
-            return reads.episode_of_turn(connection, turn_id)
+            return reads.episode_row(connection, id=reads.episode_of_turn(connection, turn_id))

@@ -23,6 +23,23 @@ _LOOK_S = 1.0  # how long a stop can go unnoticed while there is nothing to leas
 _LEASE_S = 7 * 86_400.0  # one trainer holds leases, and a resume returns them: they need not run out
 
 
+@dataclass(frozen=True, slots=True)
+class QueueReport:
+    """What stands between rollout and training, when a batch has been taken.
+
+    Attributes:
+        groups_complete, groups_pending: groups ready, and groups being rolled out.
+        age_mean_s, age_max_s: how long the groups of the batch had been complete.
+        failed_episodes: training episodes that failed since the store began.
+    """
+
+    groups_complete: int
+    groups_pending: int
+    age_mean_s: float
+    age_max_s: float
+    failed_episodes: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
     """What one step trains on.
@@ -30,7 +47,7 @@ class Batch:
     Attributes:
         group_ids: the leased groups.
         samples: within the staleness bound; may be empty (all groups had equal scores).
-        report, staleness: for the metrics.
+        report, staleness, queue: for the metrics.
         stale_groups: groups dropped on the way because all of their tokens were beyond the bound.
         wait_s: how long the trainer waited for the groups.
     """
@@ -39,6 +56,7 @@ class Batch:
     samples: tuple[TrainingSample, ...]
     report: BatchReport
     staleness: StalenessReport
+    queue: QueueReport
     stale_groups: int
     wait_s: float
 
@@ -81,7 +99,20 @@ def next_batch(
     wait_s = time.monotonic() - started
     samples, report = build_samples(leased, algorithm)
     fresh, staleness = mask_stale(samples, version=version, max_staleness=max_staleness)
-    return Batch(tuple(g.id for g in leased), tuple(fresh), report, staleness, stale, wait_s)
+    queue = _queue(store, leased)
+    return Batch(tuple(g.id for g in leased), tuple(fresh), report, staleness, queue, stale, wait_s)
+
+
+def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
+    counts, now = store.group_counts(), time.time()
+    ended = [max(e.ended_at or now for e in store.episodes(group_id=group.id)) for group in leased]
+    return QueueReport(
+        groups_complete=counts["complete"],
+        groups_pending=counts["pending"],
+        age_mean_s=now - sum(ended) / len(ended),
+        age_max_s=now - min(ended),
+        failed_episodes=len(store.episodes(split="train", status="failed")),
+    )
 
 
 def _lease(
@@ -90,9 +121,10 @@ def _lease(
     holder = f"{socket.gethostname()}:{os.getpid()}"
     while not stop.is_set():
         cursor = store.cursor()
-        groups = store.lease_groups(count, step=step, holder=holder, lease_s=_LEASE_S)
-        if groups:
-            return groups
+        if store.group_counts()["complete"] >= count:  # a look takes no lock, a lease stops every writer
+            groups = store.lease_groups(count, step=step, holder=holder, lease_s=_LEASE_S)
+            if groups:
+                return groups
         left = deadline - time.monotonic()
         if left <= 0:
             raise TrainingError(

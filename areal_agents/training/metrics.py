@@ -17,6 +17,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_agents.algorithms.samples import BatchReport
 from areal_agents.algorithms.staleness import StalenessReport
+from areal_agents.training.batches import Batch
 from areal_agents.training.step import StepResult
 
 
@@ -75,11 +76,24 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
     }
 
 
+def queue_metrics(batch: Batch) -> dict[str, Any]:
+    """What stood between rollout and training, and how long the trainer waited for it."""
+    return {
+        "wait_s": batch.wait_s,
+        "stale_groups_dropped": batch.stale_groups,
+        "queue_groups": batch.queue.groups_complete,
+        "queue_pending_groups": batch.queue.groups_pending,
+        "queue_age_mean_s": batch.queue.age_mean_s,
+        "queue_age_max_s": batch.queue.age_max_s,
+        "failed_episodes": batch.queue.failed_episodes,
+    }
+
+
 def policy_metrics(result: StepResult) -> dict[str, Any]:
-    """The policy part; means over no token are NaN, which is written as null."""
+    """The policy part; a batch that trained no token has 0 for every mean, and null where 0 would lie."""
     values = result.statistics.as_dict()
     tokens = values["tokens"]
-    mean = {name: value / tokens if tokens else math.nan for name, value in values.items()}
+    mean = {name: value / tokens if tokens else 0.0 for name, value in values.items()}
     own = values["on_policy_tokens"]
     weight_squared = values["weight_squared"]
     return {

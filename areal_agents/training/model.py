@@ -99,7 +99,7 @@ def load_policy(path: str | Path, ranks: Ranks, *, dtype: torch.dtype = torch.fl
             attn_implementation=attention.NAME,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises types of several libraries for a bad folder
         raise TrainingError(f"{path}: cannot load the model: {error}") from error
     missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
     if missing or mismatched:

@@ -113,7 +113,7 @@ def train_batch(
     ]
     mine = [[batch.to(ranks.device) for batch in batches[ranks.rank :: ranks.count]] for batches in packed]
     proximal = [_proximal_logprobs(policy, batches) for batches in mine] if len(mine) > 1 else None
-    statistics, norms, skipped = LossStatistics.zero(ranks.device), [], 0
+    statistics, norms = LossStatistics.zero(ranks.device), []
     for index, batches in enumerate(mine):
         denominator = sum(batch.trained_tokens for batch in packed[index])
         for place, batch in enumerate(batches):
@@ -121,49 +121,43 @@ def train_batch(
                 optimizer.zero_grad()
                 raise Stopped(clean=index == 0)
             cast(FSDPModule, policy).set_requires_gradient_sync(place == len(batches) - 1)
-            statistics += _accumulate(
-                policy,
-                batch,
-                proximal[index][place] if proximal is not None else None,
-                options,
-                denominator=denominator,
-                version=version,
-                ranks=ranks,
-            )
-        norm = clip_gradients(policy, options.grad_clip)
-        if norm is None:
-            skipped += 1
-        else:
-            norms.append(norm)
-            optimizer.step()
-        optimizer.zero_grad()
+            prox = proximal[index][place] if proximal is not None else None
+            loss, part = _loss(policy, batch, prox, options, denominator=denominator, version=version)
+            (loss * ranks.count).backward()  # FSDP averages over ranks, the loss is a sum
+            statistics += part
+        norms.append(_optimizer_step(policy, optimizer, options.grad_clip))
     everything = [batch for batches in packed for batch in batches]
+    taken = [norm for norm in norms if norm is not None]
     return StepResult(
         statistics=LossStatistics(ranks.sum(statistics.sums), ranks.max(statistics.maxima)),
-        grad_norm=sum(norms) / len(norms) if norms else math.nan,
-        skipped_steps=skipped,
+        grad_norm=sum(taken) / len(taken) if taken else math.nan,
+        skipped_steps=len(norms) - len(taken),
         microbatches=len(everything),
         model_tokens=sum(len(batch.input_ids) for batch in everything),
         sample_tokens=sum(batch.sample_tokens for batch in everything),
     )
 
 
-def clip_gradients(policy: torch.nn.Module, largest: float) -> float | None:
-    """Scale the gradients to a norm of at most `largest`.
+def _optimizer_step(
+    policy: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
+) -> float | None:
+    """Step with the gradient scaled to a norm of at most `grad_clip`, and clear it.
 
     Returns:
-        The norm before scaling, or None if it is not finite; the gradients are then left alone.
+        The norm before scaling; None if it is not finite, and then the weights stay as they are.
     """
     parameters = [p for p in policy.parameters() if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(whole):
-        return None
-    torch.nn.utils.clip_grads_with_norm_(parameters, largest, norm)
-    return float(whole)
+    finite = bool(torch.isfinite(whole))
+    if finite:
+        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+        optimizer.step()
+    optimizer.zero_grad()
+    return float(whole) if finite else None
 
 
-def _accumulate(
+def _loss(
     policy: Policy,
     batch: MicroBatch,
     proximal: Tensor | None,
@@ -171,11 +165,10 @@ def _accumulate(
     *,
     denominator: int,
     version: int,
-    ranks: Ranks,
-) -> LossStatistics:
-    """One forward and backward pass; with `proximal` None the current logprobs, detached, are it."""
+) -> tuple[Tensor, LossStatistics]:
+    """The loss of one micro-batch; with `proximal` None the current logprobs, detached, are it."""
     current, entropy = policy(batch)
-    loss, statistics = decoupled_ppo_loss(
+    return decoupled_ppo_loss(
         current,
         current.detach() if proximal is None else proximal,
         batch.behavior_logprobs,
@@ -188,8 +181,6 @@ def _accumulate(
         on_policy=batch.versions == version,
         entropy=entropy,
     )
-    (loss * ranks.count).backward()  # FSDP averages over ranks, the loss is a sum
-    return statistics
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ from areal_agents.training.checkpoint import Progress, latest_checkpoint, load_c
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.distributed import ranks as join_ranks
-from areal_agents.training.metrics import MetricsWriter, data_metrics, policy_metrics
+from areal_agents.training.metrics import MetricsWriter, data_metrics, policy_metrics, queue_metrics
 from areal_agents.training.model import Policy, load_policy
 from areal_agents.training.optimizer import learning_rate, make_optimizer, set_learning_rate
 from areal_agents.training.publish import Published, Publisher, write_model
@@ -136,11 +136,12 @@ class _Trainer:
         )
         self.policy: Policy = load_policy(model_path, ranks, dtype=_DTYPES[config.dtype])
         self.optimizer = make_optimizer(self.policy, config)
-        self.progress = self._restore()
-        self.saved_step = self.progress.step
+        self.progress = Progress(step=0, version=-1)
+        self.saved_step = 0  # the step of the newest checkpoint; a run that starts needs none
 
     def run(self, *, groups: int, max_staleness: int) -> RunResult:
-        """The loop."""
+        """Begin or resume, and loop."""
+        self._begin()
         metrics = MetricsWriter(self.run_dir, after_step=self.progress.step) if self.link else None
         try:
             while self.progress.step < self.config.steps:
@@ -154,6 +155,8 @@ class _Trainer:
                     return self._stopped(clean=stopped.clean)
                 if metrics is not None:
                     metrics.write({**values, "step_s": time.monotonic() - started, "time": time.time()})
+                if self.progress.step % self.config.checkpoint_every == 0:
+                    self._checkpoint()  # after its line: a resume drops the lines of later steps
         finally:
             if metrics is not None:
                 metrics.close()
@@ -163,7 +166,7 @@ class _Trainer:
             write_model(weights, self.run_dir / "final", like=self.model_path, dtype=self.policy.saved_dtype)
         return RunResult(self.progress.step, self.progress.version, finished=True)
 
-    def _restore(self) -> Progress:
+    def _begin(self) -> None:
         """Load the latest checkpoint, if any, and publish its weights under an unused version."""
         path = self.ranks.broadcast(latest_checkpoint(self.run_dir / "checkpoints"))
         step, version = 0, 0
@@ -179,7 +182,7 @@ class _Trainer:
             version = self.link.store.max_version() + 1
         version = self.ranks.broadcast(version)
         self._publish(step=step, version=version)
-        return Progress(step, version)
+        self.progress, self.saved_step = Progress(step, version), step
 
     def _next_batch(self, groups: int, max_staleness: int) -> Batch | None:
         batch = None
@@ -219,16 +222,13 @@ class _Trainer:
         if self.link:
             self.link.store.mark_trained(batch.group_ids, step=step, version=version)
         self.progress = Progress(step, version)
-        if step % self.config.checkpoint_every == 0:
-            self._checkpoint()
         values = {
             "step": step,
             "version": version,
             **data_metrics(batch.report, batch.staleness),
+            **queue_metrics(batch),
             **policy_metrics(result),
-            "stale_groups_dropped": batch.stale_groups,
             "lr": rate,
-            "wait_s": batch.wait_s,
             "train_s": train_s,
             "train_cpu_s": train_cpu_s,
             "publish_s": published.publish_s if published else 0.0,

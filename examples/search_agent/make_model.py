@@ -18,9 +18,8 @@ from conversation import call_text
 from corpus import encyclopedia
 from questions import is_held_out, question_bank
 from search import search
-from tokenizers import Tokenizer
 from warmup.copying import train_copying
-from warmup.demonstrations import FLAWED, PERFECT, Transcriber
+from warmup.demonstrations import FLAWED, PERFECT, Habits, Transcriber
 from warmup.export import save_model
 from warmup.fiction import NameMaker
 from warmup.imitation import Mixture, examples, perfect_examples, teacher_forced, train_imitation
@@ -33,34 +32,48 @@ READING_BAR = 0.95  # teacher-forced answers after B; what is misread here caps 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--imitation-steps", type=int, default=1600, help="batches of stage B")
+    parser.add_argument("--imitation-steps", type=int, default=2400, help="batches of stage B")
     parser.add_argument("--flawed-steps", type=int, default=60, help="batches of stage C")
-    parser.add_argument("--stages", type=Path, help="folder for the weights after each stage")
+    parser.add_argument(
+        "--stages", type=Path, help="keep the weights after A and B here, and go on from them"
+    )
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
-    rng = random.Random(options.seed)
     report = Reporter()
-
     tokenizer = train_tokenizer(tokenizer_texts(random.Random(0)))
-    transcriber = Transcriber(tokenizer)
-    report(f"tokenizer: the system prompt has {len(transcriber.prefix)} tokens")
-
     network = Network(Shape(vocab_size=tokenizer.get_vocab_size()))
-    train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
-    keep(network, options.stages, "A")
+    imitation = Imitation(network, Transcriber(tokenizer), options.seed, report)
 
-    warmup = Warmup(network, tokenizer, transcriber, rng, report)
-    warmup.run("B", Mixture(fictional=0.4, drills=0.35, habits=PERFECT), options.imitation_steps, 0.015, 2e-3)
-    keep(network, options.stages, "B")
-    warmup.require_reading(READING_BAR)
+    def copying() -> None:
+        train_copying(network, first_token=len(MARKERS + TAGS), seed=options.seed, report=report)
 
-    warmup.run("C", Mixture(fictional=0.0, drills=0.0, habits=FLAWED), options.flawed_steps, 0.004, 1e-3)
+    def perfect() -> None:
+        imitation.train(
+            "B", PERFECT, options.imitation_steps, fictional=0.4, drills=0.35, rates=(0.015, 2e-3)
+        )
+
+    resume_or(copying, network, options.stages, "A")
+    resume_or(perfect, network, options.stages, "B")
+    imitation.require_reading(READING_BAR)
+    imitation.train("C", FLAWED, options.flawed_steps, fictional=0.0, drills=0.0, rates=(0.004, 1e-3))
     save_model(network, tokenizer, options.out)
     report(f"wrote {options.out}")
+
+
+def resume_or(train: Callable[[], None], network: Network, folder: Path | None, stage: str) -> None:
+    """Load the weights after `stage` from `folder` if they are there; otherwise train and save them."""
+    if folder is None:
+        train()
+    elif (folder / f"{stage}.pt").exists():
+        network.load_state_dict(torch.load(folder / f"{stage}.pt"))
+    else:
+        train()
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(network.state_dict(), folder / f"{stage}.pt")
 
 
 class Reporter:
@@ -73,40 +86,46 @@ class Reporter:
         print(f"[{time.process_time() - self._start:6.0f} CPU-s] {line}", flush=True)
 
 
-class Warmup:
-    """The two imitation stages on one network, scored on questions that neither trains on."""
+class Imitation:
+    """Stages B and C on one network, scored on questions that neither trains on."""
 
     def __init__(
-        self,
-        network: Network,
-        tokenizer: Tokenizer,
-        transcriber: Transcriber,
-        rng: random.Random,
-        report: Callable[[str], None],
+        self, network: Network, transcriber: Transcriber, seed: int, report: Callable[[str], None]
     ) -> None:
         self._network = network
         self._transcriber = transcriber
-        self._rng = rng
+        self._seed = seed
         self._report = report
         self._names = NameMaker(entity.name for entity in encyclopedia() if not is_held_out(entity))
         self._prefix_length = len(transcriber.prefix)
         self._heldout, self._fictional = perfect_examples(transcriber, self._names, random.Random(9), 128)
 
-    def run(self, stage: str, mixture: Mixture, steps: int, muon_lr: float, adam_lr: float) -> None:
-        """Train one stage, reporting every 100 batches and at the end."""
+    def train(
+        self,
+        stage: str,
+        habits: Habits,
+        steps: int,
+        *,
+        fictional: float,
+        drills: float,
+        rates: tuple[float, float],
+    ) -> None:
+        """Train one stage with (Muon, AdamW) `rates`, reporting every 100 batches and at the end."""
 
         def report(step: int, loss: float) -> None:
             if step % 100 == 0 or step == steps:
                 self._report(f"{stage}: batch {step}, loss {loss:.3f}, {self._scores()}")
 
-        batches = examples(mixture, self._transcriber, self._names, guessable_answers(self._rng), self._rng)
+        rng = random.Random(self._seed)
+        mixture = Mixture(fictional=fictional, drills=drills, habits=habits)
+        batches = examples(mixture, self._transcriber, self._names, guessable_answers(rng), rng)
         train_imitation(
             self._network,
             batches,
             prefix_length=self._prefix_length,
             steps=steps,
-            muon_lr=muon_lr,
-            adam_lr=adam_lr,
+            muon_lr=rates[0],
+            adam_lr=rates[1],
             report=report,
         )
 
@@ -151,13 +170,6 @@ def guessable_answers(rng: random.Random, *, draws: int = 4000) -> dict[str, lis
         question = question_bank("train").draw(rng)
         guesses.setdefault(question.field, []).append(question.answer)
     return guesses
-
-
-def keep(network: Network, folder: Path | None, stage: str) -> None:
-    """Save the weights after a stage where they are wanted."""
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save(network.state_dict(), folder / f"{stage}.pt")
 
 
 if __name__ == "__main__":

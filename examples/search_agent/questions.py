@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +60,9 @@ class Question:
 
     @property
     def id(self) -> str:
-        return f"{self.path[0].name} / {self.field}" + (" of its country" if len(self.path) == 2 else "")
+        """Such as "currency-of-the-country-of-lyon"; the wording does not count."""
+        subject = "the country of " * (len(self.path) - 1) + self.path[0].name
+        return re.sub(r"[^a-z0-9]+", "-", f"{self.field} of {subject}".lower())
 
 
 def ask(path: tuple[Entity, ...], field: str, wording: int) -> Question:

@@ -41,6 +41,12 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
         folder = Path(os.environ["AREAL_TEST_SGLANG_MODEL"])
         yield Target(os.environ["AREAL_TEST_SGLANG_URL"], folder, load_reference(folder), embedded=False)
         return
-    options = {"kernel": request.param, "threads": 1, "slots": 6, "max_context": MAX_CONTEXT, "prefill_tokens": 32}
+    options = {
+        "kernel": request.param,
+        "threads": 1,
+        "slots": 6,
+        "max_context": MAX_CONTEXT,
+        "prefill_tokens": 32,
+    }
     with running_engine(model_folder, **options) as url:
         yield Target(url, model_folder, load_reference(model_folder), embedded=True)

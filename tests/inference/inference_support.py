@@ -20,7 +20,9 @@ MAX_CONTEXT = 2048
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
-def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, shard: str = "5GB", **overrides: Any) -> Path:
+def build_model(
+    folder: Path, kind: str = "qwen3", *, seed: int = 0, shard: str = "5GB", **overrides: Any
+) -> Path:
     """Write a random model whose every parameter matters: norms and biases are random too."""
     torch.manual_seed(seed)
     sizes: dict[str, Any] = {

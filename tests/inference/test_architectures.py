@@ -32,11 +32,13 @@ MODELS = {
     "qwen2": ("qwen2", {}),
     "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
     "qwen3": ("qwen3", {}),
+    "qwen3-odd-groups": ("qwen3", {"num_attention_heads": 6}),
     "qwen3-sharded": ("qwen3", {"shard": "60KB"}),
     "qwen3-yarn": (
         "qwen3",
         {"rope_parameters": {
-            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 1024,
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 1024,
         }},
     ),
     "llama": ("llama", {"num_key_value_heads": 4}),
@@ -66,6 +68,8 @@ def rows_of(*segments: tuple[int, int, TokenIds]) -> Rows:
         tokens=np.concatenate([tokens for _, _, tokens in segments]).astype(np.int32),
         slots=np.repeat([slot for slot, _, _ in segments], lengths).astype(np.int32),
         positions=np.concatenate([first + np.arange(len(t)) for _, first, t in segments]).astype(np.int32),
+        prefix_slots=np.zeros(sum(lengths), np.int32),
+        prefix_lengths=np.zeros(sum(lengths), np.int32),
         segment_starts=np.cumsum([0, *lengths]).astype(np.int32),
         outputs=np.arange(sum(lengths), dtype=np.int32),
     )
@@ -141,7 +145,9 @@ def test_an_unknown_model_type_is_refused(model_folder: Path, tmp_path: Path) ->
         (lambda t: t.update({"model.extra": torch.ones(3)}), "model.extra"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused(change: Callable, message: str, model_folder: Path, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_refused(
+    change: Callable, message: str, model_folder: Path, tmp_path: Path
+) -> None:
     tensors = load_file(model_folder / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
@@ -149,7 +155,9 @@ def test_weights_that_do_not_fit_are_refused(change: Callable, message: str, mod
         load_weights(tmp_path, read_architecture(model_folder))
 
 
-def test_a_folder_without_weights_or_with_a_broken_file_is_refused(model_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_without_weights_or_with_a_broken_file_is_refused(
+    model_folder: Path, tmp_path: Path
+) -> None:
     arch = read_architecture(model_folder)
     with pytest.raises(ConfigError, match=r"no .safetensors"):
         load_weights(tmp_path, arch)

@@ -148,7 +148,9 @@ async def test_a_stop_token_ends_and_is_included(engine: SGLangEngine) -> None:
     free = await engine.generate("f", prompt, GREEDY)
     stop_at = next(i for i in range(5, 40) if free.token_ids[i] not in free.token_ids[:i])
     stop_id = int(free.token_ids[stop_at])
-    stopped = await engine.generate("st", prompt, SamplingParams(40, temperature=0.0, stop_token_ids=(stop_id,)))
+    stopped = await engine.generate(
+        "st", prompt, SamplingParams(40, temperature=0.0, stop_token_ids=(stop_id,))
+    )
     assert stopped.token_ids.tolist() == free.token_ids[: stop_at + 1].tolist() or EOS in stopped.token_ids
     assert stopped.finish_reason == "stop"
 
@@ -231,14 +233,19 @@ async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) ->
 
 async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Target) -> None:
     prompt = prompt_of(30, seed=23)
-    task = asyncio.create_task(engine.generate("long", prompt, SamplingParams(1900, temperature=0.0, ignore_eos=True)))
+    task = asyncio.create_task(
+        engine.generate("long", prompt, SamplingParams(1900, temperature=0.0, ignore_eos=True))
+    )
     await until_running(engine)
     await engine.abort("long")
     completion = await task
     assert completion.finish_reason == "abort"
     assert len(completion) < 1900
     count = len(completion)
-    assert completion.token_ids.tolist() == reference_greedy(target.reference, prompt, max(count, 1))[:count].tolist()
+    assert (
+        completion.token_ids.tolist()
+        == reference_greedy(target.reference, prompt, max(count, 1))[:count].tolist()
+    )
     await engine.abort("nobody")
 
 
@@ -295,9 +302,11 @@ async def test_a_duplicate_rid_and_a_prompt_too_long_are_refused(engine: SGLangE
 
 
 async def test_chunked_prefill_and_the_prefix_cache_are_invisible(model_folder: Path) -> None:
-    """The same calls on an engine without cache whose prompts fit one step, and one that reuses in small chunks."""
+    """An engine without cache whose prompts fit one step, and one that reuses and computes small chunks."""
     prompt = prompt_of(200, seed=40)
-    calls = [as_token_ids(np.concatenate([prompt[:n], prompt_of(30, seed=n)])) for n in (200, 120, 200, 80, 0, 120)]
+    calls = [
+        as_token_ids(np.concatenate([prompt[:n], prompt_of(30, seed=n)])) for n in (200, 120, 200, 80, 0, 120)
+    ]
     params = SamplingParams(30, ignore_eos=True, seed=3)
 
     async def run(url: str) -> list[Completion]:

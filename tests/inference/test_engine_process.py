@@ -33,7 +33,9 @@ async def test_sigterm_ends_it_in_the_middle_of_generations(model_folder: Path) 
     with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=0, threads=1)) as process:
         async with SGLangEngine(process.url) as engine:
             tasks = [
-                asyncio.create_task(engine.generate(f"r{i}", prompt_of(50), SamplingParams(3000, ignore_eos=True)))
+                asyncio.create_task(
+                    engine.generate(f"r{i}", prompt_of(50), SamplingParams(3000, ignore_eos=True))
+                )
                 for i in range(3)
             ]
             while (await engine._call("GET", "/get_server_info"))["running"] < 3:
@@ -53,7 +55,9 @@ def test_it_ends_when_its_parent_is_killed(model_folder: Path) -> None:
         "engine = EngineProcess(EmbeddedEngineConfig(model=sys.argv[1], port=0, threads=1))\n"
         "engine.start(); engine.wait_ready(); print(engine.pid, flush=True); time.sleep(600)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script, str(model_folder)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, str(model_folder)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
     assert psutil.pid_exists(pid)

@@ -25,7 +25,9 @@ def batch(
     )
 
 
-def frequencies(rows: int = DRAWS, probs: np.ndarray = PROBS, **options: float) -> tuple[np.ndarray, np.ndarray]:
+def frequencies(
+    rows: int = DRAWS, probs: np.ndarray = PROBS, **options: float
+) -> tuple[np.ndarray, np.ndarray]:
     logits = torch.log(torch.tensor(probs, dtype=torch.float32)).expand(rows, -1)
     tokens, logprobs = sample(logits, batch(rows, **options))  # type: ignore[arg-type]
     return np.bincount(tokens, minlength=len(probs)) / rows, logprobs
@@ -65,7 +67,9 @@ def test_a_row_depends_on_its_seed_and_index_alone() -> None:
     logits = torch.randn(50, 300, generator=torch.Generator().manual_seed(0))
     tokens, _ = sample(logits, batch(50))
     for row in (0, 13, 49):
-        one = SamplingBatch(**{k: getattr(batch(50), k)[row : row + 1] for k in SamplingBatch.__dataclass_fields__})
+        one = SamplingBatch(
+            **{k: getattr(batch(50), k)[row : row + 1] for k in SamplingBatch.__dataclass_fields__}
+        )
         assert sample(logits[row : row + 1], one)[0][0] == tokens[row]
 
 

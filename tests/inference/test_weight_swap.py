@@ -1,4 +1,4 @@
-"""A swap in mid-generation: which policy sampled each token, checked against both policies in transformers."""
+"""A swap in mid-generation: which policy sampled each token, against both in transformers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ async def test_a_prefix_of_the_old_version_is_never_reused(
     await engine.update_weights_from_disk(str(next_model_folder), 1)
     second = await engine.generate("b", prompt, params)
     assert first.token_ids.tolist() == reference_greedy(load_reference(model_folder), prompt, 20).tolist()
-    assert second.token_ids.tolist() == reference_greedy(load_reference(next_model_folder), prompt, 20).tolist()
+    assert (
+        second.token_ids.tolist() == reference_greedy(load_reference(next_model_folder), prompt, 20).tolist()
+    )
     assert second.versions.tolist() == [1] * 20
 
 
@@ -148,7 +150,9 @@ async def test_bad_weights_are_refused_and_the_old_ones_kept(
         await engine.update_weights_from_disk(str(larger), 9)
     assert await checksum(engine) == before
     completion = await engine.generate("k", prompt, params)
-    assert completion.token_ids.tolist() == reference_greedy(load_reference(model_folder), prompt, 20).tolist()
+    assert (
+        completion.token_ids.tolist() == reference_greedy(load_reference(model_folder), prompt, 20).tolist()
+    )
     assert completion.versions.tolist() == [0] * 20
 
 
@@ -176,7 +180,9 @@ async def test_a_version_that_is_no_integer_is_an_error_not_a_guess(engine: SGLa
     assert (await engine.generate("v", prompt_of(5), SamplingParams(3))).versions.tolist()[-1] == 12
 
 
-async def test_flush_is_refused_while_requests_are_frozen(engine: SGLangEngine, next_model_folder: Path) -> None:
+async def test_flush_is_refused_while_requests_are_frozen(
+    engine: SGLangEngine, next_model_folder: Path
+) -> None:
     task = asyncio.create_task(engine.generate("f", prompt_of(30, seed=7), LONG))
     await until_running(engine)
     await engine.pause("in_place")

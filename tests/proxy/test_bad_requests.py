@@ -103,6 +103,19 @@ def test_a_body_that_is_no_json_object(proxy: RunningProxy, body: bytes, code: s
     refused(proxy.http.post("/v1/chat/completions", content=body), 400, code)
 
 
+def test_nesting_beyond_reason(proxy: RunningProxy) -> None:
+    deep = "[" * 900 + "]" * 900
+    call = f'{{"id": "c", "function": {{"name": "f", "arguments": {deep}}}}}'
+    tool = f'{{"type": "function", "function": {{"name": "f", "parameters": {deep}}}}}'
+    for body in (
+        f'{{"messages": [{{"role": "assistant", "tool_calls": [{call}]}}]}}',
+        f'{{"messages": [{{"role": "user", "content": "x"}}], "tools": [{tool}]}}',
+        f'{{"messages": [{{"role": "user", "content": {deep}}}]}}',
+    ):
+        response = proxy.http.post("/v1/chat/completions", content=body)
+        assert response.status_code in (200, 400), response.text
+
+
 def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running_proxy(
         tmp_path / "s.db", ScriptedEngine(renderer), max_body_mb=0.01, max_messages=3

@@ -42,7 +42,8 @@ def test_an_episode_from_opening_to_its_end(proxy: RunningProxy) -> None:
     post(proxy, f"{path}/reward", {"reward": 0.25, "completion_id": completion})
     post(proxy, f"{path}/reward", {"reward": True})
     post(proxy, f"{path}/reward", {"reward": {"style": 0.5, "return": 0.75}})  # the last write of a name wins
-    assert post(proxy, f"{path}/finish") == {"id": episode["id"], "status": "finished"}
+    state = {"id": episode["id"], "status": "finished", "turns": 1, "limit_reached": None}
+    assert post(proxy, f"{path}/finish") == state
     assert post(proxy, f"{path}/finish")["status"] == "finished"  # a retried request changes nothing
     shown = proxy.http.get(path).json()
     assert (shown["status"], shown["score"], shown["metadata"]) == ("finished", 1.5, {"run": 3})
@@ -61,6 +62,21 @@ def test_an_episode_from_opening_to_its_end(proxy: RunningProxy) -> None:
         e["id"]: e for e in proxy.http.get("/episodes", params={"status": "finished"}).json()["episodes"]
     }
     assert listed[episode["id"]]["turns"] == 1 and listed[episode["id"]]["score"] == 1.5
+
+
+def test_finishing_may_bring_the_rewards(proxy: RunningProxy) -> None:
+    """One call and one transaction: the group never sees a finished episode without its reward."""
+    episode = proxy.open_episode(group="gsm8k/1@0", group_size=1)
+    completion = ask(proxy, episode)
+    path = f"/episodes/{episode['id']}/finish"
+    post(proxy, path, {"rewards": [{"reward": "x"}]}, status=400)
+    post(proxy, path, {"rewards": [1]}, status=400)
+    post(proxy, path, {"rewards": [{"reward": 1, "completion_id": "none"}]}, status=404)
+    assert proxy.tokens(episode)["status"] == "open"  # a refused reward leaves it as it was
+    rewards = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
+    assert post(proxy, path, {"rewards": rewards})["status"] == "finished"
+    (leased,) = proxy.store.lease_groups(1, step=0, holder="t")
+    assert leased.rollouts[0].episode.score == 1.5
 
 
 def test_a_sealed_episode_takes_no_calls_but_rewards(proxy: RunningProxy) -> None:
@@ -199,11 +215,11 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
 
 
 def test_a_dropped_group_takes_nothing(proxy: RunningProxy) -> None:
-    group = {"group": "dropped@0", "group_size": 2}
+    group = {"group": "with/slash@0", "group_size": 2}
     proxy.open_episode(**group)
     before = proxy.store.in_flight_episodes()
-    post(proxy, "/groups/dropped@0/drop", {"reason": "run is over"})
-    post(proxy, "/groups/dropped@0/drop")
+    post(proxy, "/groups/with/slash@0/drop", {"reason": "run is over"})
+    post(proxy, "/groups/with/slash@0/drop")
     post(proxy, "/episodes", group, status=409)
     assert proxy.store.in_flight_episodes() == before - 1
 
@@ -213,34 +229,33 @@ def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
     proxy.engine.delay_s = 0.01
     proxy.engine.script = lambda call: tool_call(query="Lyon") if random.random() < 0.7 else "France"
 
-    async def agent(index: int) -> dict[str, Any]:
-        async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
-            body = {"group": f"many-{index // 16}@0", "group_size": 16, "task": {"id": f"many-{index // 16}"}}
-            episode = (await http.post("/episodes", json=body)).raise_for_status().json()
-            messages: list[Any] = [{"role": "user", "content": f"question {index}"}]
-            async with AsyncOpenAI(
-                base_url=episode["base_url"], api_key=episode["key"], max_retries=0
-            ) as client:
-                for _ in range(3):
-                    answer = await client.chat.completions.create(
-                        model="p", messages=messages, tools=[SEARCH]
-                    )
-                    messages.append(answer.choices[0].message.to_dict())
-                    for call in answer.choices[0].message.tool_calls or ():
-                        messages.append({"role": "tool", "tool_call_id": call.id, "content": "France"})
-                    if not answer.choices[0].message.tool_calls:
-                        break
-            await http.post(f"/episodes/{episode['id']}/reward", json={"reward": index % 2})
-            (await http.post(f"/episodes/{episode['id']}/finish")).raise_for_status()
-            return episode
+    async def agent(index: int, http: httpx.AsyncClient, openai_client: AsyncOpenAI) -> str:
+        body = {"group": f"many-{index // 16}@0", "group_size": 16, "task": {"id": f"many-{index // 16}"}}
+        episode = (await http.post("/episodes", json=body)).raise_for_status().json()
+        client = openai_client.with_options(base_url=episode["base_url"], api_key=episode["key"])
+        messages: list[Any] = [{"role": "user", "content": f"question {index}"}]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+            messages.append(answer.choices[0].message.to_dict())
+            for call in answer.choices[0].message.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "France"})
+            if not answer.choices[0].message.tool_calls:
+                break
+        (await http.post(f"/episodes/{episode['id']}/reward", json={"reward": index % 2})).raise_for_status()
+        (await http.post(f"/episodes/{episode['id']}/finish")).raise_for_status()
+        return str(episode["id"])
 
-    async def main() -> list[dict[str, Any]]:
-        return await asyncio.gather(*(agent(index) for index in range(64)))
+    async def main() -> list[str]:
+        async with (
+            httpx.AsyncClient(base_url=proxy.url, timeout=60) as http,
+            AsyncOpenAI(base_url=proxy.url, api_key="x", max_retries=0) as client,
+        ):
+            return await asyncio.gather(*(agent(index, http, client) for index in range(64)))
 
     episodes = asyncio.run(main())
     groups = proxy.store.lease_groups(4, step=9, holder="t")
     assert [len(group.rollouts) for group in groups] == [16] * 4
-    assert {r.episode.id for group in groups for r in group.rollouts} == {e["id"] for e in episodes}
+    assert {r.episode.id for group in groups for r in group.rollouts} == set(episodes)
     turns = [turn for group in groups for r in group.rollouts for turn in r.episode.turns]
     assert {turn.id for turn in turns} == {call.rid for call in proxy.engine.calls}
     for group in groups:
@@ -291,6 +306,28 @@ def test_keys_open_what_they_should(guarded: RunningProxy) -> None:
     assert status("POST", f"/episodes/{other['id']}/finish", mine["key"]) == 403
     assert status("POST", f"/episodes/{mine['id']}/finish", mine["key"]) == 200
     assert status("GET", "/health", None) == 200
+
+
+def test_a_project_key_rewards_its_own_implicit_episodes(guarded: RunningProxy) -> None:
+    def completion(key: str) -> str:
+        answer = guarded.openai(api_key=key).chat.completions.create(model="p", messages=[USER])
+        return answer.id
+
+    def status(key: str, completion_id: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        body = {"completion_id": completion_id, "reward": 1}
+        return guarded.http.post("/rewards", json=body, headers=headers).status_code
+
+    episode = guarded.open_episode()
+    mine, of_admin, of_episode = (
+        completion("project-secret"),
+        completion("admin-secret"),
+        ask(guarded, episode),
+    )
+    assert [status("project-secret", id) for id in (mine, of_admin, of_episode)] == [200, 403, 403]
+    assert [status(episode["key"], id) for id in (mine, of_episode)] == [403, 200]
+    assert [status("admin-secret", id) for id in (mine, of_admin, of_episode)] == [200, 200, 200]
+    assert status("wrong", mine) == 401
 
 
 def test_keys_are_not_stored(guarded: RunningProxy) -> None:

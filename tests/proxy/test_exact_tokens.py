@@ -6,13 +6,14 @@ the engine was sent plus what it returned.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from openai import OpenAI
+from openai import AsyncOpenAI, OpenAI
 from proxy_support import SEARCH, EngineCall, RunningProxy, ScriptedEngine, running_proxy, tool_call
 
 from areal_agents.core.trajectory import Trajectory
@@ -174,6 +175,33 @@ def test_tools_that_change_start_a_new_root(proxy: RunningProxy) -> None:
     fork = proxy.tokens(episode)["turns"][1]["forked_from"]
     assert fork["reason"] == "tools changed" and fork["diverged_at"] == 2
     check_invariant(proxy.store, episode["id"], proxy.engine.calls)
+
+
+async def test_branches_that_grow_at_the_same_time(proxy: RunningProxy) -> None:
+    """Sub-agents in parallel: a tree of branches, never one linear log."""
+    episode = proxy.open_episode()
+    proxy.engine.delay_s = 0.005
+    proxy.engine.script = lambda call: tool_call(query=f"q{len(proxy.engine.calls)}")
+    label = {"x-episode-label": "scout"}
+
+    async def agent(client: AsyncOpenAI, messages: list[Any], turns: int) -> None:
+        for _ in range(turns):
+            reply = await client.chat.completions.create(
+                model="p", messages=messages, tools=[SEARCH], extra_headers=label
+            )
+            message = reply.choices[0].message
+            result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "r"}
+            messages = [*messages, message.to_dict(), result]
+        if turns > 2:  # two that go on from the same point
+            await asyncio.gather(*(agent(client, messages, 2) for _ in range(2)))
+
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
+        questions = [[{"role": "user", "content": f"q{index % 3}"}] for index in range(6)]
+        await asyncio.gather(*(agent(client, question, 3) for question in questions))
+    assert check_invariant(proxy.store, episode["id"], proxy.engine.calls) == 6 * (3 + 2 * 2) - 6
+    recorded = proxy.store.load_episode(episode["id"])
+    assert len(recorded.forest.leaves()) == 12
+    assert {turn.label for turn in recorded.turns} == {"scout"}
 
 
 @pytest.mark.parametrize("seed", range(4))

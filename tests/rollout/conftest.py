@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import uvicorn
@@ -45,7 +46,8 @@ class Served:
         """Trains for the test: leases batches and publishes versions, 50 ms a step."""
 
         async def train() -> None:
-            self.publish(0)
+            if self.store.max_version() < 0:
+                self.publish(0)
             for step in range(1, steps + 1):
                 while not (batch := self.store.lease_groups(groups, step=step, holder="test")):
                     await asyncio.sleep(0.02)
@@ -66,7 +68,7 @@ class Served:
 
 @pytest.fixture(scope="session")
 def engine_url() -> Iterator[str]:
-    with running_engine(MODEL, threads=1, slots=32, max_context=2048) as url:
+    with running_engine(MODEL, threads=1, slots=32, max_context=2048, kernel="torch") as url:
         yield url
 
 
@@ -78,24 +80,34 @@ def renderer_of_the_model() -> ChatRenderer:
 @pytest.fixture
 def served(engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path) -> Iterator[Served]:
     config = ProxyConfig(admin_key=ADMIN_KEY, reward_timeout_s=1.0)
-    with Store.open(tmp_path / "store.db") as store:
-        engine = SGLangEngine(engine_url)
-        app = create_app(store=store, engine=engine, renderer=renderer_of_the_model, config=config)
-        with serving(app) as url:
-            yield Served(url, store, tmp_path)
+    with (
+        Store.open(tmp_path / "store.db") as store,
+        serving(engine_url, store=store, renderer=renderer_of_the_model, config=config) as url,
+    ):
+        yield Served(url, store, tmp_path)
 
 
 @contextmanager
-def serving(app: object) -> Iterator[str]:
-    """An ASGI app on a free port, in a thread."""
+def serving(engine_url: str, **parts: Any) -> Iterator[str]:
+    """The proxy on a free port, in a thread with an event loop of its own."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))  # type: ignore[arg-type]
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    ready = threading.Event()
+    servers: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        async with SGLangEngine(engine_url) as engine:
+            app = create_app(engine=engine, **parts)
+            servers.append(uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on")))
+            ready.set()
+            await servers[0].serve(sockets=[listener])
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    while not server.started and thread.is_alive():
+    ready.wait(timeout=10)
+    while not servers[0].started and thread.is_alive():
         time.sleep(0.01)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server.should_exit = True
+    servers[0].should_exit = True
     thread.join(timeout=15)
     listener.close()

@@ -25,23 +25,20 @@ def test_counts_that_cannot_be(bad: dict[str, int]) -> None:
 
 
 class Schedule(RuleBasedStateMachine):
-    """Groups move pending → complete → trained, or are dropped, in any order that the system allows.
+    """Groups go pending → complete → trained, or are dropped, in any order that the system allows.
 
-    Each group remembers the trainer's version when it was submitted and the batch size was last
-    changed; the staleness at training is then bounded by η as long as B stays.
+    A restart changes nothing here, which is the point: the gate has no memory. It may come back with
+    another batch size or staleness.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.groups, self.max_staleness = 2, 1
-        self.pending: list[int] = []  # version at submission
-        self.complete: list[int] = []
-        self.version = 0
-        self.changed_at = 0
+        self.pending = self.complete = 0
 
     @property
     def submitted(self) -> int:
-        return len(self.pending) + len(self.complete)
+        return self.pending + self.complete
 
     def admissible(self) -> int:
         return admissible_groups(
@@ -50,40 +47,28 @@ class Schedule(RuleBasedStateMachine):
 
     @rule(wanted=st.integers(1, 4))
     def submit(self, wanted: int) -> None:
-        before = self.submitted
-        for _ in range(min(wanted, self.admissible())):
-            self.pending.append(self.version)
-        if self.submitted > before:
-            assert self.submitted <= (self.max_staleness + 1) * self.groups
+        admitted = min(wanted, self.admissible())
+        self.pending += admitted
+        assert not admitted or self.submitted <= (self.max_staleness + 1) * self.groups
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        self.complete.append(self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1))))
+    @rule()
+    def finish(self) -> None:
+        self.pending, self.complete = self.pending - 1, self.complete + 1
 
     @precondition(lambda self: self.pending)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        self.pending.pop(data.draw(st.integers(0, len(self.pending) - 1)))
+    @rule()
+    def drop(self) -> None:
+        self.pending -= 1
 
-    @precondition(lambda self: len(self.complete) >= self.groups)
+    @precondition(lambda self: self.complete >= self.groups)
     @rule()
     def train(self) -> None:
-        self.complete.sort()  # oldest first
-        batch, self.complete = self.complete[: self.groups], self.complete[self.groups :]
-        if self.changed_at <= min(batch):
-            # Submitted at v with at most (η+1)·groups alive: its batch begins at v + η at the latest.
-            assert self.version - min(batch) <= self.max_staleness + self.overtaken()
-        self.version += 1
-
-    def overtaken(self) -> int:
-        """Groups of the oldest versions may be completed late; each batch that overtakes adds a version."""
-        return self.version - self.changed_at
+        self.complete -= self.groups
 
     @rule(groups=st.integers(1, 4), max_staleness=st.integers(0, 3))
-    def change(self, groups: int, max_staleness: int) -> None:
+    def restart(self, groups: int, max_staleness: int) -> None:
         self.groups, self.max_staleness = groups, max_staleness
-        self.changed_at = self.version
 
     @invariant()
     def never_deadlocks(self) -> None:

@@ -113,6 +113,19 @@ def test_a_token_that_two_samples_predict_from_one_row(model_folder: Path, group
     assert_same(packed(load_policy(model_folder, group), batch), reference(model_folder, batch))
 
 
+def test_bfloat16_compute_keeps_float32_masters_and_gradients(model_folder: Path, group: Ranks) -> None:
+    batch = samples()
+    policy = load_policy(model_folder, group, dtype=torch.bfloat16)
+    logprobs, gradients = packed(policy, batch)
+    assert {p.dtype for p in policy.parameters()} == {g.dtype for g in gradients.values()} == {torch.float32}
+    want_logprobs, want_gradients = reference(model_folder, batch)
+    difference = torch.cat(logprobs) - torch.cat(want_logprobs)
+    assert 0 < difference.abs().mean() < 0.05
+    for name, gradient in want_gradients.items():
+        cosine = torch.cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0)
+        assert cosine > 0.98, (name, float(cosine))
+
+
 def test_full_state_dict_is_what_was_loaded(tmp_path: Path, group: Ranks) -> None:
     for tied in (True, False):
         folder = build_model(tmp_path / str(tied), tied=tied)
@@ -129,8 +142,12 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
         load_policy(tmp_path / "nowhere", group)
     folder = build_model(tmp_path / "wider")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    changed = {"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}
+    (folder / "config.json").write_text(json.dumps({**config, **changed}))
     with pytest.raises(TrainingError, match=r"missing weights .*layers\.2"):
+        load_policy(folder, group)
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(TrainingError, match=r"(?s)cannot load the model: .*num_hidden_layers"):
         load_policy(folder, group)
     sliding = build_model(tmp_path / "sliding", "qwen2")
     config = json.loads((sliding / "config.json").read_text())

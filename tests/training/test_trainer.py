@@ -76,6 +76,8 @@ def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder:
     assert first["weight_mean"] == pytest.approx(1, abs=1e-4) and first["kl_behavior"] < 1e-6
     assert first["clip_fraction"] == 0 and first["grad_norm"] > 0
     assert second["logprob_diff_mean"] > 1e-3  # these tokens are of version 0, the trainer at 1
+    assert (first["queue_groups"], second["queue_groups"], first["failed_episodes"]) == (3, 1, 0)
+    assert 0 < first["queue_age_mean_s"] <= first["queue_age_max_s"] < 600
     published = load_file(run_dir / "weights" / "v2" / "model.safetensors")
     final = AutoModelForCausalLM.from_pretrained(run_dir / "final").state_dict()
     assert all((final[name] == tensor).all() for name, tensor in published.items())
@@ -165,3 +167,22 @@ def test_a_lost_engine_is_an_engine_error_and_loses_nothing(
     assert store.group_counts()["complete"] == 2
     result = train(store, engine_url, model_folder, run_dir, steps=1)
     assert result == RunResult(step=1, version=2, finished=True)
+
+
+def test_logprobs_agree_with_the_engine_at_another_temperature(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"], temperature=0.6)
+    train(store, engine_url, model_folder, run_dir, steps=1)
+    (line,) = metrics_of(run_dir)
+    assert line["tokens"] > 0 and line["logprob_diff_on_policy_mean"] <= 1e-4
+
+
+def test_several_minibatches_train_every_token_once(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"])
+    train(store, engine_url, model_folder, run_dir, steps=1, algorithm=AlgorithmConfig(minibatches=2))
+    (line,) = metrics_of(run_dir)
+    assert line["tokens"] == line["sampled_tokens"] == 128 and line["microbatches"] == 2
+    assert line["logprob_diff_mean"] <= 1e-4  # prox is of before the first of the two steps

@@ -1,4 +1,4 @@
-"""The HTTP side: SGLang's endpoints over an `EngineThread`. Routes parse, call and serialise; nothing blocks."""
+"""The HTTP side: SGLang's endpoints over an `EngineService`. Routes parse, call, serialise; nothing blocks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ class Routes:
     async def _stream(self, generation: Generation) -> AsyncIterator[bytes]:
         """Server-sent events with cumulative ids and logprobs, SGLang's default."""
         started = time.perf_counter()
-        request = make_request(generation, seed=self._service.next_seed(), streaming=True, notify=self._service.notify)
+        request = make_request(
+            generation, seed=self._service.next_seed(), streaming=True, notify=self._service.notify
+        )
         async for _ in self._service.stream(request):
             chunk = answer(
                 request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started
@@ -159,7 +161,9 @@ class Routes:
         if version is not None and not isinstance(version, str):
             raise RequestError(f"weight_version must be a string, got {version!r}")
         await self._service.update_weights(path, version, flush_cache=bool(body.get("flush_cache", True)))
-        return _json({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
+        return _json(
+            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+        )
 
     async def update_weight_version(self, _: HttpRequest, body: dict[str, Any]) -> Response:
         version = body.get("new_version")
@@ -185,10 +189,10 @@ class Routes:
         self._service.check()
         return Response(status_code=200)
 
-    async def health_generate(self, _: HttpRequest, __: dict[str, Any]) -> Response:
-        await self._run_all(parse_generate(
-            {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}, self._service.limits
-        )[0])  # fmt: skip
+    async def health_generate(self, http: HttpRequest, body: dict[str, Any]) -> Response:
+        probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
+        generations, _, _ = parse_generate(probe, self._service.limits)
+        await self._run_all(generations)
         return Response(status_code=200)
 
     async def model_info(self, _: HttpRequest, __: dict[str, Any]) -> Response:

@@ -65,7 +65,7 @@ class Architecture:
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """Read `folder`/config.json; ConfigError when it is missing or describes a model that is not supported."""
+    """Read `folder`/config.json; ConfigError when it is missing or describes an unsupported model."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model: {folder} has no config.json; expected a Hugging Face model folder")
     from transformers import AutoConfig
@@ -106,7 +106,9 @@ def _check_supported(config: PretrainedConfig, folder: Path) -> None:
 
     if config.model_type not in SUPPORTED:
         raise refuse(f"is of type {config.model_type!r}")
-    if getattr(config, "use_sliding_window", False) or "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if getattr(config, "use_sliding_window", False) or "sliding_attention" in (
+        getattr(config, "layer_types", None) or ()
+    ):
         raise refuse("uses sliding-window attention")
     if config.hidden_act != "silu":
         raise refuse(f"uses hidden_act {config.hidden_act!r}")
@@ -124,7 +126,9 @@ def _rotary(config: PretrainedConfig, folder: Path) -> tuple[npt.NDArray[np.floa
     parameters: dict[str, Any] = config.rope_parameters
     kind = parameters.get("rope_type", "default")
     if kind not in ROPE_TYPES or parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"model: {folder} has rope_parameters {parameters}; supported rope_type: {ROPE_TYPES}")
+        raise ConfigError(
+            f"model: {folder} has rope_parameters {parameters}; supported rope_type: {ROPE_TYPES}"
+        )
     if kind == "default":
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         import torch

@@ -1,4 +1,4 @@
-"""The sampling state of every slot as arrays, so that a step handles all slots with a few array operations."""
+"""The sampling state of every slot as arrays, so that a step costs a few array operations."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SlotSampling:
         return (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
 
     def penalised(self, slots: np.ndarray, logits: Tensor, table: SlotTable) -> Tensor:
-        """Logits [M, V] less frequency · count + presence · (count > 0), counted over each slot's own output."""
+        """Logits [M, V] less frequency · count + presence · (count > 0), counted over each output."""
         rows = np.flatnonzero((self._frequency[slots] != 0.0) | (self._presence[slots] != 0.0))
         if not len(rows):
             return logits

@@ -7,8 +7,10 @@ Invariant: a row's result depends on its own slot only, never on the other rows 
 output element is accumulated over k in one fixed order. Sampling with a seed is therefore reproducible
 whatever else the engine is doing, and a chunked or cached prefill equals a whole one bit for bit.
 
-Layouts: matrices are [in, out]; keys and values are [slot, kv head, head_dim, position], so that both the
-scores and the weighted sum run along contiguous positions.
+Layouts: matrices are [in, out]; keys and values are [slot, kv head, tile, head_dim, TILE], TILE positions
+together, so that attention streams through whole contiguous tiles. Tiles that a slot shares with another (a
+common system prompt, copied) are read from that one, where they are in the cache of the CPU already: at 64
+sequences the traffic of keys and values is what costs.
 """
 
 from __future__ import annotations
@@ -16,8 +18,11 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+TILE = 64
+_SUM_BLOCK = 256
 _K_TILE = 512
-_N_TILE = 256
+_N_TILE = 512
+_ROUND = np.float32(12582912.0)
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
@@ -33,11 +38,17 @@ _reduce = numba.njit(
 _ordered = numba.njit(fastmath={"nnan", "nsz"}, nogil=True, cache=True, error_model="numpy")
 
 
-@numba.njit(fastmath={"contract"}, nogil=True, cache=True, error_model="numpy", inline="always")
+@numba.njit(fastmath={"contract", "nnan"}, nogil=True, cache=True, error_model="numpy", inline="always")
 def _exp(x):
-    """exp(x) to 2 ulp in [-87, 88], written so that a loop over it vectorises (Cephes' polynomial)."""
-    x = min(max(x, _EXP_MIN), _EXP_MAX)
-    n = np.floor(x * _LOG2_E + np.float32(0.5))
+    """exp(x) to 1e-7 relative for x in [-87, 88], clamped there, written so that a loop over it vectorises.
+
+    x = n ln 2 + r; the polynomial of Cephes' expf for r, and n added to the exponent bits. Adding 1.5 · 2^23
+    rounds to an integer whose low bits are n.
+    """
+    x = x if x > _EXP_MIN else _EXP_MIN
+    x = x if x < _EXP_MAX else _EXP_MAX
+    shifted = x * _LOG2_E + _ROUND
+    n = shifted - _ROUND
     r = x - n * _LN2_HIGH
     r = r - n * _LN2_LOW
     p = np.float32(1.9875691500e-4)
@@ -47,13 +58,13 @@ def _exp(x):
     p = p * r + np.float32(1.6666665459e-1)
     p = p * r + np.float32(5.0000001201e-1)
     p = p * r * r + r + np.float32(1.0)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23))
-    return p * power.view(np.float32)
+    exponent = np.int32(np.float32(shifted).view(np.int32) << np.int32(23))
+    return np.int32(np.float32(p).view(np.int32) + exponent).view(np.float32)
 
 
 @_exact
 def _add_product(a, w, c):
-    """c += a @ w for a [M, K], w [K, N], c [M, N]; K is a multiple of 4."""
+    """c += a @ w for a [M, K], w [K, N], c [M, N]; K is a multiple of 8."""
     rows, depth = a.shape
     width = w.shape[1]
     for n0 in range(0, width, _N_TILE):
@@ -71,38 +82,53 @@ def _add_product(a, w, c):
 
 @_exact
 def _four_rows(a, w, c, m, k0, k1, n0, n1):
-    c0 = c[m, n0:n1]
-    c1 = c[m + 1, n0:n1]
-    c2 = c[m + 2, n0:n1]
-    c3 = c[m + 3, n0:n1]
-    for k in range(k0, k1, 4):
-        w0 = w[k, n0:n1]
-        w1 = w[k + 1, n0:n1]
-        w2 = w[k + 2, n0:n1]
-        w3 = w[k + 3, n0:n1]
+    """Four rows at a time, eight terms per pass over c: many products between a load and a store."""
+    c0, c1, c2, c3 = c[m, n0:n1], c[m + 1, n0:n1], c[m + 2, n0:n1], c[m + 3, n0:n1]
+    for k in range(k0, k1, 8):
+        w0, w1, w2, w3 = w[k, n0:n1], w[k + 1, n0:n1], w[k + 2, n0:n1], w[k + 3, n0:n1]
+        w4, w5, w6, w7 = w[k + 4, n0:n1], w[k + 5, n0:n1], w[k + 6, n0:n1], w[k + 7, n0:n1]
         a00, a01, a02, a03 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
+        a04, a05, a06, a07 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
         a10, a11, a12, a13 = a[m + 1, k], a[m + 1, k + 1], a[m + 1, k + 2], a[m + 1, k + 3]
+        a14, a15, a16, a17 = a[m + 1, k + 4], a[m + 1, k + 5], a[m + 1, k + 6], a[m + 1, k + 7]
         a20, a21, a22, a23 = a[m + 2, k], a[m + 2, k + 1], a[m + 2, k + 2], a[m + 2, k + 3]
+        a24, a25, a26, a27 = a[m + 2, k + 4], a[m + 2, k + 5], a[m + 2, k + 6], a[m + 2, k + 7]
         a30, a31, a32, a33 = a[m + 3, k], a[m + 3, k + 1], a[m + 3, k + 2], a[m + 3, k + 3]
+        a34, a35, a36, a37 = a[m + 3, k + 4], a[m + 3, k + 5], a[m + 3, k + 6], a[m + 3, k + 7]
         for n in range(n1 - n0):
-            b0, b1, b2, b3 = w0[n], w1[n], w2[n], w3[n]
-            c0[n] += a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-            c1[n] += a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-            c2[n] += a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-            c3[n] += a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+            b0, b1, b2, b3, b4, b5, b6, b7 = w0[n], w1[n], w2[n], w3[n], w4[n], w5[n], w6[n], w7[n]
+            c0[n] += (
+                a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
+                + a04 * b4 + a05 * b5 + a06 * b6 + a07 * b7
+            )  # fmt: skip
+            c1[n] += (
+                a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
+                + a14 * b4 + a15 * b5 + a16 * b6 + a17 * b7
+            )  # fmt: skip
+            c2[n] += (
+                a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
+                + a24 * b4 + a25 * b5 + a26 * b6 + a27 * b7
+            )  # fmt: skip
+            c3[n] += (
+                a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
+                + a34 * b4 + a35 * b5 + a36 * b6 + a37 * b7
+            )  # fmt: skip
 
 
 @_exact
 def _one_row(a, w, c, m, k0, k1, n0, n1):
+    """The rows that are left over, with the same sums in the same order."""
     c0 = c[m, n0:n1]
-    for k in range(k0, k1, 4):
-        w0 = w[k, n0:n1]
-        w1 = w[k + 1, n0:n1]
-        w2 = w[k + 2, n0:n1]
-        w3 = w[k + 3, n0:n1]
+    for k in range(k0, k1, 8):
+        w0, w1, w2, w3 = w[k, n0:n1], w[k + 1, n0:n1], w[k + 2, n0:n1], w[k + 3, n0:n1]
+        w4, w5, w6, w7 = w[k + 4, n0:n1], w[k + 5, n0:n1], w[k + 6, n0:n1], w[k + 7, n0:n1]
         a0, a1, a2, a3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
+        a4, a5, a6, a7 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
         for n in range(n1 - n0):
-            c0[n] += a0 * w0[n] + a1 * w1[n] + a2 * w2[n] + a3 * w3[n]
+            c0[n] += (
+                a0 * w0[n] + a1 * w1[n] + a2 * w2[n] + a3 * w3[n]
+                + a4 * w4[n] + a5 * w5[n] + a6 * w6[n] + a7 * w7[n]
+            )  # fmt: skip
 
 
 @_reduce
@@ -132,19 +158,20 @@ def _rotate(head, cos, sin):
 
 
 @_exact
-def _scores(query_a, query_b, keys, length, out_a, out_b):
-    """out_a[t] = query_a · keys[:, t] for t < length, and the same for b; head_dim is a multiple of 4.
+def _scores(query_a, query_b, tile, out_a, out_b):
+    """out_a[t] = query_a · tile[:, t] for a whole tile [head_dim, TILE], and the same for b.
 
-    Two queries of one kv head at a time: reading the keys is what costs.
+    Two queries of one kv head at a time: reading the keys is what costs. Positions of the tile that are not
+    filled give scores that nobody reads.
     """
-    for t in range(length):
+    for t in range(TILE):
         out_a[t] = np.float32(0.0)
         out_b[t] = np.float32(0.0)
     for d in range(0, query_a.shape[0], 4):
         a0, a1, a2, a3 = query_a[d], query_a[d + 1], query_a[d + 2], query_a[d + 3]
         b0, b1, b2, b3 = query_b[d], query_b[d + 1], query_b[d + 2], query_b[d + 3]
-        k0, k1, k2, k3 = keys[d], keys[d + 1], keys[d + 2], keys[d + 3]
-        for t in range(length):
+        k0, k1, k2, k3 = tile[d], tile[d + 1], tile[d + 2], tile[d + 3]
+        for t in range(TILE):
             out_a[t] += a0 * k0[t] + a1 * k1[t] + a2 * k2[t] + a3 * k3[t]
             out_b[t] += b0 * k0[t] + b1 * k1[t] + b2 * k2[t] + b3 * k3[t]
 
@@ -171,19 +198,38 @@ def _sum(x, length):
     return total
 
 
+@_exact
+def _softmax(x, length):
+    _exponentials(x, length, _maximum(x, length))
+    scale = np.float32(1.0) / _sum(x, length)
+    for t in range(length):
+        x[t] *= scale
+
+
 @_reduce
-def _weighted_sums(weights_a, weights_b, values, length, scale_a, scale_b, out_a, out_b):
-    """out_a[d] = scale_a · Σ_t weights_a[t] · values[d, t], and the same for b."""
-    for d in range(0, out_a.shape[0], 2):
-        v0, v1 = values[d], values[d + 1]
-        a0 = a1 = b0 = b1 = np.float32(0.0)
-        for t in range(length):
-            a0 += weights_a[t] * v0[t]
-            a1 += weights_a[t] * v1[t]
-            b0 += weights_b[t] * v0[t]
-            b1 += weights_b[t] * v1[t]
-        out_a[d], out_a[d + 1] = a0 * scale_a, a1 * scale_a
-        out_b[d], out_b[d + 1] = b0 * scale_b, b1 * scale_b
+def _add_weighted(weights_a, weights_b, tile, count, out_a, out_b):
+    """out_a[d] += Σ_t weights_a[t] · tile[d, t] over the first `count` positions; the same for b."""
+    for d in range(0, out_a.shape[0], 4):
+        v0, v1, v2, v3 = tile[d], tile[d + 1], tile[d + 2], tile[d + 3]
+        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
+        for t in range(count):
+            a, b = weights_a[t], weights_b[t]
+            a0 += a * v0[t]
+            a1 += a * v1[t]
+            a2 += a * v2[t]
+            a3 += a * v3[t]
+            b0 += b * v0[t]
+            b1 += b * v1[t]
+            b2 += b * v2[t]
+            b3 += b * v3[t]
+        out_a[d] += a0
+        out_a[d + 1] += a1
+        out_a[d + 2] += a2
+        out_a[d + 3] += a3
+        out_b[d] += b0
+        out_b[d + 1] += b1
+        out_b[d + 2] += b2
+        out_b[d + 3] += b3
 
 
 @_exact
@@ -196,31 +242,40 @@ def _silu_gate(gate_up, out):
 
 
 @_exact
-def _attend(qkv, slot, position, keys, values, scores, out, heads, kv_heads, head_dim):
-    """Attention of one row over positions 0..position of its slot."""
+def _attend(
+    qkv, slot, position, prefix_slot, prefix_length, keys, values, scores, out, heads, kv_heads, head_dim
+):
+    """Attention of one row over positions 0..position; whole tiles of the prefix are read elsewhere."""
     group = heads // kv_heads
     length = position + 1
+    tiles = (length + TILE - 1) // TILE
+    shared = prefix_length // TILE
     for kv_head in range(kv_heads):
         last = (kv_head + 1) * group - 1
         for a in range(kv_head * group, last + 1, 2):
-            b = min(a + 1, last)  # an odd group computes its last head twice
-            _scores(
-                qkv[a * head_dim : (a + 1) * head_dim],
-                qkv[b * head_dim : (b + 1) * head_dim],
-                keys[slot, kv_head], length, scores[0], scores[1],
-            )  # fmt: skip
-            for i in range(2):
-                _exponentials(scores[i], length, _maximum(scores[i], length))
-            _weighted_sums(
-                scores[0],
-                scores[1],
-                values[slot, kv_head],
-                length,
-                np.float32(1.0) / _sum(scores[0], length),
-                np.float32(1.0) / _sum(scores[1], length),
-                out[a * head_dim : (a + 1) * head_dim],
-                out[b * head_dim : (b + 1) * head_dim],
-            )
+            b = min(a + 1, last)  # the last head of an odd group is paired with itself, and the copy dropped
+            query_a, query_b = qkv[a * head_dim : (a + 1) * head_dim], qkv[b * head_dim : (b + 1) * head_dim]
+            out_a = out[a * head_dim : (a + 1) * head_dim]
+            out_b = out[b * head_dim : (b + 1) * head_dim] if b > a else scores[2, :head_dim]
+            for i in range(tiles):
+                source = prefix_slot if i < shared else slot
+                at = i * TILE
+                _scores(
+                    query_a,
+                    query_b,
+                    keys[source, kv_head, i],
+                    scores[0, at : at + TILE],
+                    scores[1, at : at + TILE],
+                )
+            _softmax(scores[0], length)
+            _softmax(scores[1], length)
+            out_a[:] = np.float32(0.0)
+            out_b[:] = np.float32(0.0)
+            for i in range(tiles):
+                source = prefix_slot if i < shared else slot
+                at = i * TILE
+                count = min(TILE, length - at)
+                _add_weighted(scores[0, at:], scores[1, at:], values[source, kv_head, i], count, out_a, out_b)
 
 
 @_exact
@@ -238,15 +293,16 @@ def _project_heads(qkv, slots, positions, keys, values, q_norm, k_norm, cos, sin
                 for d in range(head_dim):
                     vector[d] *= scale
         first_value = (heads + kv_heads) * head_dim
+        tile, offset = position // TILE, position % TILE
         for head in range(kv_heads):
             for d in range(head_dim):
-                keys[slot, head, d, position] = qkv[r, (heads + head) * head_dim + d]
-                values[slot, head, d, position] = qkv[r, first_value + head * head_dim + d]
+                keys[slot, head, tile, d, offset] = qkv[r, (heads + head) * head_dim + d]
+                values[slot, head, tile, d, offset] = qkv[r, first_value + head * head_dim + d]
 
 
 @_exact
 def forward(
-    tokens, slots, positions, output_rows,
+    tokens, slots, positions, prefix_slots, prefix_lengths, output_rows,
     embedding, lm_head, final_norm,
     attention_norm, qkv_weight, qkv_bias, q_norm, k_norm, o_weight,
     mlp_norm, gate_up_weight, down_weight,
@@ -257,9 +313,10 @@ def forward(
     """Run all layers for the rows and write the logits of `output_rows`.
 
     tokens, slots, positions: [N] int32, the rows of one slot in ascending positions.
+    prefix_slots, prefix_lengths: [N] int32, a slot that holds equal keys and values for the first positions.
     output_rows: [M] rows whose logits [M, V] are wanted.
-    keys, values: [L, S, kv heads, head_dim, T] caches, updated at the rows' positions.
-    x .. scores: work space with N rows. shape: (heads, kv heads, head_dim, query and key norm?).
+    keys, values: caches with the layers in front, updated at the rows' positions.
+    x .. activated: work space with N rows; scores: [3, T]. shape: (heads, kv heads, head_dim, head norm?).
     """
     heads, kv_heads, head_dim, _ = shape
     rows = tokens.shape[0]
@@ -271,12 +328,23 @@ def forward(
             qkv[r] = qkv_bias[layer]
         _add_product(normed, qkv_weight[layer], qkv)
         _project_heads(
-            qkv, slots, positions, keys[layer], values[layer], q_norm[layer], k_norm[layer], cos, sin, shape, eps, scale
+            qkv,
+            slots,
+            positions,
+            keys[layer],
+            values[layer],
+            q_norm[layer],
+            k_norm[layer],
+            cos,
+            sin,
+            shape,
+            eps,
+            scale,
         )
         for r in range(rows):
             _attend(
-                qkv[r], slots[r], positions[r], keys[layer], values[layer], scores, attended[r],
-                heads, kv_heads, head_dim,
+                qkv[r], slots[r], positions[r], prefix_slots[r], prefix_lengths[r],
+                keys[layer], values[layer], scores, attended[r], heads, kv_heads, head_dim,
             )  # fmt: skip
         _add_product(attended, o_weight[layer], x)
         for r in range(rows):
@@ -293,10 +361,67 @@ def forward(
 
 
 @_exact
-def copy_prefix(cache, source, target, length):
-    """Copy positions 0..length of one slot to another in a cache [L, S, kv heads, head_dim, T]."""
-    layers, _, heads, head_dim, _ = cache.shape
-    for layer in range(layers):
-        for head in range(heads):
-            for d in range(head_dim):
-                cache[layer, target, head, d, :length] = cache[layer, source, head, d, :length]
+def copy_prefix(cache, source, target, tiles):
+    """Copy the first `tiles` tiles of one slot to another in a cache with the layers in front."""
+    for layer in range(cache.shape[0]):
+        for head in range(cache.shape[2]):
+            cache[layer, target, head, :tiles] = cache[layer, source, head, :tiles]
+
+
+@_exact
+def draw(logits, temperature, uniform, tokens, logprobs, scratch):
+    """Draw a token from each row of logits [M, V], whole distribution, and give its logprob.
+
+    temperature: [M], 0 is greedy with logprobs at 1. uniform: [M] float64 in [0, 1).
+    tokens, logprobs: [M] out. scratch: [V] work space.
+    """
+    for m in range(logits.shape[0]):
+        row = logits[m]
+        width = row.shape[0]
+        greedy = temperature[m] == 0.0
+        inverse = np.float32(1.0) if greedy else np.float32(1.0) / temperature[m]
+        shift = _maximum(row, width)
+        _scaled_exponentials(row, shift, inverse, scratch)
+        total = np.float64(0.0)
+        for first in range(0, width, _SUM_BLOCK):
+            total += _sum(scratch[first:], min(_SUM_BLOCK, width - first))
+        token = _first_at_least(row, shift) if greedy else _invert(scratch, uniform[m] * total)
+        tokens[m] = token
+        logprobs[m] = (row[token] - shift) * inverse - np.float32(np.log(total))
+
+
+@_exact
+def _scaled_exponentials(x, shift, factor, out):
+    for i in range(x.shape[0]):
+        out[i] = _exp((x[i] - shift) * factor)
+
+
+@_exact
+def _first_at_least(x, bound):
+    for i in range(x.shape[0]):
+        if x[i] >= bound:
+            return i
+    return 0  # nothing compares with NaN; the logprob tells
+
+
+@_exact
+def _invert(mass, goal):
+    """The first index at which the running sum of `mass` passes `goal`, at the latest the last with mass."""
+    width = mass.shape[0]
+    below = np.float64(0.0)
+    last = 0
+    for first in range(0, width, _SUM_BLOCK):
+        count = min(_SUM_BLOCK, width - first)
+        block = np.float64(_sum(mass[first:], count))
+        if below + block > goal:
+            for i in range(first, first + count):
+                below += np.float64(mass[i])
+                if mass[i] > 0.0:
+                    last = i
+                if below > goal:
+                    return i
+            return last
+        below += block
+        if block > 0.0:
+            last = first + count - 1
+    return last

@@ -10,35 +10,35 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.embedded import kernels
 from areal_agents.inference.embedded.architecture import Architecture
-from areal_agents.inference.embedded.runner import Rows, checksum_arrays
+from areal_agents.inference.embedded.runner import Int32, Rows, checksum_arrays
+from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
-
-Float32 = npt.NDArray[np.float32]
-_FLOATS_PER_LINE = 16
 
 
 class NumbaRunner:
-    """Weights as [in, out] matrices and caches [L, slot, kv head, head_dim, position]."""
+    """Weights as [in, out] matrices and caches [L, slot, kv head, tile, head_dim, TILE]."""
 
     kind: Literal["numba"] = "numba"
 
-    def __init__(self, arch: Architecture, *, slots: int, max_context: int, max_rows: int, threads: int) -> None:
+    def __init__(
+        self, arch: Architecture, *, slots: int, max_context: int, max_rows: int, threads: int
+    ) -> None:
         for name in ("hidden", "head_dim", "feed_forward"):
             if getattr(arch, name) % 8:
-                raise ConfigError(f"engine.kernel: numba needs {name} divisible by 8, got {getattr(arch, name)}")
+                raise ConfigError(
+                    f"engine.kernel: numba needs {name} divisible by 8, got {getattr(arch, name)}"
+                )
         self._arch = arch
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "engine-rows") if threads > 1 else None
-        # An odd number of cache lines per row: rows a power of two apart would share the same cache sets.
-        lines = -(-max_context // _FLOATS_PER_LINE) | 1
-        shape = (arch.layers, slots, arch.kv_heads, arch.head_dim, lines * _FLOATS_PER_LINE)
+        tiles = -(-max_context // kernels.TILE)
+        shape = (arch.layers, slots, arch.kv_heads, tiles, arch.head_dim, kernels.TILE)
         self._keys = np.zeros(shape, np.float32)
         self._values = np.zeros(shape, np.float32)
         self._cos, self._sin = arch.rotary_tables(max_context)
@@ -51,7 +51,8 @@ class NumbaRunner:
             arch.feed_forward,
         )
         self._work = [np.zeros((max_rows, width), np.float32) for width in widths]
-        self._scores = np.zeros((threads, 2, shape[-1]), np.float32)
+        self._scores = np.zeros((threads, 3, max(tiles * kernels.TILE, arch.head_dim)), np.float32)
+        self._masses = np.zeros(arch.vocab_size, np.float32)
         self._logits = np.zeros((max_rows, arch.vocab_size), np.float32)
         self._shape = (arch.heads, arch.kv_heads, arch.head_dim, arch.head_norm)
         self._eps = np.float32(arch.norm_eps)
@@ -94,10 +95,27 @@ class NumbaRunner:
             future.result()
         return torch.from_numpy(self._logits[: len(rows.outputs)])
 
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
+        """See Runner.sample. Each row takes the way that its own parameters ask for, so that what shares the
+        batch does not matter: truncated rows are torch's, all others the kernel's."""
+        tokens = np.empty(len(logits), np.int32)
+        logprobs = np.empty(len(logits), np.float32)
+        limited = batch.limited
+        if not limited.any():
+            kernels.draw(logits.numpy(), batch.temperature, batch.uniform(), tokens, logprobs, self._masses)
+            return tokens, logprobs
+        rows = np.flatnonzero(limited)
+        tokens[rows], logprobs[rows] = sample(logits[torch.from_numpy(rows)], batch.select(rows))
+        rows = np.flatnonzero(~limited)
+        if len(rows):
+            tokens[rows], logprobs[rows] = self.sample(logits[torch.from_numpy(rows)], batch.select(rows))
+        return tokens, logprobs
+
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """See Runner.copy_prefix."""
-        kernels.copy_prefix(self._keys, source, target, length)
-        kernels.copy_prefix(self._values, source, target, length)
+        """See Runner.copy_prefix. Whole tiles are copied; beyond `length` nothing is read as valid."""
+        tiles = -(-length // kernels.TILE)
+        kernels.copy_prefix(self._keys, source, target, tiles)
+        kernels.copy_prefix(self._values, source, target, tiles)
 
     def checksum(self) -> str:
         """See Runner.checksum."""
@@ -117,6 +135,8 @@ class NumbaRunner:
             rows.tokens[first:last],
             rows.slots[first:last],
             rows.positions[first:last],
+            rows.prefix_slots[first:last],
+            rows.prefix_lengths[first:last],
             rows.outputs[out_first:out_last] - np.int32(first),
             *self._weights,
             self._cos,

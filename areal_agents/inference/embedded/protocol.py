@@ -53,7 +53,7 @@ class Limits:
 
 
 def parse_generate(body: Any, limits: Limits) -> tuple[list[Generation], bool, bool]:
-    """Parse a body into (prompts, whether it is a batch, whether to stream); RequestError says what is wrong."""
+    """Parse a body into (prompts, is it a batch, is it streamed); RequestError says what is wrong."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {type(body).__name__}")
     _check_fields(body, _GENERATE_FIELDS, "field")
@@ -152,10 +152,14 @@ def _sampling(params: dict[str, Any]) -> SamplingParams:
 
 def _check_fields(given: dict[str, Any], known: set[str], what: str) -> None:
     if unknown := sorted(given.keys() - known):
-        raise RequestError(f"unknown {what} {unknown[0]!r}; the embedded engine knows {', '.join(sorted(known))}")
+        raise RequestError(
+            f"unknown {what} {unknown[0]!r}; the embedded engine knows {', '.join(sorted(known))}"
+        )
     for name, neutral in _NEUTRAL.items():
         if given.get(name) not in (None, neutral):
-            raise RequestError(f"{name} {given[name]!r} is not supported by the embedded engine, only {neutral}")
+            raise RequestError(
+                f"{name} {given[name]!r} is not supported by the embedded engine, only {neutral}"
+            )
 
 
 def _flag(given: dict[str, Any], name: str, *, default: bool) -> bool:
@@ -201,8 +205,10 @@ def make_request(
     )
 
 
-def answer(request: Request, generation: Generation, detokenizer: Detokenizer, *, latency_s: float) -> dict[str, Any]:
-    """The JSON answer for what `request` has so far; meta_info.finish_reason is null until it has finished."""
+def answer(
+    request: Request, generation: Generation, detokenizer: Detokenizer, *, latency_s: float
+) -> dict[str, Any]:
+    """The JSON answer for what `request` has so far; finish_reason is null until it has finished."""
     ids = request.output_ids
     finish = request.finish
     meta: dict[str, Any] = {
@@ -216,7 +222,9 @@ def answer(request: Request, generation: Generation, detokenizer: Detokenizer, *
         "e2e_latency": latency_s,
     }
     if generation.logprobs:
-        meta["output_token_logprobs"] = list(zip(request.output_logprobs.tolist(), ids.tolist(), repeat(None)))  # noqa: B905
+        meta["output_token_logprobs"] = list(
+            zip(request.output_logprobs.tolist(), ids.tolist(), repeat(None))
+        )  # noqa: B905
         if request.input_logprobs is not None:
             meta["input_token_logprobs"] = _input_logprobs(request)
     if finish is not None:

@@ -62,8 +62,8 @@ class Request:
     def version_spans(self) -> list[dict[str, Any]]:
         """Spans in wire form; they cover output_ids exactly, and an empty output has one empty span."""
         ends = [span.start for span in self.spans[1:]] + [len(self.output_ids)]
-        spans = [
+        covered = [(span, end) for span, end in zip(self.spans, ends, strict=True) if end > span.start]
+        return [
             {"version": span.version, "start": span.start, "end": end}
-            for span, end in zip(self.spans, ends, strict=True)
+            for span, end in covered or [(self.spans[0], 0)]
         ]
-        return [span for span in spans if span["end"] > span["start"]] or spans[:1]

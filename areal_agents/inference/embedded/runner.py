@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from areal_agents.inference.embedded.sampling import SamplingBatch
 from areal_agents.inference.embedded.weights import Weights
 
 Int32 = npt.NDArray[np.int32]
@@ -21,6 +22,8 @@ class Rows:
 
     Attributes:
         tokens, slots, positions: [N]; the rows of a segment are contiguous, their positions ascending by one.
+        prefix_slots, prefix_lengths: [N] another slot whose first positions hold the same keys and values,
+            and how many do. Reading them there gives the same result, and is faster where many slots share them.
         segment_starts: [S + 1] first row of each segment, then N.
         outputs: [M] ascending rows whose logits are wanted.
     """
@@ -28,6 +31,8 @@ class Rows:
     tokens: Int32
     slots: Int32
     positions: Int32
+    prefix_slots: Int32
+    prefix_lengths: Int32
     segment_starts: Int32
     outputs: Int32
 
@@ -35,7 +40,10 @@ class Rows:
 class Runner(Protocol):
     """A model with its keys and values. Not thread-safe: the scheduler's thread alone calls it."""
 
-    kind: Literal["numba", "torch"]
+    @property
+    def kind(self) -> Literal["numba", "torch"]:
+        """What computes."""
+        ...
 
     def load(self, weights: Weights) -> None:
         """Replace the weights; keys and values stay as they are."""
@@ -43,6 +51,10 @@ class Runner(Protocol):
 
     def forward(self, rows: Rows) -> Tensor:
         """Store the rows' keys and values and return logits [M, V], float32, valid until the next call."""
+        ...
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, npt.NDArray[np.float32]]:
+        """Draw tokens [M] with their logprobs [M] from logits [M, V]; see sampling.sample."""
         ...
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -14,6 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+Float32 = npt.NDArray[np.float32]
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
@@ -22,16 +25,31 @@ class SamplingBatch:
     `seeds` [M] uint64 and `indices` [M] (how many tokens the request has sampled already) key the draw.
     """
 
-    temperature: npt.NDArray[np.float32]  # [M]
-    top_p: npt.NDArray[np.float32]  # [M]
-    min_p: npt.NDArray[np.float32]  # [M]
+    temperature: Float32  # [M]
+    top_p: Float32  # [M]
+    min_p: Float32  # [M]
     top_k: npt.NDArray[np.int32]  # [M]
     seeds: npt.NDArray[np.uint64]  # [M]
     indices: npt.NDArray[np.int32]  # [M]
 
+    @property
+    def limited(self) -> npt.NDArray[np.bool_]:
+        """[M] rows that top-k, top-p or min-p truncates."""
+        return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
+
+    def select(self, rows: npt.NDArray[np.intp]) -> SamplingBatch:
+        """The batch of `rows` alone."""
+        return SamplingBatch(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
+
+    def uniform(self) -> npt.NDArray[np.float64]:
+        """[M] numbers in [0, 1) from (seed, index): two rounds of the splitmix64 finaliser."""
+        mixed = _mix(self.seeds + _GOLDEN)
+        mixed = _mix(mixed ^ ((self.indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
+        return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
 
 @torch.inference_mode()
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32], Float32]:
     """Draw a token from each row of logits [M, V]; return tokens [M] and their logprobs [M].
 
     A row whose logits are not finite gets a logprob that is not finite; the caller ends that request.
@@ -45,7 +63,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32],
     if greedy.all():
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _invert(_truncate(logprobs, batch), _uniform(batch.seeds, batch.indices))
+        tokens = _invert(_truncate(logprobs, batch), batch.uniform())
         if greedy.any():
             tokens = torch.where(torch.from_numpy(greedy).to(device), logits.argmax(dim=-1), tokens)
     chosen = logprobs.gather(1, tokens[:, None])[:, 0]
@@ -59,7 +77,7 @@ def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     it, and always the first.
     """
     probs = logprobs.exp()
-    limited = (batch.top_p < 1.0) | (batch.top_k > 0) | (batch.min_p > 0.0)
+    limited = batch.limited
     if not limited.any():
         return probs
     rows = torch.from_numpy(np.flatnonzero(limited)).to(probs.device)
@@ -68,7 +86,8 @@ def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     vocab = ranked.shape[1]
     top_k = np.where(batch.top_k[chosen] > 0, batch.top_k[chosen], vocab)
     top_p, min_p, rank_limit = (
-        torch.from_numpy(a).to(probs.device)[:, None] for a in (batch.top_p[chosen], batch.min_p[chosen], top_k)
+        torch.from_numpy(a).to(probs.device)[:, None]
+        for a in (batch.top_p[chosen], batch.min_p[chosen], top_k)
     )
     mass_before = ranked.cumsum(dim=-1) - ranked
     outside = (mass_before > top_p) | (ranked < ranked[:, :1] * min_p)
@@ -82,14 +101,6 @@ def _invert(probs: Tensor, uniform: npt.NDArray[np.float64]) -> Tensor:
     mass = probs.cumsum(dim=-1, dtype=torch.float64)
     goal = torch.from_numpy(uniform).to(probs.device)[:, None] * mass[:, -1:]
     return torch.searchsorted(mass, goal, right=True)[:, 0].clamp_(max=probs.shape[1] - 1)
-
-
-def _uniform(seeds: npt.NDArray[np.uint64], indices: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-    """Uniform numbers in [0, 1) from (seed, index): two rounds of the splitmix64 finaliser."""
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    mixed = _mix(seeds + golden)
-    mixed = _mix(mixed ^ ((indices.astype(np.uint64) + np.uint64(1)) * golden))
-    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

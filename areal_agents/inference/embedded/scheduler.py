@@ -19,7 +19,6 @@ import torch
 from areal_agents.inference.embedded.batch import SlotSampling
 from areal_agents.inference.embedded.request import Finish, Request
 from areal_agents.inference.embedded.runner import Rows, Runner
-from areal_agents.inference.embedded.sampling import sample
 from areal_agents.inference.embedded.slots import SlotTable
 from areal_agents.inference.engine import PauseMode
 
@@ -78,7 +77,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, rid: str | None) -> None:
-        """End the request `rid`, or all of them; an unknown rid is not an error, it may just have finished."""
+        """End the request `rid`, or all; an unknown rid is no error, it may just have finished."""
         for slot, request in list(self._running.items()):
             if rid is None or request.rid == rid:
                 self._finish(slot, Finish("abort", message="aborted"))
@@ -168,7 +167,7 @@ class Scheduler:
                 self._watched.add(place.slot)
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of this step and how many tokens each computes: every decode, then prompts within the budget."""
+        """Slots of this step and how many tokens each computes: decodes, then prompts within the budget."""
         slots = np.fromiter(self._running, np.int32, len(self._running))
         pending = self._table.length[slots] - self._table.valid[slots]
         if (pending == 1).all():
@@ -181,7 +180,7 @@ class Scheduler:
         return slots[counts > 0], counts[counts > 0]
 
     def _rows(self, slots: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> Rows:
-        """The step's rows; logits are wanted of the last row of each complete slot, and for prompt logprobs."""
+        """The step's rows; logits are wanted of each complete slot's last row, and for prompt logprobs."""
         table = self._table
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -195,7 +194,15 @@ class Scheduler:
         if self._scored:
             wanted = [row for row, _, _ in self._scored_rows(row_slots, positions)]
             outputs = np.union1d(outputs, np.array(wanted, np.int32)).astype(np.int32)
-        return Rows(table.tokens[row_slots, positions], row_slots, positions, starts, outputs)
+        return Rows(
+            tokens=table.tokens[row_slots, positions],
+            slots=row_slots,
+            positions=positions,
+            prefix_slots=table.prefix_slot[row_slots],
+            prefix_lengths=table.prefix_length[row_slots],
+            segment_starts=starts,
+            outputs=outputs,
+        )
 
     def _scored_rows(self, row_slots: np.ndarray, positions: np.ndarray) -> list[tuple[int, Request, int]]:
         """(row, request, prompt position that the row predicts) wherever a prompt logprob was asked for."""
@@ -209,7 +216,7 @@ class Scheduler:
         return found
 
     def _score_prompts(self, rows: Rows, logits: torch.Tensor, last_rows: np.ndarray) -> torch.Tensor:
-        """Fill in prompt logprobs (at temperature 1, as SGLang gives them); return the logits of `last_rows`."""
+        """Fill in prompt logprobs (at temperature 1, as SGLang does); return the logits of `last_rows`."""
         for row, request, predicted in self._scored_rows(rows.slots, rows.positions):
             logprobs = torch.log_softmax(logits[int(np.searchsorted(rows.outputs, row))], dim=-1)
             assert request.input_logprobs is not None
@@ -220,14 +227,18 @@ class Scheduler:
     def _commit(self, slots: np.ndarray, logits: torch.Tensor) -> None:
         """Sample for `slots` [M] from logits [M, V]; append, and finish what has ended."""
         table, sampling = self._table, self._sampling
-        tokens, logprobs = sample(sampling.penalised(slots, logits, table), sampling.batch(slots, table.length[slots]))
+        tokens, logprobs = self._runner.sample(
+            sampling.penalised(slots, logits, table), sampling.batch(slots, table.length[slots])
+        )
         table.tokens[slots, table.length[slots]] = tokens
         sampling.logprobs[slots, table.length[slots] - sampling.prompt_length[slots]] = logprobs
         table.length[slots] += 1
         stopped = sampling.stops(slots, tokens)
         ended = stopped | (table.length[slots] >= sampling.limit[slots]) | ~np.isfinite(logprobs)
         for i in np.flatnonzero(ended):
-            self._finish(int(slots[i]), self._reason(int(slots[i]), int(tokens[i]), bool(stopped[i]), logprobs[i]))
+            self._finish(
+                int(slots[i]), self._reason(int(slots[i]), int(tokens[i]), bool(stopped[i]), logprobs[i])
+            )
         if self._watched:
             self._watch(slots)
 
@@ -242,7 +253,9 @@ class Scheduler:
 
     def _matched_stop(self, slot: int) -> str | None:
         request = self._running[slot]
-        return self._find_stop(self._output(slot)[0], request.sampling.stop) if request.sampling.stop else None
+        return (
+            self._find_stop(self._output(slot)[0], request.sampling.stop) if request.sampling.stop else None
+        )
 
     def _watch(self, slots: np.ndarray) -> None:
         """Stop strings and streams, for the requests that have them."""
@@ -257,7 +270,9 @@ class Scheduler:
     def _output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the ids and logprobs that `slot` has sampled."""
         start, stop = int(self._sampling.prompt_length[slot]), int(self._table.length[slot])
-        return self._table.tokens[slot, start:stop].copy(), self._sampling.logprobs[slot, : stop - start].copy()
+        return self._table.tokens[slot, start:stop].copy(), self._sampling.logprobs[
+            slot, : stop - start
+        ].copy()
 
     def _finish(self, slot: int, finish: Finish) -> None:
         request = self._leave(slot)

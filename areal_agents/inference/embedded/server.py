@@ -1,6 +1,6 @@
 """The engine process: put the parts together, listen, and end cleanly.
 
-    areal-agents engine --model PATH --port N
+areal-agents engine --model PATH --port N
 """
 
 from __future__ import annotations
@@ -71,13 +71,18 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
     if not folder.is_dir():
         raise ConfigError(f"engine.model: {config.model} is not a folder")
     threads = config.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
     arch = read_architecture(folder)
     max_context = config.max_context or min(arch.max_positions, DEFAULT_MAX_CONTEXT)
     if max_context > arch.max_positions:
-        raise ConfigError(f"engine.max_context: {max_context} exceeds the model's {arch.max_positions} positions")
-    weights = random_weights(arch, config.seed) if config.load_format == "dummy" else load_weights(folder, arch)
+        raise ConfigError(
+            f"engine.max_context: {max_context} exceeds the model's {arch.max_positions} positions"
+        )
+    weights = (
+        random_weights(arch, config.seed) if config.load_format == "dummy" else load_weights(folder, arch)
+    )
     runner = make_runner(config, arch, max_context=max_context, threads=threads)
+    # The kernel has threads of its own; torch's would spin beside them between the few operations left to it.
+    torch.set_num_threads(1 if runner.kind == "numba" else threads)
     runner.load(weights)
     warm_up(runner)
     detokenizer = Detokenizer(folder)
@@ -113,8 +118,10 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
     )
 
 
-def make_runner(config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int) -> Runner:
-    """numba for float32 on a CPU where it is installed and the sizes fit, torch otherwise; the log says which."""
+def make_runner(
+    config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int
+) -> Runner:
+    """numba for float32 on a CPU, where it is installed and the sizes fit; torch otherwise. It is logged."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
     if _use_numba(config, arch):
@@ -143,7 +150,9 @@ def _use_numba(config: EmbeddedEngineConfig, arch: Architecture) -> bool:
         import numba  # noqa: F401
     except ImportError as error:
         if config.kernel == "numba":
-            raise ConfigError("engine.kernel: numba is not installed; install it or use kernel=torch") from error
+            raise ConfigError(
+                "engine.kernel: numba is not installed; install it or use kernel=torch"
+            ) from error
         logger.warning("numba is not installed: decoding with torch, several times slower on small models")
         return False
     if config.kernel == "auto" and any(n % 8 for n in (arch.hidden, arch.head_dim, arch.feed_forward)):
@@ -161,7 +170,9 @@ def _listen(config: EmbeddedEngineConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"engine.port: cannot listen on {config.host}:{config.port}: {error.strerror}") from error
+        raise ConfigError(
+            f"engine.port: cannot listen on {config.host}:{config.port}: {error.strerror}"
+        ) from error
     listener.listen(2048)
     return listener
 

@@ -1,6 +1,6 @@
 """Between the event loop and the engine's thread: futures for finished requests, and weight swaps.
 
-Invariant: a rid is in `_active` exactly while its request is with the scheduler, so a rid is never running twice.
+Invariant: a rid is in `_active` exactly while its request is with the scheduler, so no rid runs twice.
 """
 
 from __future__ import annotations
@@ -128,19 +128,23 @@ class EngineService:
         return await self._call(lambda _: self._runner.checksum())
 
     async def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> None:
-        """Serve the folder at `path`. Reading and checking go on beside generation; only the swap stops it."""
+        """Serve the folder at `path`. It is read and checked beside generation; only the swap stops it."""
         async with self._swap:
             weights = await asyncio.to_thread(load_weights, Path(path), self._arch)
             self.check()
             await asyncio.wrap_future(
-                self._thread.call_when_idle(lambda scheduler: self._swap_in(scheduler, weights, version, flush_cache))
+                self._thread.call_when_idle(
+                    lambda scheduler: self._swap_in(scheduler, weights, version, flush_cache)
+                )
             )
             self._model_path = path
 
-    def _swap_in(self, scheduler: Scheduler, weights: Weights, version: str | None, flush_cache: bool) -> None:
+    def _swap_in(
+        self, scheduler: Scheduler, weights: Weights, version: str | None, flush_cache: bool
+    ) -> None:
         if flush_cache and scheduler.paused == "in_place" and scheduler.load["running"]:
             raise RequestError(
-                "flush_cache would drop the keys and values of requests paused in place: send flush_cache false"
+                "requests paused in place need the keys and values that flush_cache would drop: send flush_cache false"
             )
         self._runner.load(weights)
         scheduler.weights_changed()

@@ -2,6 +2,7 @@
 
 Invariant: positions 0..valid[s] of slot s hold keys and values of tokens[s, :valid[s]] under the current
 weights, unless `mixed[s]` (it went on over a swap in place), and a mixed slot is never a source of reuse.
+The first prefix_length[s] of them are bit for bit those of slot prefix_slot[s] too.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class SlotTable:
         self.valid = np.zeros(slots, np.int32)
         self.mixed = np.zeros(slots, np.bool_)
         self.busy = np.zeros(slots, np.bool_)
+        self.prefix_slot = np.arange(slots, dtype=np.int32)
+        self.prefix_length = np.zeros(slots, np.int32)
         self._last_used = np.zeros(slots, np.int64)
         self._clock = 0
 
@@ -50,10 +53,15 @@ class SlotTable:
         best = int(shared.argmax())
         continued = idle[shared[idle] == self.valid[idle]]
         continued = continued[shared[continued] == shared[best]]
-        slot = int(continued[0]) if len(continued) and shared[best] else int(idle[self._last_used[idle].argmin()])
+        slot = (
+            int(continued[0])
+            if len(continued) and shared[best]
+            else int(idle[self._last_used[idle].argmin()])
+        )
         if shared[slot] == shared[best]:
             best = slot
         reused = int(shared[best])
+        self._link_prefix(slot, best, reused, kept=int(shared[slot]))
         self.tokens[slot, : len(ids)] = ids
         self.length[slot] = len(ids)
         self.valid[slot] = reused
@@ -77,6 +85,18 @@ class SlotTable:
     def forget_idle(self) -> None:
         """Drop the prefix cache."""
         self.valid[~self.busy] = 0
+
+    def _link_prefix(self, slot: int, source: int, reused: int, *, kept: int) -> None:
+        """`slot` takes `reused` positions from `source` and keeps its own first `kept` as they were.
+
+        Prefixes point at the slot that had them first, so that many slots read one copy.
+        """
+        borrowers = self.prefix_slot == slot
+        self.prefix_length[borrowers] = np.minimum(self.prefix_length[borrowers], kept)
+        root, length = int(self.prefix_slot[source]), min(int(self.prefix_length[source]), reused)
+        if root in (source, slot) or length == 0:
+            root, length = source, reused
+        self.prefix_slot[slot], self.prefix_length[slot] = root, 0 if root == slot else length
 
     def _touch(self, slot: int) -> None:
         self._clock += 1

@@ -1,4 +1,4 @@
-"""The runner for every device and type that torch knows, and the reference that the numba kernel is held to."""
+"""The runner for every device and type that torch knows, and the reference for the numba kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from areal_agents.inference.embedded.architecture import Architecture
-from areal_agents.inference.embedded.runner import Rows, checksum_arrays
+from areal_agents.inference.embedded.runner import Int32, Rows, checksum_arrays
+from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
 
 
@@ -39,7 +40,9 @@ class TorchRunner:
     def load(self, weights: Weights) -> None:
         """See Runner.load."""
         names = Weights.__dataclass_fields__
-        self._weights = Weights(**{name: getattr(weights, name).to(self._device, self._dtype) for name in names})
+        self._weights = Weights(
+            **{name: getattr(weights, name).to(self._device, self._dtype) for name in names}
+        )
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Tensor:
@@ -53,7 +56,9 @@ class TorchRunner:
         x = weights.embedding[tokens]
         for i in range(arch.layers):
             qkv = linear(self._norm(x, weights.attention_norm[i]), weights.qkv[i], weights.qkv_bias[i])
-            q, k, v = qkv.view(len(x), -1, arch.head_dim).split([arch.heads, arch.kv_heads, arch.kv_heads], dim=1)
+            q, k, v = qkv.view(len(x), -1, arch.head_dim).split(
+                [arch.heads, arch.kv_heads, arch.kv_heads], dim=1
+            )
             if arch.head_norm:
                 q, k = self._norm(q, weights.q_norm[i]), self._norm(k, weights.k_norm[i])
             self._keys[i, slots, :, positions] = _rotate(k, cos, sin)
@@ -62,6 +67,10 @@ class TorchRunner:
             gate, up = linear(self._norm(x, weights.mlp_norm[i]), weights.gate_up[i]).chunk(2, dim=-1)
             x = x + linear(silu(gate) * up, weights.down[i])
         return linear(self._norm(x[outputs], weights.final_norm), weights.lm_head).float()
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
+        """See Runner.sample."""
+        return sample(logits, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """See Runner.copy_prefix."""
@@ -93,8 +102,12 @@ class TorchRunner:
         lengths = np.diff(starts)
         single = starts[:-1][lengths == 1]
         if len(single):
-            out[single] = self._attend_single(layer, query[single], rows.slots[single], rows.positions[single])
-        for first, count in zip(starts[:-1][lengths > 1].tolist(), lengths[lengths > 1].tolist(), strict=True):
+            out[single] = self._attend_single(
+                layer, query[single], rows.slots[single], rows.positions[single]
+            )
+        for first, count in zip(
+            starts[:-1][lengths > 1].tolist(), lengths[lengths > 1].tolist(), strict=True
+        ):
             slot, position = int(rows.slots[first]), int(rows.positions[first])
             seen = position + count
             mask = torch.ones(count, seen, dtype=torch.bool, device=self._device).tril(position)

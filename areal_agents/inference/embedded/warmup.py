@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from areal_agents.inference.embedded.runner import Rows, Runner
-from areal_agents.inference.embedded.sampling import SamplingBatch, sample
+from areal_agents.inference.embedded.sampling import SamplingBatch
 
 
 def warm_up(runner: Runner) -> None:
@@ -16,13 +16,15 @@ def warm_up(runner: Runner) -> None:
             tokens=np.zeros(count, np.int32),
             slots=np.zeros(count, np.int32),
             positions=positions,
+            prefix_slots=np.zeros(count, np.int32),
+            prefix_lengths=np.zeros(count, np.int32),
             segment_starts=np.array([0, count], np.int32),
             outputs=positions[-1:].copy(),
         )
         logits = runner.forward(rows)
     runner.copy_prefix(0, 0, 1)
     one = np.ones(1, np.float32)
-    sample(
+    runner.sample(
         logits,
         SamplingBatch(
             temperature=one,

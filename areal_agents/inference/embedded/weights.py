@@ -20,7 +20,7 @@ from areal_agents.inference.embedded.architecture import Architecture
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """Tensors in [out, in] orientation, layers stacked in front (L); V vocabulary, H hidden, F feed-forward."""
+    """Matrices are [out, in], layers (L) stacked in front; V vocabulary, H hidden, F feed-forward."""
 
     embedding: Tensor  # [V, H]
     lm_head: Tensor  # [V, H]; the embedding itself where they are tied
@@ -40,7 +40,10 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor name that a checkpoint of `arch` must hold, and its shape."""
     h, f, d = arch.hidden, arch.feed_forward, arch.head_dim
     q, kv = arch.heads * d, arch.kv_heads * d
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (arch.vocab_size, h), "model.norm.weight": (h,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (arch.vocab_size, h),
+        "model.norm.weight": (h,),
+    }
     if not arch.tied_embeddings:
         shapes["lm_head.weight"] = (arch.vocab_size, h)
     for i in range(arch.layers):
@@ -72,7 +75,9 @@ def load_weights(folder: Path, arch: Architecture) -> Weights:
             if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tied_embeddings):
                 continue
             if name not in shapes:
-                raise ConfigError(f"model: {path.name} holds {name}, which a {arch.model_type} model does not have")
+                raise ConfigError(
+                    f"model: {path.name} holds {name}, which a {arch.model_type} model does not have"
+                )
             if tuple(tensor.shape) != shapes[name]:
                 raise ConfigError(f"model: {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
             tensors[name] = tensor.float()
@@ -125,10 +130,16 @@ def _assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:
     layers = range(arch.layers)
 
     def stack(*names: str) -> Tensor:
-        return torch.stack([torch.cat([tensors[f"model.layers.{i}.{name}"] for name in names]) for i in layers])
+        return torch.stack(
+            [torch.cat([tensors[f"model.layers.{i}.{name}"] for name in names]) for i in layers]
+        )
 
     def head_norm(which: str) -> Tensor:
-        return stack(f"self_attn.{which}_norm.weight") if arch.head_norm else torch.ones(arch.layers, arch.head_dim)
+        return (
+            stack(f"self_attn.{which}_norm.weight")
+            if arch.head_norm
+            else torch.ones(arch.layers, arch.head_dim)
+        )
 
     embedding = tensors["model.embed_tokens.weight"]
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")

@@ -72,7 +72,9 @@ class EngineThread:
     def call_when_idle(self, action: Callable[[Scheduler], T]) -> Future[T]:
         """Like `call`, once nothing runs (at once while paused); see Scheduler.when_idle."""
         future: Future[T] = Future()
-        self.submit(lambda scheduler: scheduler.when_idle(lambda: _resolve(future, lambda: action(scheduler))))
+        self.submit(
+            lambda scheduler: scheduler.when_idle(lambda: _resolve(future, lambda: action(scheduler)))
+        )
         return future
 
     def _run(self) -> None:

@@ -1,0 +1,219 @@
+"""The forest: each turn stores only what it adds, and every path is exactly what the model saw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.messages import Message, ToolCall
+from areal_agents.core.trajectory import Forest, Fork, Trajectory, Turn
+
+
+def make_turn(turn_id: str, parent: str | None = None, **fields: Any) -> Turn:
+    """A turn; what it adds is derived from its id unless given."""
+    number = sum(turn_id.encode())
+    defaults: dict[str, Any] = {
+        "new_messages": (Message("user", f"q {turn_id}"),),
+        "new_prompt_ids": [number, number + 1],
+        "completion": Completion([number + 2], [-0.5], [number % 5], "stop"),
+        "reply": Message("assistant", f"a {turn_id}"),
+        "sampling": SamplingParams(8, temperature=0.5),
+    }
+    return Turn(id=turn_id, parent=parent, **{**defaults, **fields})
+
+
+@st.composite
+def forests(draw: st.DrawFn) -> list[Turn]:
+    """Turns in the order of recording: each a root, or the child of any earlier one."""
+    turns: list[Turn] = []
+    for index in range(draw(st.integers(1, 10))):
+        parent = draw(st.none() | st.sampled_from([turn.id for turn in turns])) if turns else None
+        sampled = draw(st.lists(st.integers(0, 99), max_size=4))
+        prompt = draw(st.lists(st.integers(0, 99), min_size=parent is None, max_size=4))
+        # Few different texts, so that siblings often read alike.
+        reply = Message(
+            "assistant", draw(st.sampled_from("xy")), tool_calls=(ToolCall(f"c{index}", "f", "{}"),)
+        )
+        turns.append(
+            make_turn(
+                f"t{index}",
+                parent,
+                new_messages=(Message("user", draw(st.sampled_from("pq"))),),
+                new_prompt_ids=prompt,
+                completion=Completion(
+                    sampled, [-0.01 * token for token in sampled], [index] * len(sampled), "stop"
+                ),
+                reply=reply,
+                sampling=SamplingParams(8, temperature=index / 10),
+            )
+        )
+    return turns
+
+
+@given(forests())
+def test_every_path_is_the_sum_of_what_its_turns_added(turns: list[Turn]) -> None:
+    forest, by_id = Forest(turns), {turn.id: turn for turn in turns}
+    assert forest.turns == tuple(turns) and len(forest) == len(turns)
+    for turn in turns:
+        before: list[int] = []
+        if turn.parent is not None:
+            parent = by_id[turn.parent]
+            before = [*forest.prompt_ids(parent.id).tolist(), *parent.completion.token_ids.tolist()]
+        prompt = before + turn.new_prompt_ids.tolist()
+        assert forest.prompt_ids(turn.id).tolist() == prompt
+        path = forest.path(turn.id)
+        assert path.token_ids.tolist() == prompt + turn.completion.token_ids.tolist()
+        assert path.token_ids.dtype == np.int32 and path.behavior_logprobs.dtype == np.float32
+
+
+@given(forests())
+def test_the_arrays_of_a_path_are_aligned(turns: list[Turn]) -> None:
+    for path in Forest(turns).trajectories():
+        size, mask = len(path.token_ids), path.sampled_mask
+        for array in (path.behavior_logprobs, path.versions, path.temperatures, path.turn_index, mask):
+            assert array.shape == (size,)
+        assert (path.versions[~mask] == -1).all() and (path.temperatures[~mask] == 1).all()
+        assert (path.behavior_logprobs[~mask] == 0).all()
+        owners = [path.turns[index] for index in path.turn_index[mask]]
+        assert path.versions[mask].tolist() == [int(turn.id[1:]) for turn in owners]
+        expected = np.array([turn.sampling.temperature for turn in owners], np.float32)
+        np.testing.assert_array_equal(path.temperatures[mask], expected)
+        np.testing.assert_allclose(path.behavior_logprobs[mask], path.token_ids[mask] * -0.01, rtol=1e-6)
+
+
+@given(forests())
+def test_leaves_cover_every_turn(turns: list[Turn]) -> None:
+    forest = Forest(turns)
+    parents = {turn.parent for turn in turns}
+    assert [leaf.id for leaf in forest.leaves()] == [turn.id for turn in turns if turn.id not in parents]
+    assert {turn.id for path in forest.trajectories() for turn in path.turns} == {turn.id for turn in turns}
+
+
+@given(forests(), st.data())
+def test_a_conversation_goes_on_from_the_turn_whose_call_it_replays(
+    turns: list[Turn], data: st.DataObject
+) -> None:
+    """Siblings that read alike are told apart by the tool-call ids that were minted for them."""
+    forest = Forest(turns)
+    turn = data.draw(st.sampled_from(turns))
+    new = (Message("tool", "result", tool_call_id=turn.reply.tool_calls[0].id), Message("user", "go on"))
+    found = forest.continuation([*forest.history(turn.id), turn.reply, *new])
+    assert found.parent is not None and found.fork is None and found.new_messages == new
+    assert found.parent.reply.tool_calls == turn.reply.tool_calls
+    assert found.parent is turn
+
+
+@given(forests())
+def test_an_order_of_recording_that_is_not_topological_is_refused(turns: list[Turn]) -> None:
+    children = [turn for turn in turns if turn.parent is not None]
+    for child in children:
+        with pytest.raises(ValueError, match="not recorded"):
+            Forest([child])
+    with pytest.raises(ValueError, match="recorded already"):
+        Forest([*turns, turns[0]])
+
+
+def conversation(*texts: str) -> list[Message]:
+    """Alternating user and assistant messages."""
+    return [Message("assistant" if index % 2 else "user", text) for index, text in enumerate(texts)]
+
+
+def test_an_empty_forest_has_nothing_to_fork_from() -> None:
+    found = Forest().continuation(conversation("hello"))
+    assert found.parent is None and found.fork is None and len(found.new_messages) == 1
+
+
+def test_the_longest_recorded_history_wins() -> None:
+    forest = Forest()
+    forest.record(make_turn("a"))
+    forest.record(make_turn("b", "a"))
+    found = forest.continuation(conversation("q a", "a a", "q b", "a b", "next"))
+    assert found.parent is forest["b"] and [m.content for m in found.new_messages] == ["next"]
+
+
+def test_an_edit_branches_off_after_the_last_reply_that_stands() -> None:
+    forest = Forest([make_turn("a"), make_turn("b", "a")])
+    found = forest.continuation(conversation("q a", "a a", "q b", "edited", "next"))
+    assert found.parent is forest["a"] and [m.content for m in found.new_messages] == [
+        "q b",
+        "edited",
+        "next",
+    ]
+
+
+def test_without_call_ids_the_latest_of_equal_siblings_wins() -> None:
+    reply, question = Message("assistant", "same"), (Message("user", "q"),)
+    forest = Forest([make_turn(name, new_messages=question, reply=reply) for name in ("a", "b")])
+    assert forest.continuation(conversation("q", "same", "next")).parent is forest["b"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "tools_id", "expected"),
+    [
+        (conversation("other"), "", Fork(None, "new conversation", 0)),
+        (conversation("q a", "edited", "q b"), "", Fork("a", "edited", 1)),
+        (conversation("q a", "a a", "q b"), "tools", Fork("b", "tools changed", 3)),
+        (conversation("q a"), "", Fork("a", "unknown", 1)),
+        (conversation("q a", "a a", "other"), "tools", Fork("a", "tools changed", 2)),
+    ],
+)
+def test_a_new_root_says_why(messages: list[Message], tools_id: str, expected: Fork) -> None:
+    forest = Forest([make_turn("a"), make_turn("b", "a")])
+    assert forest.continuation(messages, tools_id).fork == expected
+
+
+def test_other_reasoning_is_an_edit() -> None:
+    forest = Forest([make_turn("a", reply=Message("assistant", "x", reasoning="hm"))])
+    replayed = Message("assistant", "x", reasoning="aha")
+    fork = forest.continuation([Message("user", "q a"), replayed, Message("user", "n")]).fork
+    assert fork == Fork("a", "edited", 1)
+
+
+def test_a_shared_system_prompt_is_a_new_conversation() -> None:
+    system = Message("system", "Be brief.")
+    forest = Forest([make_turn("a", new_messages=(system, Message("user", "q")))])
+    fork = forest.continuation([system, Message("user", "other")]).fork
+    assert fork is not None and fork.reason == "new conversation"
+
+
+def test_a_fork_that_the_template_forces_starts_anew() -> None:
+    forest = Forest([make_turn("a")])
+    messages = conversation("q a", "a a", "next")
+    found = forest.continuation(messages)
+    assert found.parent is not None
+    forked = forest.fork(found.parent, messages, found.new_messages, "template strips reasoning")
+    assert forked.parent is None and list(forked.new_messages) == messages
+    assert forked.fork == Fork("a", "template strips reasoning", 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"new_messages": ()}, "adds no message"),
+        ({"new_prompt_ids": []}, "empty prompt"),
+        ({"turn_id": ""}, "needs an id"),
+        ({"reply": Message("user", "x")}, "assistant message"),
+        ({"parent": "p", "forked_from": Fork(None, "unknown", 0)}, "cannot also be a fork"),
+    ],
+)
+def test_an_impossible_turn(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_turn(**{"turn_id": "t", **fields})
+
+
+def test_impossible_relations() -> None:
+    with pytest.raises(ValueError, match="unknown fork reason"):
+        Fork(None, "because", 0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="other tools"):
+        Forest([make_turn("a"), make_turn("b", "a", tools_id="x")])
+    with pytest.raises(ValueError, match="at least one turn"):
+        Trajectory(())
+    with pytest.raises(ValueError, match="does not follow"):
+        Trajectory((make_turn("a"), make_turn("b", "c")))
+    with pytest.raises(KeyError):
+        Forest().path("none")

@@ -1,0 +1,178 @@
+"""`areal-agents train` as a user runs it: to the end, interrupted, killed, and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import Store
+
+EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "search_agent" / "config.yaml"
+SMALL = [
+    "rollout.groups=2",
+    "rollout.group_size=2",
+    "rollout.concurrency=8",
+    "eval.episodes=6",
+    "eval.every=2",
+    "trainer.warmup_steps=0",
+    "trainer.checkpoint_every=1",
+    "algorithm.drop_equal_groups=false",
+]
+TIMEOUT_S = 150
+
+
+def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL, f"run_dir={run_dir}"]
+    return subprocess.Popen(
+        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    return output
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "the run did not get there in time"
+        time.sleep(0.05)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = RunFolder(run_dir).metrics
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def processes_of(run_dir: Path, role: str = "") -> list[int]:
+    """Process ids whose command line names the run folder."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if str(run_dir).encode() in arguments and (not role or role.encode() in arguments):
+            found.append(int(entry.name))
+    return found
+
+
+def wait_until_gone(run_dir: Path) -> None:
+    deadline = time.monotonic() + 60
+    while processes_of(run_dir) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_of(run_dir) == []
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    process = start(run_dir, "trainer.steps=3", "--ablate-tool")
+    output = finish(process)
+    assert process.returncode == 0, output
+    return run_dir, output
+
+
+def test_a_run_leaves_its_figures_and_nothing_running(finished: tuple[Path, str]) -> None:
+    run_dir, output = finished
+    summary = json.loads(RunFolder(run_dir).summary.read_text())
+    assert summary["steps"] == 3
+    assert summary["versions"] == 4
+    assert summary["staleness_max"] <= 1
+    assert {"before", "after"} <= set(summary["heldout"])
+    assert summary["heldout_before"] == summary["heldout"]["before"]
+    assert summary["heldout_without_tool"] is not None
+    assert summary["sampled_tokens"] > 0
+    assert RunFolder(run_dir).reward_plot.read_bytes().startswith(b"\x89PNG")
+    assert "held-out reward after" in output
+    assert processes_of(run_dir) == []
+
+
+def test_every_token_of_a_run_has_its_version_and_its_bound(finished: tuple[Path, str]) -> None:
+    run_dir, _ = finished
+    rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
+    assert [row["version"] for row in rows] == [1, 2, 3]
+    with Store.open(RunFolder(run_dir).store) as store:
+        assert store.group_counts()["trained"] == 6
+        held_out = store.episodes(split="eval", metadata={"eval": "before"})
+        assert len(held_out) == 6
+        assert {(e.version_min, e.version_max) for e in held_out} == {(0, 0)}
+        after = [e for e in store.episodes(split="eval", metadata={"eval": "after"}) if e.status != "aborted"]
+        assert {(e.version_min, e.version_max) for e in after} == {(3, 3)}
+
+
+def test_a_finished_run_is_not_trained_again(finished: tuple[Path, str]) -> None:
+    run_dir, _ = finished
+    process = start(run_dir, "trainer.steps=3")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert steps_done(run_dir) == 3
+
+
+def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=4")
+    wait_for(lambda: steps_done(run_dir) >= 1, process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert "goes on from the last checkpoint" in output
+    assert processes_of(run_dir) == []
+
+    process = start(run_dir, "trainer.steps=4")
+    output = finish(process)
+    assert process.returncode == 0, output
+    rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    versions = [row["version"] for row in rows]
+    assert versions == sorted(set(versions))
+
+
+def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=4")
+    wait_for(lambda: steps_done(run_dir) >= 1, process)
+    os.kill(processes_of(run_dir, "trainer")[0], signal.SIGKILL)
+    output = finish(process)
+    assert process.returncode == 1
+    assert "the trainer process was killed by signal 9" in output
+    assert processes_of(run_dir) == []
+
+    process = start(run_dir, "trainer.steps=4")
+    output = finish(process)
+    assert process.returncode == 0, output
+    with Store.open(RunFolder(run_dir).store) as store:
+        assert store.group_counts()["trained"] == 8
+        assert store.max_version() >= 4
+
+
+def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=50")
+    wait_for(lambda: len(processes_of(run_dir, "rollout")) == 1, process)
+    process.kill()
+    process.wait()
+    process.stdout.close()  # type: ignore[union-attr]
+    wait_until_gone(run_dir)
+
+
+def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked():
+        process = start(folder.root, "trainer.steps=1")
+        output = finish(process)
+    assert process.returncode == 1
+    assert "another process is using the run folder" in " ".join(output.split())

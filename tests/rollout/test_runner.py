@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_agents import Client
+from areal_agents.errors import AgentError, DataError
+from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
+from areal_agents.rollout.runner import evaluate, run
+
+AGENTS = Path(__file__).parent / "agents.py"
+ADMIN_KEY = "admin-key-of-the-tests"
+STEPS = 4
+
+
+def tasks_file(folder: Path, name: str, rows: list[dict[str, Any]]) -> str:
+    path = folder / f"{name}.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return str(path)
+
+
+def train_tasks(served: Any, n: int = 10, **fields: Any) -> DataConfig:
+    rows = [{"id": f"train/{i}", "n": i, **fields} for i in range(n)]
+    return DataConfig(path=tasks_file(served.folder, "train", rows))
+
+
+def held_out(served: Any, n: int = 4, **options: Any) -> EvalConfig:
+    rows = [{"id": f"held-{i}", "n": i} for i in range(n)]
+    return EvalConfig(data=DataConfig(path=tasks_file(served.folder, "held", rows)), **options)
+
+
+def config(**changes: Any) -> RolloutConfig:
+    return RolloutConfig(**{"groups": 2, "group_size": 2, "concurrency": 6, "max_staleness": 1, **changes})
+
+
+def arguments(served: Any, agent: str | dict[str, str], **changes: Any) -> dict[str, Any]:
+    return {
+        "store": served.store,
+        "proxy_url": served.url,
+        "admin_key": ADMIN_KEY,
+        "agent": f"{AGENTS}:{agent}" if isinstance(agent, str) else agent,
+        "data": changes.pop("data", None) or train_tasks(served),
+        "rollout": config(),
+        "evaluation": None,
+        "steps": STEPS,
+        **changes,
+    }
+
+
+def nothing_is_left(served: Any) -> bool:
+    names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]
+    ours = [name for name in names if "Collector" in name or "StoreWatch" in name or "Agent" in name]
+    return not served.store.episodes(status="open") and not ours
+
+
+async def test_a_whole_run(served: Any) -> None:
+    bound = 2 * 2 * 2  # (η + 1) · groups · G
+    seen: list[int] = []
+    given = arguments(served, "good", evaluation=held_out(served, every=2, concurrency=2))
+    async with served.trainer(
+        groups=2, steps=STEPS, seen=lambda _: seen.append(served.store.in_flight_episodes())
+    ):
+        async with asyncio.timeout(60):
+            await run(**given)
+    assert nothing_is_left(served)
+    assert served.store.group_counts()["trained"] == STEPS * 2
+    assert len(seen) == STEPS and max(seen) <= bound
+
+    evaluations: dict[str, list[Any]] = {}
+    for episode in served.store.episodes(split="eval"):
+        evaluations.setdefault(episode.metadata["eval"], []).append(episode)
+    # Beside training it takes the newest version, which may be a step further.
+    assert list(evaluations) in [["before", f"step-{step}", "after"] for step in (2, 3)]
+    for label in ("before", "after"):
+        assert [e.status for e in evaluations[label]] == ["finished"] * 4
+        assert {e.task_id for e in evaluations[label]} == {f"held-{i}" for i in range(4)}
+        assert all(e.group_id is None and e.score == 1.0 for e in evaluations[label])
+    training = served.store.episodes(split="train")
+    assert min(e.created_at for e in training) >= max(e.ended_at for e in evaluations["before"])
+    assert max(e.ended_at for e in training) <= min(e.created_at for e in evaluations["after"])
+    greedy = served.store.load_episode(evaluations["before"][0].id).turns[0]
+    drawn = served.store.load_episode(training[0].id).turns[0]
+    assert (greedy.sampling.temperature, drawn.sampling.temperature) == (0.0, 1.0)
+
+
+async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
+    given = arguments(served, "good", evaluation=held_out(served), steps=1)
+    async with served.trainer(groups=2, steps=1), asyncio.timeout(60):
+        await run(**given)
+    before = len(served.store.episodes())
+    async with asyncio.timeout(10):
+        await run(**given)
+    assert len(served.store.episodes()) == before
+
+
+async def test_a_failed_member_is_attempted_again(served: Any) -> None:
+    data = train_tasks(served, folder=str(served.folder))
+    (served.folder / "train").mkdir()
+    async with served.trainer(groups=2, steps=2), asyncio.timeout(60):
+        await run(**arguments(served, "fails_at_first", data=data, steps=2))
+    again = 0
+    for group in {e.group_id for e in served.store.episodes(status="failed")}:
+        attempts = served.store.episodes(group_id=group)
+        failed = next(e for e in attempts if e.status == "failed")
+        statuses = [e.status for e in attempts if e.index == failed.index]
+        again += statuses == ["failed", "finished"]
+    assert again >= 4  # the trained groups at least; the end of the run cut off the others
+    assert served.store.group_counts()["trained"] == 4
+    assert served.store.group_counts()["dropped"] == 0
+
+
+async def test_a_group_that_keeps_failing_is_dropped_and_the_run_goes_on(served: Any) -> None:
+    rows = [{"id": "bad/task", "bad": True}, *({"id": f"t{i}", "n": 1} for i in range(6))]
+    data = DataConfig(path=tasks_file(served.folder, "mixed", rows), epochs=1)
+    served.publish(0)
+    given = arguments(served, "fails_on_bad_tasks", data=data, steps=3, rollout=config(retries=1))
+    running = asyncio.create_task(run(**given))
+    async with asyncio.timeout(60):
+        while not served.store.group_counts()["dropped"]:
+            await asyncio.sleep(0.02)
+        async with served.trainer(groups=2, steps=3):
+            await running
+    counts = served.store.group_counts()
+    assert (counts["trained"], counts["dropped"]) == (6, 1)
+    failed = served.store.episodes(group_id="bad/task@0", status="failed")
+    assert len(failed) >= 2 and "this task never works" in failed[0].error
+    assert nothing_is_left(served)
+
+
+async def test_an_agent_that_always_fails_ends_the_run_with_its_error(served: Any) -> None:
+    served.publish(0)
+    given = arguments(served, "raises", rollout=config(give_up_after=6))
+    with pytest.raises(AgentError, match="6 attempts in a row failed.*no such tool"):
+        async with asyncio.timeout(60):
+            await run(**given)
+    assert not [task for task in asyncio.all_tasks() if "episode" in task.get_name()]
+
+
+async def test_a_proxy_that_is_gone_ends_the_run(served: Any) -> None:
+    served.publish(0)
+    given = arguments(served, "good", rollout=config(give_up_after=3), proxy_url="http://127.0.0.1:9")
+    with pytest.raises(AgentError, match="cannot reach http://127.0.0.1:9"):
+        async with asyncio.timeout(60):
+            await run(**given)
+
+
+async def test_data_that_ends_too_early_is_an_error(served: Any) -> None:
+    served.publish(0)
+    data = DataConfig(path=train_tasks(served, n=5).path, epochs=1)
+    with pytest.raises(DataError, match="5 tasks × 1 epochs are fewer than the 8 groups"):
+        await run(**arguments(served, "good", data=data))
+    rows = [{"id": f"t{i}", "n": 1, "bad": i < 2} for i in range(4)]
+    data = DataConfig(path=tasks_file(served.folder, "bad", rows), epochs=1)
+    with pytest.raises(DataError, match="the data ended: .* 2 dropped, and the 2 left make no batch of 4"):
+        async with asyncio.timeout(60):
+            await run(
+                **arguments(
+                    served, "fails_on_bad_tasks", data=data, steps=1, rollout=config(groups=4, retries=0)
+                )
+            )
+
+
+async def test_stopping_ends_agents_and_aborts_their_episodes(served: Any) -> None:
+    served.publish(0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(run(**arguments(served, "hangs", stop=stop)))
+    async with asyncio.timeout(60):
+        while len(served.store.episodes(status="open")) < 6:
+            await asyncio.sleep(0.05)
+        stop.set()
+        await running
+    assert nothing_is_left(served)
+    assert {e.status for e in served.store.episodes()} == {"aborted"}
+
+
+async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
+    served.publish(0)
+    stop = asyncio.Event()
+    running = asyncio.create_task(run(**arguments(served, "unrewarded", rollout=config(groups=1), stop=stop)))
+
+    def judge() -> None:
+        with Client(served.url, ADMIN_KEY) as client:
+            for episode in client.list_episodes(status="finished"):
+                if episode["group_id"] == first and episode["score"] is None:
+                    client.reward(episode["id"], 1.0)
+
+    async with asyncio.timeout(60):
+        while not served.store.episodes(status="finished"):
+            await asyncio.sleep(0.02)
+        first = served.store.episodes(status="finished")[0].group_id
+        while not served.store.group_counts()["complete"]:
+            await asyncio.to_thread(judge)
+            await asyncio.sleep(0.02)
+        # Nobody rewards the rest: the proxy fails them after 1 s, and they are attempted again.
+        while not [e for e in served.store.episodes(status="failed") if e.error == "no_reward"]:
+            await asyncio.sleep(0.05)
+        group = served.store.episodes(status="failed")[0].group_id
+        while len(served.store.episodes(group_id=group)) < 3:
+            await asyncio.sleep(0.05)
+        stop.set()
+        await running
+
+
+RUNNER = """
+import asyncio, json, sys
+sys.path.insert(0, {root!r})
+from areal_agents.rollout.config import DataConfig, RolloutConfig
+from areal_agents.rollout.runner import run
+from areal_agents.store import Store
+with Store.open({store!r}) as store:
+    asyncio.run(run(store=store, proxy_url={url!r}, admin_key={key!r}, agent={agent!r},
+        data=DataConfig.model_validate_json({data!r}), rollout=RolloutConfig.model_validate_json({rollout!r}),
+        evaluation=None, steps={steps}))
+"""
+
+
+async def test_a_killed_runner_goes_on_where_it_was(served: Any) -> None:
+    given = arguments(served, "good", rollout=config(group_size=3, concurrency=2))
+    code = RUNNER.format(
+        root=str(Path(__file__).parents[2]),
+        store=str(served.folder / "store.db"),
+        url=served.url,
+        key=ADMIN_KEY,
+        agent=given["agent"],
+        data=given["data"].model_dump_json(),
+        rollout=given["rollout"].model_dump_json(),
+        steps=STEPS,
+    )
+    async with served.trainer(groups=2, steps=STEPS), asyncio.timeout(90):
+        child = subprocess.Popen([sys.executable, "-c", code])
+        try:
+            while len(served.store.episodes(status="finished")) < 7:
+                await asyncio.sleep(0.01)
+        finally:
+            os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+        partial = [group for group in served.store.open_groups() if group.attempts]
+        await run(**given)
+    assert nothing_is_left(served)
+    counts = served.store.group_counts()
+    assert counts["trained"] == STEPS * 2 and counts["dropped"] == 0
+    episodes = served.store.episodes(split="train")
+    for group in partial:  # taken up again, not begun anew
+        members = [e for e in episodes if e.group_id == group.id and e.status == "finished"]
+        assert [m for m in members if m.created_at < min(e.created_at for e in episodes[-1:])]
+    groups = [e.group_id for e in episodes if e.index == 0 and e.status == "finished"]
+    assert len(groups) == len(set(groups))
+    assert {task for task, _ in served.store.task_ids_started()} <= {f"train/{i}" for i in range(10)}
+    assert [epoch for _, epoch in served.store.task_ids_started()] == sorted(
+        epoch for _, epoch in served.store.task_ids_started()
+    )
+
+
+async def test_a_sync_agent_in_workers(served: Any) -> None:
+    workers_before = threading.active_count()
+    async with served.trainer(groups=2, steps=1), asyncio.timeout(60):
+        await run(**arguments(served, "sync_good", steps=1, rollout=config(workers=2, max_staleness=0)))
+    assert served.store.group_counts()["trained"] == 2
+    assert threading.active_count() <= workers_before + 6  # the loop's default executor, no more
+    trained = [e for e in served.store.episodes(status="finished")]
+    assert {e.score for e in trained} == {1.5}
+
+
+async def test_one_evaluation_by_itself(served: Any) -> None:
+    served.publish(0)
+    given = arguments(served, "by_name", evaluation=held_out(served, n=3), label="extra")
+    for name in ("data", "steps"):
+        del given[name]
+    async with asyncio.timeout(60):
+        await evaluate(**given)
+    episodes = served.store.episodes(split="eval", metadata={"eval": "extra"})
+    assert [e.score for e in episodes] == [1.5] * 3
+    assert served.store.group_counts("train")["pending"] == 0

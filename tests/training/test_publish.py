@@ -1,0 +1,90 @@
+"""A version leaves the trainer whole, and the engine goes on whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_support import build_model
+from transformers import AutoModelForCausalLM
+
+from areal_agents.core.completion import SamplingParams, as_token_ids
+from areal_agents.errors import EngineError
+from areal_agents.inference import SGLangEngine
+from areal_agents.store import Store
+from areal_agents.training.publish import Publisher, swap, write_model
+
+
+def test_a_folder_is_what_transformers_loads(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "like").mkdir()
+    for file in model_folder.iterdir():
+        (tmp_path / "like" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "like" / "tokenizer.json").write_text("{}")
+    (tmp_path / "like" / "pytorch_model.bin").write_text("stale weights")
+    weights = {name: tensor + 1 for name, tensor in load_file(model_folder / "model.safetensors").items()}
+    path = tmp_path / "weights" / "v3"
+    write_model(weights, path, like=tmp_path / "like", dtype=torch.float32)
+    assert sorted(p.name for p in path.iterdir()) == sorted(
+        {*(p.name for p in model_folder.iterdir()), "tokenizer.json"}
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
+    assert [p.name for p in path.parent.iterdir()] == ["v3"]  # no temporary name is left
+
+
+def test_a_folder_is_replaced_and_its_type_is_the_one_asked_for(model_folder: Path, tmp_path: Path) -> None:
+    weights = load_file(model_folder / "model.safetensors")
+    path = tmp_path / "final"
+    write_model(weights, path, like=model_folder, dtype=torch.float32)
+    write_model(weights, path, like=model_folder, dtype=torch.bfloat16)
+    assert {t.dtype for t in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_versions_are_recorded_served_and_the_last_two_kept(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    publisher = Publisher(
+        store=store, engine=SGLangEngine(engine_url), run_dir=run_dir, model_path=model_folder, keep=2
+    )
+    weights = load_file(model_folder / "model.safetensors")
+    for version in range(12):
+        published = publisher.publish(weights, version=version, step=version, dtype=torch.float32)
+        assert 0 < published.pause_s < published.publish_s
+    publisher.close()
+    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v10", "v11"]
+    latest = store.latest_version()
+    assert latest is not None and (latest.version, latest.path) == (11, str(run_dir / "weights" / "v11"))
+
+
+def test_tokens_after_a_swap_carry_the_new_version(engine_url: str, tmp_path: Path) -> None:
+    other = build_model(tmp_path, seed=7)
+
+    async def play() -> np.ndarray:
+        async with SGLangEngine(engine_url) as generating, SGLangEngine(engine_url) as swapping:
+            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+            running = asyncio.create_task(generating.generate("r", as_token_ids([2, 3, 4]), sampling))
+            for version in (1, 2):
+                await swap(swapping, str(other), version)
+            return (await running).versions
+
+    versions = asyncio.run(play())
+    assert len(versions) == 200 and (np.diff(versions) >= 0).all() and versions[-1] == 2
+
+
+def test_an_engine_that_refuses_the_weights_goes_on_with_the_old_ones(
+    engine_url: str, tmp_path: Path
+) -> None:
+    async def play() -> list[int]:
+        async with SGLangEngine(engine_url) as engine:
+            with pytest.raises(EngineError):
+                await swap(engine, str(tmp_path / "nowhere"), 1)
+            completion = await engine.generate(
+                "r", as_token_ids([2, 3]), SamplingParams(max_new_tokens=3, ignore_eos=True)
+            )
+            return completion.versions.tolist()
+
+    assert asyncio.run(play()) == [0, 0, 0]

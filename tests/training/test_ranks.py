@@ -1,0 +1,73 @@
+"""Two gloo ranks against one: the same weights, metrics and checkpoints. Spawned once for the module."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from ranks_worker import main, train
+from safetensors.torch import load_file
+from training_support import record_groups
+
+from areal_agents.inference import running_engine
+from areal_agents.store import Store
+from areal_agents.training.checkpoint import Progress, load_checkpoint
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import load_policy
+from areal_agents.training.optimizer import make_optimizer
+
+
+@pytest.fixture(scope="module")
+def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """The folder that two ranks wrote, and what each of them returned."""
+    out = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (
+        running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url,
+        Store.open(out / "run" / "store.db") as store,
+    ):
+        record_groups(store, url, ["a", "b", "c", "d"])
+        mp.spawn(main, (port, str(model_folder), str(out), url), nprocs=2)
+        assert store.group_counts()["trained"] == 4
+    return out, [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+def test_two_ranks_train_like_one(spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks) -> None:
+    want_statistics, want_weights = train(model_folder, group)
+    for statistics, weights, *_ in spawned[1]:
+        for name, value in want_statistics.items():
+            assert statistics[name] == pytest.approx(value, rel=1e-3, abs=1e-4), name
+        for name, tensor in want_weights.items():
+            torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def test_one_rank_resumes_the_checkpoint_of_two(
+    spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
+) -> None:
+    out, results = spawned
+    policy = load_policy(model_folder, group)
+    optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
+    assert load_checkpoint(out / "checkpoints" / "step-1", policy, optimizer, group) == Progress(1, 1)
+    for name, tensor in policy.full_state_dict().items():
+        assert torch.equal(tensor, results[0][2][name])
+    assert len(optimizer.state) == len(list(policy.parameters()))
+
+
+def test_a_stop_on_one_rank_stops_both(spawned: tuple[Path, list[Any]]) -> None:
+    assert [result[3] for result in spawned[1]] == [True, True]
+
+
+def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:
+    out, results = spawned
+    assert [result[4] for result in results] == [(2, 2), (2, 2)]
+    published = load_file(out / "run" / "weights" / "v2" / "model.safetensors")
+    final = load_file(out / "run" / "final" / "model.safetensors")
+    assert all(torch.equal(published[name], final[name]) for name in published)
+    assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 2
