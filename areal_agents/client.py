@@ -6,7 +6,8 @@ call has a time limit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -96,9 +97,23 @@ class Client:
         """Reward an episode, or the turn that `completion_id` names; see `Episode.reward`."""
         self.post_to_episode(episode_id, "reward", _reward(value, completion_id, name))
 
-    def finish(self, episode_id: str, *, truncated: bool = False) -> dict[str, Any]:
-        """Seal an episode: no further model calls. `truncated` if the model ran into a limit."""
-        return self.post_to_episode(episode_id, "finish", {"truncated": truncated})
+    def finish(
+        self,
+        episode_id: str,
+        *,
+        truncated: bool = False,
+        rewards: Sequence[Mapping[str, Any]] = (),
+        require_turn: bool = False,
+    ) -> dict[str, Any]:
+        """Seal an episode: no further model calls. Nothing is done if anything is refused.
+
+        Args:
+            episode_id: which.
+            truncated: the model ran into a limit.
+            rewards: given in the same step, each `{"reward": …}` with `name` or `completion_id`.
+            require_turn: refuse (code "no_turn") if the model was never called.
+        """
+        return self.post_to_episode(episode_id, "finish", _ending(truncated, rewards, require_turn))
 
     def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
         """End an episode that says nothing about the model."""
@@ -142,15 +157,17 @@ class AsyncClient:
 
     Args:
         base_url, admin_key, timeout_s: see `Client`.
-        connections: open at most; more calls queue.
+        connections: calls at the same time; more of them queue.
     """
 
     def __init__(
-        self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0, connections: int = 32
+        self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0, connections: int = 8
     ) -> None:
         transport = httpx.AsyncHTTPTransport(
             retries=2, limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
         )
+        # The queue is here, because httpx goes through all of its own with every call.
+        self._free = asyncio.Semaphore(connections)
         self._http = httpx.AsyncClient(**_settings(base_url, admin_key, timeout_s), transport=transport)
 
     async def __aenter__(self) -> Self:
@@ -192,9 +209,16 @@ class AsyncClient:
         """See `Client.reward`."""
         await self.post_to_episode(episode_id, "reward", _reward(value, completion_id, name))
 
-    async def finish(self, episode_id: str, *, truncated: bool = False) -> dict[str, Any]:
+    async def finish(
+        self,
+        episode_id: str,
+        *,
+        truncated: bool = False,
+        rewards: Sequence[Mapping[str, Any]] = (),
+        require_turn: bool = False,
+    ) -> dict[str, Any]:
         """See `Client.finish`."""
-        return await self.post_to_episode(episode_id, "finish", {"truncated": truncated})
+        return await self.post_to_episode(episode_id, "finish", _ending(truncated, rewards, require_turn))
 
     async def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
         """See `Client.fail`."""
@@ -228,7 +252,8 @@ class AsyncClient:
         params: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         try:
-            response = await self._http.request(method, path, json=body, params=params)
+            async with self._free:
+                response = await self._http.request(method, path, json=body, params=params)
         except httpx.HTTPError as error:
             raise _unreachable(self._http.base_url, error) from error
         return _answer(response)
@@ -272,6 +297,15 @@ def _opened(answer: Mapping[str, Any]) -> OpenedEpisode:
 def _reward(value: RewardValue, completion_id: str | None, name: str | None) -> dict[str, Any]:
     body = {"reward": checked_reward(value), "completion_id": completion_id, "name": name}
     return {key: item for key, item in body.items() if item is not None}
+
+
+def _ending(truncated: bool, rewards: Sequence[Mapping[str, Any]], require_turn: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {"truncated": truncated}
+    if rewards:
+        body["rewards"] = list(rewards)
+    if require_turn:
+        body["require_turn"] = True
+    return body
 
 
 def _filters(split: str | None, status: str | None) -> dict[str, str]:

@@ -10,6 +10,8 @@
     │   ├── EngineUnavailable    it does not answer, or not in time
     │   └── EngineRejected       it refused the request as malformed
     ├── StoreError           the store is unusable, foreign, or a state transition is not allowed
+    │   ├── NotFound             there is no such episode, group or completion (store/errors.py)
+    │   └── Conflict             a state that the request contradicts; NoTurn: no call was recorded
     └── TrainingError        a batch or checkpoint that cannot be trained on
 
 Programming mistakes stay ValueError, TypeError and AssertionError.

@@ -1,9 +1,9 @@
 """Decode speed of the embedded engine over HTTP, beside transformers' generate in the same run.
 
 Every prompt is 300 tokens, 236 of them a system prompt that all share, and its prefix is in the cache when
-the clock runs; transformers gets its keys and values precomputed too. Both sides draw 48 tokens at temperature 1
-with the same number of threads. The client is this process: raw sockets and prepared bodies, so that it takes
-as little of the cores as it can.
+the clock runs; transformers gets its keys and values precomputed too. Both sides draw 48 tokens at
+temperature 1 with the same number of threads. The client is this process: plain sockets and prepared bodies,
+so that it takes as little of the cores as it can.
 """
 
 from __future__ import annotations

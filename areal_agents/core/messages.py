@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
+_ROLES = frozenset(get_args(Role))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Message:
     name: str | None = None
 
     def __post_init__(self) -> None:
-        if self.role not in get_args(Role):
+        if self.role not in _ROLES:
             raise ValueError(f"role must be one of {get_args(Role)}, got {self.role!r}")
         if self.role != "assistant" and (self.tool_calls or self.reasoning):
             raise ValueError(f"only an assistant message has tool calls or reasoning, got role {self.role!r}")
@@ -81,6 +82,8 @@ def canonical_key(message: Message) -> str:
     floats as integers; reasoning and ids are left out (see `reasoning_conflicts`, and the forest,
     which uses ids to choose between siblings).
     """
+    if not message.tool_calls:  # nearly all messages, and every one of a conversation at every call
+        return f"{message.role}\0{message.content.strip()}"
     calls = [(call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
     return json.dumps([message.role, message.content.strip(), calls], ensure_ascii=False)
 

@@ -77,6 +77,11 @@ class EngineProcess:
         """Whether the child is running."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def returncode(self) -> int | None:
+        """How the child ended, as subprocess gives it; None while it runs."""
+        return None if self._process is None else self._process.poll()
+
     def start(self) -> None:
         """Start the child; `url` is set, and answers once `wait_ready` returns."""
         listener = _listen(self._config.host, self._config.port)
@@ -105,7 +110,7 @@ class EngineProcess:
         deadline = time.monotonic() + self._start_timeout_s
         while not _answers(f"{self.url}/health", timeout_s=max(POLL_S, deadline - time.monotonic())):
             if not self.alive:
-                message = f"the engine ended with status {self._status()} before it served"
+                message = f"the engine ended with status {self.returncode} before it served"
             elif time.monotonic() > deadline:
                 message = f"the engine did not serve within {self._start_timeout_s:g} s"
             else:
@@ -134,9 +139,6 @@ class EngineProcess:
         if self._log_path is None or not self._log_path.exists():
             return ""
         return self._log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-
-    def _status(self) -> int | None:
-        return None if self._process is None else self._process.poll()
 
 
 @contextmanager

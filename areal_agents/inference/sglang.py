@@ -14,12 +14,14 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import orjson
 
 from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import ModelInfo, PauseMode, version_from_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+JSON = {"Content-Type": "application/json"}
 MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 
 
@@ -65,7 +67,7 @@ class SGLangEngine:
         await self._check_ids(input_ids)
         body = {
             "rid": rid,
-            "input_ids": input_ids.tolist(),
+            "input_ids": np.ascontiguousarray(input_ids),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": False,
@@ -131,7 +133,7 @@ class SGLangEngine:
             self._session = None
 
     async def _context_length(self) -> int | None:
-        answer = _as_object(await self._call("GET", "/get_server_info"), "/get_server_info")
+        answer = _as_object(await self._call("GET", "/server_info"), "/server_info")
         value = answer.get("context_length")
         return value if isinstance(value, int) else None
 
@@ -155,25 +157,25 @@ class SGLangEngine:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
             )
         timeout = timeout or self._control_timeout
+        url = self.base_url + path
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
         try:
             async with self._session.request(
-                method, self.base_url + path, json=body, timeout=timeout
+                method, url, data=data, headers=JSON, timeout=timeout
             ) as response:
                 raw, status = await response.read(), response.status
         except TimeoutError as error:
-            raise EngineUnavailable(
-                f"{self.base_url}{path} did not answer within {timeout.total:g} s"
-            ) from error
+            raise EngineUnavailable(f"{url} did not answer within {timeout.total:g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{self.base_url}{path} is not reachable: {error}") from error
+            raise EngineUnavailable(f"{url} is not reachable: {error}") from error
         if 400 <= status < 500:
-            raise EngineRejected(f"{self.base_url}{path} refused the request ({status}): {_message(raw)}")
+            raise EngineRejected(f"{url} refused the request ({status}): {_message(raw)}")
         if status != 200:
-            raise EngineUnavailable(f"{self.base_url}{path} answered {status}: {_message(raw)}")
+            raise EngineUnavailable(f"{url} answered {status}: {_message(raw)}")
         if not raw:
             return None
         try:
-            return json.loads(raw)
+            return orjson.loads(raw)
         except ValueError:
             return raw.decode(errors="replace")  # /flush_cache and /health answer in words
 
@@ -219,7 +221,7 @@ def completion_from_wire(answer: Any) -> Completion:
             )
         return Completion(
             token_ids=ids,  # type: ignore[arg-type]
-            logprobs=[min(float(triple[0]), 0.0) for triple in triples],  # type: ignore[arg-type]
+            logprobs=[float(triple[0]) for triple in triples],  # type: ignore[arg-type]
             versions=_versions(meta, len(ids)),
             finish_reason=FINISH_REASONS[kind],
         )
@@ -249,7 +251,7 @@ def _as_object(value: Any, what: str) -> dict[str, Any]:
 def _message(raw: bytes) -> str:
     """The error text of an answer in any of SGLang's forms."""
     try:
-        body = json.loads(raw)
+        body = orjson.loads(raw)
     except ValueError:
         return _shorten(raw.decode(errors="replace"))
     error = body.get("error", body.get("message", body)) if isinstance(body, dict) else body

@@ -49,8 +49,8 @@ def create_app(*, store: Store, engine: Engine, renderer: ChatRenderer, config: 
         return _json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
-        await engine.health()
-        return _json({"status": "ok"})
+        served = await engine.model_info()
+        return _json({"status": "ok", "version": served.version})
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

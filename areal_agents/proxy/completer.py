@@ -147,7 +147,7 @@ class Completer:
         bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens]
         bounds.append(session.limits.max_completion_tokens)
         if session.limits.max_tokens is not None:
-            bounds.append(session.limits.max_tokens - session.sampled_tokens)
+            bounds.append(max(1, session.limits.max_tokens - session.sampled_tokens))
         return draw(
             request.wish,
             split=session.row.split,
@@ -253,6 +253,8 @@ def _characters(messages: Sequence[Message]) -> int:
 
 
 def _why_not_extended(new_messages: Sequence[Message]) -> ForkReason:
+    if any(message.role == "assistant" for message in new_messages):
+        return "edited"  # the client puts words into the model's mouth
     # Templates rewrite the past at a new user turn, where they drop earlier reasoning.
     if any(message.role == "user" for message in new_messages):
         return "template strips reasoning"

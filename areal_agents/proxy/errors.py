@@ -22,7 +22,7 @@ from areal_agents.errors import (
     RequestError,
     StoreError,
 )
-from areal_agents.store import Conflict, NotFound
+from areal_agents.store import Conflict, NotFound, NoTurn
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ def as_request_error(error: Exception) -> RequestError:
             return error
         case NotFound():
             return RequestError(str(error), status=404, code="not_found")
+        case NoTurn():
+            return RequestError(str(error), status=409, code="no_turn")
         case Conflict():
             return RequestError(str(error), status=409, code="conflict")
         case StoreError():

@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from areal_agents.core.completion import TokenIds
-from areal_agents.core.rollout import EpisodeStatus, Reward
+from areal_agents.core.rollout import EpisodeStatus
 from areal_agents.core.trajectory import Forest, Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
@@ -145,19 +145,9 @@ class Sessions:
         self._by_key[session.row.key_hash] = session
         return session
 
-    async def seal(
-        self,
-        episode_id: str,
-        status: SealedStatus,
-        *,
-        given: Sequence[Reward] = (),
-        error: str | None = None,
-        truncated_reward: float = 0.0,
-    ) -> EpisodeState:
-        """End an episode, in the store first; what it is then. NotFound; Conflict."""
-        sealing = self._store.seal(
-            episode_id, status, given=given, error=error, truncated_reward=truncated_reward
-        )
+    async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
+        """End an episode, in the store first and with the arguments of `Store.seal`; what it is then."""
+        sealing = self._store.seal(episode_id, status, **how)
         state = await asyncio.wrap_future(sealing)
         session = self._by_id.get(episode_id)
         if session is not None:

@@ -13,7 +13,7 @@ from areal_agents.episode import Episode, checked_reward
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agent import Agent
 from areal_agents.rollout.config import LimitsConfig
-from areal_agents.rollout.worker import describe
+from areal_agents.rollout.tracebacks import describe
 
 OPENING_GRACE_S = 5.0
 LONGEST_ERROR = 2000  # characters kept of an agent's error
@@ -102,41 +102,50 @@ async def run_rollout(
         async with limit:
             value = await agent.run(task.input, ep)
         if value is not None:
-            reports.append(("reward", {"reward": checked_reward(value), "name": "return"}))
+            ep.report("reward", {"reward": checked_reward(value), "name": "return"})
     except Exception as raised:
         if not limit.expired():
             error = str(raised) if isinstance(raised, AgentError) else describe(raised)
-    return await _settle(client, opened, reports, error=error, overran=limit.expired(), limits=limits)
+    for path, body in reports:
+        if path == "fail":
+            error = error or body["error"]
+    rewards = [body for path, body in reports if path == "reward"]
+    if error is None or await _ran_into_a_limit(client, opened):
+        return await _finish(client, opened, rewards, overran=limit.expired(), time_s=limits.time_s)
+    return await _fail(client, opened, error)
 
 
-async def _settle(
+async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
+    """Whether the proxy refused a call over a limit: an agent that raises then is not to blame."""
+    return (await client.get_episode(opened.id))["limit_reached"] is not None
+
+
+async def _finish(
     client: AsyncClient,
     opened: OpenedEpisode,
-    reports: list[tuple[str, dict[str, Any]]],
+    rewards: list[dict[str, Any]],
     *,
-    error: str | None,
     overran: bool,
-    limits: LimitsConfig,
+    time_s: float,
 ) -> Outcome:
-    failures = [body["error"] for path, body in reports if path == "fail"]
-    seen = await client.get_episode(opened.id)
-    if failures:
-        return await _fail(client, opened, failures[0])
-    if not seen["turns"]:
-        return await _fail(client, opened, error or _no_call(overran, limits))
-    # An agent may well raise because the proxy refused a call over a limit: that is the policy's doing.
-    if error is not None and not seen.get("limit_reached"):
-        return await _fail(client, opened, error)
     try:
-        for path, body in reports:
-            await client.post_to_episode(opened.id, path, body)
+        sealed = await client.finish(opened.id, truncated=overran, rewards=rewards, require_turn=True)
     except RequestError as refused:
-        if refused.status >= 500:
-            raise
-        return await _fail(client, opened, f"the reward was refused: {refused.message}")
-    sealed = await client.finish(opened.id, truncated=overran)
-    status = sealed["status"]
-    return Outcome(status, rewarded=bool(reports) or bool(seen.get("rewards")) or status == "truncated")
+        if refused.code == "no_turn":
+            within = (
+                f" within {time_s:g} s" if overran else "; does its client use ep.base_url and ep.api_key?"
+            )
+            return await _fail(client, opened, f"the agent made no model call{within}")
+        if refused.status in (400, 404):
+            return await _fail(client, opened, f"a reward was refused: {refused.message}")
+        raise
+    rewarded = bool(rewards) or sealed["status"] == "truncated" or await _has_reward(client, opened)
+    return Outcome(sealed["status"], rewarded)
+
+
+async def _has_reward(client: AsyncClient, opened: OpenedEpisode) -> bool:
+    """Whether somebody gave a reward over HTTP, as commands do."""
+    return bool((await client.get_episode(opened.id))["rewards"])
 
 
 async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outcome:
@@ -171,9 +180,3 @@ async def abort_episodes(client: AsyncClient, episodes: Iterable[str], reason: s
         except RequestError as refused:
             if refused.status != 409:  # it ended meanwhile
                 raise
-
-
-def _no_call(overran: bool, limits: LimitsConfig) -> str:
-    if overran:
-        return f"the agent made no model call within {limits.time_s:g} s"
-    return "the agent made no model call; does its client use ep.base_url and ep.api_key?"

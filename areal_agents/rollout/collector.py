@@ -108,8 +108,7 @@ class Collector:
             return
         group = self._add(found.id, found.task)
         group.registered = True
-        tried = [attempt for attempts in found.attempts.values() for attempt in attempts]
-        for index, place in enumerate(read_places(found.size, tried)):
+        for index, place in enumerate(_places(found)):
             await self._continue(group, index, place)
 
     def _admit(self) -> bool:
@@ -156,17 +155,17 @@ class Collector:
 
     async def _fill(self, group: GroupRun, index: int) -> None:
         """Attempt one place of a group, and decide what follows."""
+        lost: str | None = None
         try:
             outcome = await self._attempt(group, index)
         except RequestError as error:
-            self._leave(group, index)
-            self._patience.note(str(error))
-            logger.warning("%s[%d]: %s", group.id, index, error)
-            await asyncio.sleep(backoff_s(1))
-            await self._look_again(group, index)
-            return
+            lost = str(error)
         finally:
-            self._leave(group, index)
+            self._running.pop((group.id, index), None)
+            self._changed.set()
+        if lost is not None:
+            await self._look_again(group, index, lost)
+            return
         self._patience.note(outcome.error)
         if outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
@@ -186,10 +185,6 @@ class Collector:
         group.registered = True
         return await run_rollout(self._client, self._agent, group.task, opened, limits=limits)
 
-    def _leave(self, group: GroupRun, index: int) -> None:
-        self._running.pop((group.id, index), None)
-        self._changed.set()
-
     async def _retry_or_drop(self, group: GroupRun, index: int, error: str) -> None:
         failures = group.failures[index]
         if failures > self._config.retries:
@@ -198,11 +193,9 @@ class Collector:
             self._enqueue(group, index)
 
     async def _drop(self, group: GroupRun, reason: str) -> None:
-        if self._groups.pop(group.id, None) is None:
+        if not self._forget(group):
             return  # another of its places was faster
         logger.error("group %s is dropped: %s", group.id, reason)
-        self._queue = [entry for entry in self._queue if entry[2] is not group]
-        heapq.heapify(self._queue)
         others = [task for (group_id, _), task in self._running.items() if group_id == group.id]
         for task in others:
             task.cancel()
@@ -211,6 +204,13 @@ class Collector:
         await self._client.drop_group(group.id, reason)
         left = self._store.episodes(group_id=group.id, status="open")
         await abort_episodes(self._client, [episode.id for episode in left], "its group was dropped")
+
+    def _forget(self, group: GroupRun) -> bool:
+        """Do no more for a group; whether it was one of ours until now."""
+        self._queue = [entry for entry in self._queue if entry[2] is not group]
+        heapq.heapify(self._queue)
+        self._changed.set()
+        return self._groups.pop(group.id, None) is not None
 
     # -- what the store knows better ----------------------------------------------------------
 
@@ -223,38 +223,49 @@ class Collector:
         if place.state == "unrewarded":
             group.unrewarded.add(index)
         elif place.state != "scored":
-            self._enqueue(group, index)
+            await self._retry_or_drop(group, index, "see the episodes of the group")
         elif group.scored(index):
             self._groups.pop(group.id, None)
 
-    async def _look_again(self, group: GroupRun, index: int) -> None:
-        """After a lost connection: what became of a place's episode?"""
-        if group.id not in self._groups:
-            return
-        place = read_places(group.size, self._store.episodes(group_id=group.id))[index]
-        try:
-            await self._continue(group, index, place)
-        except RequestError as error:
-            self._patience.note(str(error))
+    async def _look_again(self, group: GroupRun, index: int, error: str | None) -> None:
+        """The proxy refused, or its answer was lost: what became of the place?"""
+        while error is not None:
+            logger.warning("%s[%d]: %s", group.id, index, error)
+            self._patience.note(error)
             await asyncio.sleep(backoff_s(1))
-            await self._look_again(group, index)
+            if group.id not in self._groups:
+                return
+            found = {pending.id: pending for pending in self._store.open_groups()}.get(group.id)
+            if found is None and group.registered:  # dropped by somebody else
+                self._forget(group)
+                return
+            places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.size
+            try:
+                await self._continue(group, index, places[index])
+                error = None
+            except RequestError as refused:
+                error = str(refused)
 
     async def _look_at_unrewarded(self) -> None:
         """Rewards may come over HTTP; the proxy fails the episodes for which none does."""
         now = asyncio.get_running_loop().time()
-        if now < self._next_look_s:
+        waiting = [group for group in self._groups.values() if group.unrewarded]
+        if not waiting or now < self._next_look_s:
             return
         self._next_look_s = now + UNREWARDED_PERIOD_S
-        for group in [group for group in self._groups.values() if group.unrewarded]:
-            places = read_places(group.size, self._store.episodes(group_id=group.id))
-            for index in sorted(group.unrewarded):
-                place = places[index]
-                if place.state == "scored":
-                    await self._continue(group, index, place)
-                elif place.state == "vacant":
+        pending = {found.id: found for found in self._store.open_groups()}
+        for group in waiting:
+            if group.id not in pending:  # complete, or dropped by somebody else
+                self._forget(group)
+                continue
+            for index, place in enumerate(_places(pending[group.id])):
+                if index in group.unrewarded and place.state != "unrewarded":
                     group.unrewarded.discard(index)
-                    group.failures[index] = place.failures
-                    await self._retry_or_drop(group, index, "it got no reward in time")
+                    await self._continue(group, index, place)
+
+
+def _places(found: OpenGroup) -> list[Place]:
+    return read_places(found.size, [attempt for tried in found.attempts.values() for attempt in tried])
 
 
 def _is_ours(group: OpenGroup) -> bool:

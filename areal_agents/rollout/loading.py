@@ -6,13 +6,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.rollout.tracebacks import describe
 
 
 def names_a_function(spec: str) -> bool:
@@ -89,13 +89,7 @@ def _import(name: str, shown: str, error_type: type[ArealAgentsError]) -> Module
 def _does_not_import(shown: str, error: BaseException, error_type: type[ArealAgentsError]) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _is_machinery(f.filename)]
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return error_type(f"{shown} does not import: {type(error).__name__}: {error}{where}")
-
-
-def _is_machinery(filename: str) -> bool:
-    return filename == __file__ or "importlib" in filename
+    return error_type(f"{shown} does not import: {describe(error)}")
 
 
 def _is_file(module: ModuleType | None, path: Path) -> bool:

@@ -103,8 +103,7 @@ async def _runner(
     # Two, so that evaluation has worker processes of its own.
     trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency))
     evaluated = load_agent(agent, workers=min(rollout.workers, evaluation.concurrency if evaluation else 1))
-    connections = rollout.concurrency + (evaluation.concurrency if evaluation else 0)
-    client = AsyncClient(proxy_url, admin_key, connections=connections)
+    client = AsyncClient(proxy_url, admin_key)
     try:
         yield _Runner(client, store, trained, evaluated, rollout, evaluation)
     finally:
@@ -142,7 +141,7 @@ class _Runner:
                 await abort_open(self._client, self._store)
             if held_out:
                 await self.evaluate(held_out, "after", alone=True)
-        except asyncio.CancelledError:
+        except BaseException:
             await self._abort_at_the_end()
             raise
 

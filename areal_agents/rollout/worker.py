@@ -12,13 +12,13 @@ import os
 import queue
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any, TextIO
 
 from areal_agents.episode import Episode, checked_reward, running
 from areal_agents.errors import AgentError
 from areal_agents.rollout.loading import load_function
+from areal_agents.rollout.tracebacks import describe
 
 
 def main(spec: str) -> None:
@@ -56,13 +56,6 @@ def _attempt(
         return {"error": str(error)}
     except BaseException as error:  # also sys.exit: the episode is over, the worker is not
         return {"error": describe(error)}
-
-
-def describe(error: BaseException) -> str:
-    """An exception in one line, with the last place in the agent's code that it passed."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def _own_streams() -> tuple[TextIO, TextIO]:

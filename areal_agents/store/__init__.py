@@ -2,7 +2,7 @@
 
 from areal_agents.store.config import StoreConfig
 from areal_agents.store.episodes import SealedStatus
-from areal_agents.store.errors import Conflict, NotFound
+from areal_agents.store.errors import Conflict, NotFound, NoTurn
 from areal_agents.store.rows import (
     EpisodeRow,
     EpisodeState,
@@ -19,6 +19,7 @@ __all__ = [
     "EpisodeState",
     "EpisodeSummary",
     "NewEpisode",
+    "NoTurn",
     "NotFound",
     "OpenGroup",
     "SealedStatus",

@@ -188,8 +188,9 @@ def store_url(url_or_path: str | Path) -> str:
 
 
 def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
-    if not url.startswith("sqlite"):
-        raise StoreError(f"the store is SQLite (a path or sqlite:///…), got {sa.make_url(url)!r}")
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        raise StoreError(f"the store is a SQLite file (a path or sqlite:///path), got {parsed!r}")
     engine = sa.create_engine(
         url,
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},

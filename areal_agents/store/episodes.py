@@ -11,7 +11,7 @@ import orjson
 import sqlalchemy as sa
 
 from areal_agents.core.rollout import Reward, Task
-from areal_agents.store.errors import Conflict, NotFound
+from areal_agents.store.errors import Conflict, NotFound, NoTurn
 from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.rewards import write_default_reward, write_rewards
 from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode
@@ -93,11 +93,13 @@ def seal_episode(
     given: Sequence[Reward] = (),
     error: str | None = None,
     truncated_reward: float = 0.0,
+    require_turn: bool = False,
 ) -> EpisodeState:
     """End an open episode, with its last rewards if there are any; what it is then.
 
     "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward is
-    given `truncated_reward`. Sealing again in the same way changes nothing; otherwise Conflict.
+    given `truncated_reward`. Sealing again in the same way changes nothing; otherwise Conflict, and
+    NoTurn if `require_turn` and the model was never called.
     """
     found = connection.execute(
         sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id)
@@ -111,6 +113,8 @@ def seal_episode(
     is_repeated = found.status == status or (status == "finished" and found.status == "truncated")
     if found.status != "open" and not is_repeated:
         raise Conflict(f"episode {episode_id} is {found.status}, so it cannot become {status}")
+    if require_turn and not state_of(connection, episode_id).turns:
+        raise NoTurn(f"episode {episode_id} has no model call")
     if given:
         write_rewards(connection, episode_id, given)
     if not is_repeated:

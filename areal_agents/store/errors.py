@@ -11,3 +11,7 @@ class NotFound(StoreError):
 
 class Conflict(StoreError):
     """A state transition that is not allowed: a sealed episode, a leased group, a taken place."""
+
+
+class NoTurn(Conflict):
+    """An episode that was to be finished with at least one model call has none."""

@@ -101,11 +101,21 @@ class Store:
         given: Sequence[Reward] = (),
         error: str | None = None,
         truncated_reward: float = 0.0,
+        require_turn: bool = False,
     ) -> Future[EpisodeState]:
-        """End an episode, with its last rewards; what it is then. Conflict if it ended otherwise."""
+        """End an episode, with its last rewards; what it is then.
+
+        Conflict if it ended otherwise; NoTurn if `require_turn` and the model was never called.
+        """
         return self._database.submit(
             lambda c: episodes.seal_episode(
-                c, episode_id, status, given=given, error=error, truncated_reward=truncated_reward
+                c,
+                episode_id,
+                status,
+                given=given,
+                error=error,
+                truncated_reward=truncated_reward,
+                require_turn=require_turn,
             )
         )
 

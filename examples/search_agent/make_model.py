@@ -34,8 +34,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "model", help="folder to write")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--imitation-steps", type=int, default=2400, help="batches of stage B")
-    parser.add_argument("--flawed-steps", type=int, default=60, help="batches of stage C")
+    parser.add_argument("--imitation-steps", type=int, default=1500, help="batches of stage B")
+    parser.add_argument("--flawed-steps", type=int, default=50, help="batches of stage C")
     parser.add_argument(
         "--stages", type=Path, help="keep the weights after A and B here, and go on from them"
     )

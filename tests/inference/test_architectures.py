@@ -18,7 +18,7 @@ from areal_agents.inference.embedded.architecture import read_architecture
 from areal_agents.inference.embedded.numba_runner import NumbaRunner
 from areal_agents.inference.embedded.runner import Rows, Runner
 from areal_agents.inference.embedded.torch_runner import TorchRunner
-from areal_agents.inference.embedded.weights import load_weights
+from areal_agents.inference.embedded.weights import load_weights, random_weights
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -164,3 +164,13 @@ def test_a_folder_without_weights_or_with_a_broken_file_is_refused(
     (tmp_path / "model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match="cannot be read"):
         load_weights(tmp_path, arch)
+
+
+def test_dummy_weights_depend_on_the_seed_alone(model_folder: Path) -> None:
+    arch = read_architecture(model_folder)
+    runner = make_runner("torch", model_folder)
+    sums = []
+    for seed in (1, 1, 2):
+        runner.load(random_weights(arch, seed))
+        sums.append(runner.checksum())
+    assert sums[0] == sums[1] != sums[2]

@@ -76,6 +76,14 @@ async def test_what_is_not_json_is_400(url: str) -> None:
         assert "JSON" in answer["error"]["message"]
 
 
+async def test_an_oversized_body_is_413_before_it_is_read(url: str) -> None:
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+    assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.close()
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -91,6 +99,16 @@ async def test_bad_control_calls_are_400(url: str, path: str, body: dict) -> Non
     status, answer = await post(url, path, json=body)
     assert status == 400
     assert answer["error"]["message"]
+
+
+async def test_one_refused_prompt_refuses_its_batch_and_leaves_nothing_running(url: str) -> None:
+    params = {"max_new_tokens": 1000, "ignore_eos": True}
+    body = {"input_ids": [[5], [6]], "rid": ["twin", "twin"], "sampling_params": params}
+    status, answer = await post(url, "/generate", json=body)
+    assert status == 400
+    assert "'twin' is already running" in answer["error"]["message"]
+    async with SGLangEngine(url) as engine:
+        await wait_for_load(engine, 0)
 
 
 async def test_the_server_is_alive_after_all_of_it(url: str) -> None:
@@ -150,7 +168,7 @@ async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
         "input_ids": prompt_of(20).tolist(),
         "stream": True,
         "return_logprob": True,
-        "sampling_params": {"max_new_tokens": 1500, "temperature": 0, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True},
     }
     _, whole = await post(url, "/generate", json={**body, "stream": False})
     async with aiohttp.ClientSession() as session, session.post(url + "/generate", json=body) as response:

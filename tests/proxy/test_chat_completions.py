@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,22 @@ def test_a_new_user_turn_forks_where_the_template_strips(proxy: RunningProxy) ->
     assert turns[1]["prompt_ids"] == proxy.engine.calls[1].input_ids.tolist()
 
 
+def test_a_reply_that_the_client_made_up_starts_a_new_root(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    proxy.engine.script = lambda call: tool_call(query="Lyon")
+    client = proxy.openai(episode)
+    first = client.chat.completions.create(model="p", messages=[USER], tools=[SEARCH]).choices[0].message
+    result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "France"}
+    made_up = {"role": "assistant", "content": "It is in Spain."}
+    messages = [USER, first.to_dict(), result, made_up, {"role": "tool", "content": "Sure?"}]
+    client.chat.completions.create(model="p", messages=messages, tools=[SEARCH])
+    root, fork = proxy.tokens(episode)["turns"]
+    assert fork["parent"] is None
+    assert fork["forked_from"] == {"turn": root["id"], "reason": "edited", "diverged_at": 2}
+    text = proxy.engine.renderer.tokenizer.decode(proxy.engine.calls[1].input_ids.tolist())
+    assert "It is in Spain." in text and "France" in text
+
+
 def test_tool_choice_none_keeps_the_prompt_and_withholds_the_calls(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     client = proxy.openai(episode)
@@ -241,3 +258,20 @@ def test_a_wrong_key_is_the_clients_authentication_error(proxy: RunningProxy) ->
             model="p", messages=[USER]
         )
     assert caught.value.code == "invalid_api_key"
+
+
+def test_long_prompts_are_rendered_off_the_event_loop(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokenising a long prompt must not stall the other episodes; a short one is not worth a thread."""
+    renderer, threads = proxy.engine.renderer, []
+
+    def render(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return type(renderer).render(renderer, *arguments)
+
+    monkeypatch.setattr(renderer, "render", render)
+    client = proxy.openai(proxy.open_episode())
+    for text in ("short", "word " * 800):
+        client.chat.completions.create(model="p", messages=[{"role": "user", "content": text}])
+    assert not threads[0].startswith("rendering") and threads[1].startswith("rendering")

@@ -73,10 +73,21 @@ def test_finishing_may_bring_the_rewards(proxy: RunningProxy) -> None:
     post(proxy, path, {"rewards": [1]}, status=400)
     post(proxy, path, {"rewards": [{"reward": 1, "completion_id": "none"}]}, status=404)
     assert proxy.tokens(episode)["status"] == "open"  # a refused reward leaves it as it was
-    rewards = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
+    rewards: list[Any] = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
     assert post(proxy, path, {"rewards": rewards})["status"] == "finished"
     (leased,) = proxy.store.lease_groups(1, step=0, holder="t")
     assert leased.rollouts[0].episode.score == 1.5
+
+
+def test_finishing_may_require_a_model_call(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    path = f"/episodes/{episode['id']}/finish"
+    body = {"require_turn": True, "rewards": [{"reward": 1}]}
+    assert post(proxy, path, body, status=409)["error"]["code"] == "no_turn"
+    shown = proxy.tokens(episode)
+    assert shown["status"] == "open" and shown["rewards"] == []
+    ask(proxy, episode)
+    assert post(proxy, path, body)["turns"] == 1
 
 
 def test_a_sealed_episode_takes_no_calls_but_rewards(proxy: RunningProxy) -> None:
@@ -166,8 +177,11 @@ def test_unknown_episodes(proxy: RunningProxy) -> None:
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"task": {}}, "task.id"),
-        ({"task": "t"}, "task"),
+        ({"task": {}}, "task"),
+        ({"task": ""}, "task"),
+        ({"task": 3}, "task"),
+        ({"task": {"id": "", "input": {}}}, "task.id"),
+        ({"task": {"id": True, "q": 1}}, "task.id"),
         ({"task": {"id": "t", "input": 3}}, "task.input"),
         ({"split": "test"}, "split"),
         ({"group": 3}, "group"),
@@ -182,6 +196,23 @@ def test_unknown_episodes(proxy: RunningProxy) -> None:
 )
 def test_an_episode_that_cannot_be_opened(proxy: RunningProxy, body: dict[str, Any], param: str) -> None:
     assert post(proxy, "/episodes", body, status=400)["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("task", "task_id", "task_input"),
+    [
+        ("lyon", "lyon", {}),
+        ({"id": "lyon"}, "lyon", {}),
+        ({"id": 7, "input": {"q": "Lyon?"}}, "7", {"q": "Lyon?"}),
+        ({"id": 7, "q": "Lyon?"}, "7", {"id": 7, "q": "Lyon?"}),
+        ({"q": "Lyon?"}, "cdd568047c705ae4", {"q": "Lyon?"}),
+    ],
+)
+def test_a_task_may_be_given_in_any_of_its_forms(
+    proxy: RunningProxy, task: Any, task_id: str, task_input: dict[str, Any]
+) -> None:
+    shown = proxy.tokens(proxy.open_episode(task=task))["task"]
+    assert shown == {"id": task_id, "input": task_input}
 
 
 def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:

@@ -31,6 +31,21 @@ async def good(task: dict, ep: Episode) -> float:
     return float(task.get("reward", 1.0))
 
 
+SHARED: list[AsyncOpenAI] = []
+
+
+@episode
+async def shares_a_client(task: dict, ep: Episode) -> float:
+    """As with a client made at module level: one for all episodes, told apart by `current_key`."""
+    if not SHARED:
+        SHARED.append(AsyncOpenAI(base_url=f"{ep.base_url.split('/e/')[0]}/v1", api_key=current_key))
+    messages: list[Any] = [{"role": "user", "content": task["text"]}]
+    for _ in range(3):
+        answer = await SHARED[0].chat.completions.create(messages=messages, **SHORT)
+        messages += [answer.choices[0].message, {"role": "user", "content": task["text"]}]
+    return 1.0
+
+
 async def undecorated(task: dict, ep: Episode) -> bool:
     await ask(ep)
     return True

@@ -151,6 +151,16 @@ async def test_a_worker_serves_many_episodes(attempts: Attempts) -> None:
     await agent.close()
 
 
+async def test_concurrent_episodes_that_share_a_client_are_never_mixed_up(attempts: Attempts) -> None:
+    done = await asyncio.gather(
+        *(attempts("shares_a_client", {"text": f"I am number {number}"}) for number in range(20))
+    )
+    for number, (outcome, episode) in enumerate(done):
+        assert outcome.status == "finished" and len(episode.turns) == 3
+        said = {message.content for turn in episode.turns for message in turn.new_messages}
+        assert {text for text in said if text.startswith("I am")} == {f"I am number {number}"}
+
+
 COMMAND = """
     import json, os, sys, urllib.request
     from openai import OpenAI
@@ -204,11 +214,11 @@ async def test_a_command_that_hangs_is_killed_with_its_children(attempts: Attemp
 
 async def test_cancelling_leaves_the_episode_open_and_no_task_behind(attempts: Attempts) -> None:
     running = asyncio.create_task(attempts("hangs"))
-    while not attempts.served.store.episodes(status="open"):
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
-    running.cancel()
-    await asyncio.wait({running})
+    async with asyncio.timeout(30):
+        while not (left := attempts.served.store.episodes(status="open")) or not left[0].turns:
+            await asyncio.sleep(0.01)
+        running.cancel()
+        await asyncio.wait({running})
     assert running.cancelled()
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
     assert len(attempts.served.store.episodes(status="open")) == 1

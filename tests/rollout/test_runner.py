@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from areal_agents import Client
+from areal_agents import AsyncClient, Client
 from areal_agents.errors import AgentError, DataError
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.runner import evaluate, run
@@ -142,7 +142,7 @@ async def test_an_agent_that_always_fails_ends_the_run_with_its_error(served: An
     with pytest.raises(AgentError, match="6 attempts in a row failed.*no such tool"):
         async with asyncio.timeout(60):
             await run(**given)
-    assert not [task for task in asyncio.all_tasks() if "episode" in task.get_name()]
+    assert nothing_is_left(served)
 
 
 async def test_a_proxy_that_is_gone_ends_the_run(served: Any) -> None:
@@ -151,6 +151,64 @@ async def test_a_proxy_that_is_gone_ends_the_run(served: Any) -> None:
     with pytest.raises(AgentError, match="cannot reach http://127.0.0.1:9"):
         async with asyncio.timeout(60):
             await run(**given)
+
+
+class Wire:
+    """Forwards TCP to the proxy, and can be cut."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.cut = False
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._forward, "127.0.0.1", 0)
+        return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        self.break_connections()
+
+    def break_connections(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.cut:
+            writer.transport.abort()
+            return
+        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers |= {writer, up_writer}
+        await asyncio.gather(self._pipe(reader, up_writer), self._pipe(up_reader, writer))
+        self._writers -= {writer, up_writer}
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(65536):
+                writer.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+
+async def test_a_lost_connection_costs_attempts_not_the_run(served: Any) -> None:
+    wire = Wire(int(served.url.rsplit(":", 1)[1]))
+    async with asyncio.timeout(60), wire as url, served.trainer(groups=2, steps=STEPS):
+        given = arguments(served, "good", rollout=config(retries=4), proxy_url=url)
+        running = asyncio.create_task(run(**given))
+        for seen in (3, 6, 9):
+            while len(served.store.episodes(status="finished")) < seen:
+                await asyncio.sleep(0.005)
+            wire.cut = True
+            wire.break_connections()
+            await asyncio.sleep(0.3)
+            wire.cut = False
+        await running
+    assert nothing_is_left(served)
+    counts = served.store.group_counts()
+    assert (counts["trained"], counts["dropped"]) == (STEPS * 2, 0)
+    assert [e for e in served.store.episodes() if e.status in ("failed", "aborted")]
 
 
 async def test_data_that_ends_too_early_is_an_error(served: Any) -> None:
@@ -180,6 +238,23 @@ async def test_stopping_ends_agents_and_aborts_their_episodes(served: Any) -> No
         await running
     assert nothing_is_left(served)
     assert {e.status for e in served.store.episodes()} == {"aborted"}
+
+
+async def test_a_group_that_somebody_else_drops_is_left_alone(served: Any) -> None:
+    served.publish(0)
+    stop = asyncio.Event()
+    given = arguments(served, "unrewarded", rollout=config(groups=1, max_staleness=0), stop=stop)
+    running = asyncio.create_task(run(**given))
+    async with asyncio.timeout(60), AsyncClient(served.url, ADMIN_KEY) as client:
+        while not served.store.episodes(status="finished"):
+            await asyncio.sleep(0.02)
+        dropped = served.store.episodes(status="finished")[0].group_id
+        await client.drop_group(dropped, "by hand")
+        while not [e for e in served.store.episodes() if e.group_id != dropped]:  # the gate is free again
+            await asyncio.sleep(0.02)
+        stop.set()
+        await running
+    assert served.store.group_counts()["dropped"] == 1 and nothing_is_left(served)
 
 
 async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
@@ -280,3 +355,21 @@ async def test_one_evaluation_by_itself(served: Any) -> None:
     episodes = served.store.episodes(split="eval", metadata={"eval": "extra"})
     assert [e.score for e in episodes] == [1.5] * 3
     assert served.store.group_counts("train")["pending"] == 0
+
+
+async def test_an_evaluation_repeats_what_failed_and_nothing_else(served: Any) -> None:
+    served.publish(0)
+    rows = [{"id": "bad", "bad": True}, {"id": "good", "n": 1}]
+    evaluation = EvalConfig(data=DataConfig(path=tasks_file(served.folder, "held", rows)))
+    given = arguments(served, "fails_on_bad_tasks", evaluation=evaluation, label="extra")
+    for name in ("data", "steps"):
+        del given[name]
+    given["rollout"] = config(retries=1)
+    for attempts_at_bad in (2, 4):  # an evaluation that is started again goes on
+        async with asyncio.timeout(60):
+            await evaluate(**given)
+        episodes = served.store.episodes(split="eval", metadata={"eval": "extra"})
+        assert sorted((e.task_id, e.status) for e in episodes) == [
+            *[("bad", "failed")] * attempts_at_bad,
+            ("good", "finished"),
+        ]

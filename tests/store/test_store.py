@@ -286,6 +286,24 @@ def test_a_broken_write_does_not_take_others_with_it(store: Store) -> None:
     assert [turn.id for turn in store.load_episode("e").turns] == [f"t{index}" for index in range(9)]
 
 
+def test_a_store_that_is_locked_for_too_long_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_agents.store.database._BUSY_TIMEOUT_S", 0.1)
+    with Store.open(tmp_path / "s.db") as store:
+        open_episode(store, "e")
+        other = sqlite3.connect(tmp_path / "s.db", isolation_level=None)
+        other.execute("BEGIN IMMEDIATE")
+        futures = [store.add_turn("e", make_turn(f"t{index}")) for index in range(3)]
+        for future in futures:
+            with pytest.raises(StoreError, match="locked"):
+                future.result()
+        other.execute("ROLLBACK")
+        other.close()
+        store.add_turn("e", make_turn("later")).result()
+        assert [turn.id for turn in store.load_episode("e").turns] == ["later"]
+
+
 def test_closing_commits_what_is_queued(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s.db")
     open_episode(store, "e")
@@ -315,8 +333,9 @@ def test_a_foreign_or_broken_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("not a database, but long enough to be looked at " * 50)
     with pytest.raises(StoreError, match="cannot open"):
         Store.open(tmp_path / "text.db")
-    with pytest.raises(StoreError, match="SQLite"):
-        Store.open("mysql://host/db")
+    for url in ("mysql://host/db", "sqlite://", "sqlite:///:memory:"):
+        with pytest.raises(StoreError, match="SQLite file"):
+            Store.open(url)
 
 
 def test_a_turn_of_another_codec_is_refused(store: Store) -> None:

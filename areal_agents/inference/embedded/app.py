@@ -1,4 +1,4 @@
-"""The HTTP side: SGLang's endpoints over an `EngineService`. Routes parse, call, serialise; nothing blocks."""
+"""The HTTP side: SGLang's endpoints over an `EngineService`. Routes parse, call, serialise; none blocks."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
 from areal_agents.inference.embedded.protocol import Generation, answer, make_request, parse_generate
+from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.service import EngineService
 
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
@@ -111,9 +112,12 @@ class Routes:
         return _json(done if batch else done[0])
 
     async def _run_all(self, generations: list[Generation]) -> list[dict[str, Any]]:
-        if len(generations) == 1:
-            return [await self._run(generations[0])]
-        return list(await asyncio.gather(*(self._run(generation) for generation in generations)))
+        tasks = [asyncio.ensure_future(self._run(generation)) for generation in generations]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()  # the others of a batch in which one was refused
 
     async def _run(self, generation: Generation) -> dict[str, Any]:
         started = time.perf_counter()
@@ -123,13 +127,18 @@ class Routes:
         await self._service.run(request)
         return answer(request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started)
 
-    async def _stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Server-sent events with cumulative ids and logprobs, SGLang's default."""
-        started = time.perf_counter()
+    def _stream(self, generation: Generation) -> AsyncIterator[bytes]:
+        """Submit, and give server-sent events with cumulative ids and logprobs, SGLang's default."""
         request = make_request(
             generation, seed=self._service.next_seed(), streaming=True, notify=self._service.notify
         )
-        async for _ in self._service.stream(request):
+        return self._events(request, generation, self._service.stream(request))
+
+    async def _events(
+        self, request: Request, generation: Generation, progress: AsyncIterator[None]
+    ) -> AsyncIterator[bytes]:
+        started = time.perf_counter()
+        async for _ in progress:
             chunk = answer(
                 request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started
             )

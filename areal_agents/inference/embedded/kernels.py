@@ -62,6 +62,19 @@ def _exp(x):
     return np.int32(np.float32(p).view(np.int32) + exponent).view(np.float32)
 
 
+# Loops, not slice assignments: those compile the text of an error message too, for seconds.
+@_exact
+def _copy(x, out):
+    for i in range(x.shape[0]):
+        out[i] = x[i]
+
+
+@_exact
+def _clear(out):
+    for i in range(out.shape[0]):
+        out[i] = np.float32(0.0)
+
+
 @_exact
 def _add_product(a, w, c):
     """c += a @ w for a [M, K], w [K, N], c [M, N]; K is a multiple of 8."""
@@ -71,13 +84,10 @@ def _add_product(a, w, c):
         n1 = min(n0 + _N_TILE, width)
         for k0 in range(0, depth, _K_TILE):
             k1 = min(k0 + _K_TILE, depth)
-            m = 0
-            while m + 4 <= rows:
+            for m in range(0, rows - rows % 4, 4):
                 _four_rows(a, w, c, m, k0, k1, n0, n1)
-                m += 4
-            while m < rows:
+            for m in range(rows - rows % 4, rows):
                 _one_row(a, w, c, m, k0, k1, n0, n1)
-                m += 1
 
 
 @_exact
@@ -269,8 +279,8 @@ def _attend(
                 )
             _softmax(scores[0], length)
             _softmax(scores[1], length)
-            out_a[:] = np.float32(0.0)
-            out_b[:] = np.float32(0.0)
+            _clear(out_a)
+            _clear(out_b)
             for i in range(tiles):
                 source = prefix_slot if i < shared else slot
                 at = i * TILE
@@ -321,11 +331,11 @@ def forward(
     heads, kv_heads, head_dim, _ = shape
     rows = tokens.shape[0]
     for r in range(rows):
-        x[r] = embedding[tokens[r]]
+        _copy(embedding[tokens[r]], x[r])
     for layer in range(qkv_weight.shape[0]):
         for r in range(rows):
             _rms_norm(x[r], attention_norm[layer], eps, normed[r])
-            qkv[r] = qkv_bias[layer]
+            _copy(qkv_bias[layer], qkv[r])
         _add_product(normed, qkv_weight[layer], qkv)
         _project_heads(
             qkv,
@@ -349,14 +359,14 @@ def forward(
         _add_product(attended, o_weight[layer], x)
         for r in range(rows):
             _rms_norm(x[r], mlp_norm[layer], eps, normed[r])
-            gate_up[r] = np.float32(0.0)
+            _clear(gate_up[r])
         _add_product(normed, gate_up_weight[layer], gate_up)
         for r in range(rows):
             _silu_gate(gate_up[r], activated[r])
         _add_product(activated, down_weight[layer], x)
     for m in range(output_rows.shape[0]):
         _rms_norm(x[output_rows[m]], final_norm, eps, normed[m])
-        logits[m] = np.float32(0.0)
+        _clear(logits[m])
     _add_product(normed[: output_rows.shape[0]], lm_head, logits)
 
 
@@ -365,7 +375,9 @@ def copy_prefix(cache, source, target, tiles):
     """Copy the first `tiles` tiles of one slot to another in a cache with the layers in front."""
     for layer in range(cache.shape[0]):
         for head in range(cache.shape[2]):
-            cache[layer, target, head, :tiles] = cache[layer, source, head, :tiles]
+            for tile in range(tiles):
+                for d in range(cache.shape[4]):
+                    _copy(cache[layer, source, head, tile, d], cache[layer, target, head, tile, d])
 
 
 @_exact

@@ -85,6 +85,7 @@ class NumbaRunner:
 
     def forward(self, rows: Rows) -> Tensor:
         """See Runner.forward."""
+        assert self._weights, "load() comes before forward()"
         cuts = self._cuts(rows)
         waiting = [
             self._pool.submit(self._run, rows, part, cuts[part], cuts[part + 1])  # type: ignore[union-attr]

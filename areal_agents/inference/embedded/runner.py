@@ -23,7 +23,7 @@ class Rows:
     Attributes:
         tokens, slots, positions: [N]; the rows of a segment are contiguous, their positions ascending by one.
         prefix_slots, prefix_lengths: [N] another slot whose first positions hold the same keys and values,
-            and how many do. Reading them there gives the same result, and is faster where many slots share them.
+            and how many do. Read there they give the same result, faster where many slots share them.
         segment_starts: [S + 1] first row of each segment, then N.
         outputs: [M] ascending rows whose logits are wanted.
     """

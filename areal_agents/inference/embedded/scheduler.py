@@ -147,22 +147,26 @@ class Scheduler:
 
     def _admit(self) -> None:
         while self._waiting and self._table.free:
-            request = self._waiting.popleft()
+            request = self._waiting[0]
+            scored = request.input_logprobs_from >= 0 and not request.retractions
             ids = np.concatenate([request.prompt, request.output_ids])
             reuse = len(ids) - 1 if self._prefix_cache else 0
-            if request.input_logprobs_from >= 0 and not request.retractions:
+            if scored:
                 reuse = min(reuse, max(request.input_logprobs_from - 1, 0))
-                request.input_logprobs = np.full(len(request.prompt), np.nan, np.float32)
             place = self._table.take(ids, max_reuse=reuse)
-            if place.source != place.slot and place.reused:
+            if place is None:
+                return
+            self._waiting.popleft()
+            if place.source != place.slot:
                 self._runner.copy_prefix(place.source, place.slot, place.reused)
             if not request.retractions:
                 request.cached_tokens = place.reused
+            if scored:
+                request.input_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+                self._scored.add(place.slot)
             request.mark_version(self.version, len(request.output_ids))
             self._sampling.assign(place.slot, request)
             self._running[place.slot] = request
-            if request.input_logprobs is not None and not request.retractions:
-                self._scored.add(place.slot)
             if request.streaming or request.sampling.stop:
                 self._watched.add(place.slot)
 

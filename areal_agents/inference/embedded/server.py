@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import uvicorn
 
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.embedded.app import create_app
 from areal_agents.inference.embedded.architecture import DEFAULT_MAX_CONTEXT, Architecture, read_architecture
@@ -40,7 +40,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def serve(config: EmbeddedEngineConfig) -> None:
-    """Serve until SIGTERM or SIGINT; ConfigError when the model or the port cannot be had."""
+    """Serve until SIGTERM or SIGINT; ConfigError when the model or the port cannot be had, EngineError when
+    the engine's thread fails."""
     started = time.perf_counter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -62,7 +63,12 @@ def serve(config: EmbeddedEngineConfig) -> None:
         threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     host, port = listener.getsockname()[:2]
     logger.info("engine ready on http://%s:%d after %.1f s", host, port, time.perf_counter() - started)
+    # uvicorn raises a signal again when it has shut down for it; that must not end the process a second way.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, server.ask_to_exit)
     server.run(sockets=[listener])
+    if service.failure is not None:
+        raise EngineError(f"the engine has failed: {service.failure!r}")
 
 
 def build_service(config: EmbeddedEngineConfig) -> EngineService:
@@ -104,6 +110,7 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
         "dtype": config.dtype,
         "threads": threads,
         "slots": config.slots,
+        "cache_gib": round(_cache_bytes(config, arch, max_context) / 2**30, 3),
     }
     logger.info("%s with %d layers: %s", arch.model_type, arch.layers, info)
     return EngineService(
@@ -116,6 +123,12 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
         seed=config.seed,
         info=info,
     )
+
+
+def _cache_bytes(config: EmbeddedEngineConfig, arch: Architecture, max_context: int) -> int:
+    """Most memory that keys and values can take."""
+    width = 4 if config.dtype == "float32" else 2
+    return 2 * width * arch.layers * config.slots * max_context * arch.kv_heads * arch.head_dim
 
 
 def make_runner(
@@ -190,6 +203,10 @@ class _Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, service: EngineService) -> None:
         super().__init__(config)
         self._service = service
+
+    def ask_to_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal handler for the moments before and after uvicorn has its own."""
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.abort_soon()

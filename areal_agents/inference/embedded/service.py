@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class EngineService:
         self._seeds = itertools.count(int(np.random.default_rng(seed).integers(MAX_SEED // 2)))
         self._active: dict[str, asyncio.Future[None]] = {}
         self._streams: dict[str, asyncio.Event] = {}
-        self._failure: BaseException | None = None
+        self.failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._swap = asyncio.Lock()
         self._thread = EngineThread(scheduler, deliver=self._deliver, on_failure=self._fail)
@@ -67,8 +68,8 @@ class EngineService:
 
     def check(self) -> None:
         """EngineUnavailable if the engine's thread has died."""
-        if self._failure is not None:
-            raise EngineUnavailable(f"the engine has failed: {self._failure!r}")
+        if self.failure is not None:
+            raise EngineUnavailable(f"the engine has failed: {self.failure!r}")
 
     def next_seed(self) -> int:
         """A seed for a request that brings none."""
@@ -83,11 +84,16 @@ class EngineService:
             self._thread.submit(lambda scheduler: scheduler.abort(request.rid))
             raise
 
-    async def stream(self, request: Request) -> AsyncIterator[None]:
-        """Yield whenever `request` has new tokens, the last time when it has finished."""
-        event = self._streams[request.rid] = asyncio.Event()
+    def stream(self, request: Request) -> AsyncIterator[None]:
+        """Submit, and yield whenever `request` has new tokens, the last time when it has finished."""
         future = self._submit(request)
+        event = self._streams[request.rid] = asyncio.Event()
         future.add_done_callback(lambda _: event.set())
+        return self._progress(request, future, event)
+
+    async def _progress(
+        self, request: Request, future: asyncio.Future[None], event: asyncio.Event
+    ) -> AsyncIterator[None]:
         try:
             while not future.done():
                 await event.wait()
@@ -144,7 +150,7 @@ class EngineService:
     ) -> None:
         if flush_cache and scheduler.paused == "in_place" and scheduler.load["running"]:
             raise RequestError(
-                "requests paused in place need the keys and values that flush_cache would drop: send flush_cache false"
+                "flush_cache would drop what requests paused in place go on with: send flush_cache false"
             )
         self._runner.load(weights)
         scheduler.weights_changed()
@@ -195,13 +201,14 @@ class EngineService:
             if future is not None and not future.done():
                 future.set_result(None)
 
-    def _fail(self, error: BaseException) -> None:
-        self._failure = error
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._resolve_failed)
 
     def _resolve_failed(self) -> None:
         for future in self._active.values():
             if not future.done():
-                future.set_exception(EngineUnavailable(f"the engine has failed: {self._failure!r}"))
+                future.set_exception(EngineUnavailable(f"the engine has failed: {self.failure!r}"))
         self._active.clear()
+        signal.raise_signal(signal.SIGTERM)  # an engine that cannot compute ends, and `serve` says why

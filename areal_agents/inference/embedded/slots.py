@@ -13,6 +13,8 @@ import numpy as np
 
 from areal_agents.core.completion import TokenIds
 
+WORTH_WAITING = 32  # positions that must be coming before a request waits for them
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -42,22 +44,21 @@ class SlotTable:
         """How many slots no request owns."""
         return int(len(self.busy) - np.count_nonzero(self.busy))
 
-    def take(self, ids: TokenIds, *, max_reuse: int) -> Placement:
+    def take(self, ids: TokenIds, *, max_reuse: int) -> Placement | None:
         """Own a slot for `ids` [P], reusing at most `max_reuse` leading positions; a free slot must exist.
 
         A free slot that `ids` continues to its end is taken as it is. Otherwise the longest common prefix is
-        copied into the slot that was used longest ago, so that no other history is lost to it.
+        copied into the slot that was used longest ago, so that no other history is lost to it. None, and
+        nothing taken, if a running request is computing much more of the prefix just now: a group of equal
+        prompts, or everything after a swap, computes what it shares once.
         """
-        shared = self._shared_prefix(ids, max_reuse)
-        idle = np.flatnonzero(~self.busy)
+        common = self._common_prefix(ids, max_reuse)
+        shared = np.minimum(common, self.valid)
         best = int(shared.argmax())
-        continued = idle[shared[idle] == self.valid[idle]]
-        continued = continued[shared[continued] == shared[best]]
-        slot = (
-            int(continued[0])
-            if len(continued) and shared[best]
-            else int(idle[self._last_used[idle].argmin()])
-        )
+        coming = np.minimum(common, self.length)[self.busy].max(initial=0)
+        if coming - shared[best] >= WORTH_WAITING:
+            return None
+        slot = self._choose(shared, best)
         if shared[slot] == shared[best]:
             best = slot
         reused = int(shared[best])
@@ -94,7 +95,7 @@ class SlotTable:
         borrowers = self.prefix_slot == slot
         self.prefix_length[borrowers] = np.minimum(self.prefix_length[borrowers], kept)
         root, length = int(self.prefix_slot[source]), min(int(self.prefix_length[source]), reused)
-        if root in (source, slot) or length == 0:
+        if length == 0 or root == slot:
             root, length = source, reused
         self.prefix_slot[slot], self.prefix_length[slot] = root, 0 if root == slot else length
 
@@ -102,10 +103,18 @@ class SlotTable:
         self._clock += 1
         self._last_used[slot] = self._clock
 
-    def _shared_prefix(self, ids: TokenIds, max_reuse: int) -> np.ndarray:
-        """[slots] length of the common prefix of `ids` and each slot's valid tokens, at most `max_reuse`."""
+    def _choose(self, shared: np.ndarray, best: int) -> int:
+        """The free slot to take: one that is continued, else the one used longest ago."""
+        idle = np.flatnonzero(~self.busy)
+        continued = idle[(shared[idle] == self.valid[idle]) & (shared[idle] == shared[best])]
+        if len(continued) and shared[best]:
+            return int(continued[0])
+        return int(idle[self._last_used[idle].argmin()])
+
+    def _common_prefix(self, ids: TokenIds, max_reuse: int) -> np.ndarray:
+        """[slots] common prefix of `ids` and each slot's tokens, at most `max_reuse`; 0 where mixed."""
         if max_reuse <= 0:
             return np.zeros(len(self.valid), np.int32)
         differs = self.tokens[:, :max_reuse] != ids[:max_reuse]
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), max_reuse)
-        return np.minimum(common, np.where(self.mixed, 0, self.valid))
+        return np.where(self.mixed, 0, common).astype(np.int32)

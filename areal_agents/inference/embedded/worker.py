@@ -6,6 +6,7 @@ Callers hand over functions that run between two steps; finished requests come b
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from typing import TypeVar
 
 from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -31,7 +34,7 @@ class EngineThread:
         scheduler: Scheduler,
         *,
         deliver: Callable[[list[Request]], None],
-        on_failure: Callable[[BaseException], None],
+        on_failure: Callable[[Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._deliver = deliver
@@ -84,9 +87,9 @@ class EngineThread:
                 self._flush()
             self._scheduler.abort(None)
             self._flush()
-        except BaseException as error:
+        except Exception as error:
+            logger.exception("the engine's thread has failed")
             self._on_failure(error)
-            raise
 
     def _take_commands(self) -> bool:
         """Run what was submitted, waiting while there is nothing to do; False when stopping."""

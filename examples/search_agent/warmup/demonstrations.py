@@ -46,9 +46,9 @@ FLAWED = Habits(
     vague_query=0.2,
     whole_query=0.15,
     broken_call=0.05,
-    stop_early=0.5,
+    stop_early=0.45,
     repeat=0.1,
-    wrong_field=0.4,
+    wrong_field=0.35,
 )
 DRILL_KINDS = ("country", "country", "city", "element")  # countries have the longest passages
 VAGUE = ("capital", "currency", "country", "domain", "time zone", "element", "city")

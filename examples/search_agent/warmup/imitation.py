@@ -131,10 +131,10 @@ def train_imitation(
     adam_lr: float,
     report: Callable[[int, float], None],
 ) -> None:
-    """`steps` batches; the rates warm up over 30 and fall linearly to zero over the second half."""
+    """`steps` batches; the rates warm up over 30 and fall linearly to zero over the last third."""
 
     def scale(step: int) -> float:
-        return min(1.0, (step + 1) / 30) * min(1.0, max(0.02, 2 * (1 - step / steps)))
+        return min(1.0, (step + 1) / 30) * min(1.0, max(0.02, 3 * (1 - step / steps)))
 
     optimizers = Optimizers(network, muon_lr=muon_lr, adam_lr=adam_lr, scale=scale)
     for step in range(1, steps + 1):

@@ -1,0 +1,190 @@
+"""What control requests say, and what an episode looks like to who asks: JSON in, JSON out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from areal_agents.core.rollout import Episode, Reward, Split, Task
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.sampling import PINS
+from areal_agents.proxy.sessions import Limits
+from areal_agents.store import EpisodeRow, NewEpisode
+
+_MOST_PLACES = 65_536  # of a group
+_SCOPES = ("episode", "turn", "branch")
+
+
+def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
+    """The episode that a request opens. RequestError 400 names the field at fault."""
+    group_id = _optional(body, "group", str)
+    return NewEpisode(
+        id=f"episode-{secrets.token_hex(8)}",
+        key_hash=key_hash(key),
+        task=_task(body.get("task")),
+        group_id=group_id,
+        group_size=_group_size(body, default_group_size) if group_id is not None else None,
+        index=_index(body),
+        split=_split(body.get("split", "train")),
+        metadata=_optional(body, "metadata", dict) or {},
+        limits=_limits(_optional(body, "limits", dict) or {}),
+        sampling=_sampling(_optional(body, "sampling", dict) or {}),
+    )
+
+
+def _optional(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}", param=name)
+    return value
+
+
+def _task(value: Any) -> Task | None:
+    """A task given as its id, as {id, input}, or as any other object, which is then the input itself.
+
+    Without an id, a digest of the input is one.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value:
+        return Task(value, {})
+    if not isinstance(value, dict) or not value:
+        raise RequestError(f"task must be an id or an object, got {value!r}", param="task")
+    task_input = value.get("input", {}) if set(value) <= {"id", "input"} else value
+    if not isinstance(task_input, dict):
+        raise RequestError("task.input must be an object", param="task.input")
+    task_id = value.get("id", _digest(task_input))
+    if isinstance(task_id, int) and not isinstance(task_id, bool):
+        task_id = str(task_id)
+    if not isinstance(task_id, str) or not task_id:
+        raise RequestError(f"task.id must be a text or an integer, got {task_id!r}", param="task.id")
+    return Task(task_id, task_input)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(orjson.dumps(data, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+
+
+def _group_size(body: Mapping[str, Any], default: int) -> int:
+    size = _optional(body, "group_size", int)
+    if size is not None and not 1 <= size <= _MOST_PLACES:
+        raise RequestError(f"group_size must be from 1 to {_MOST_PLACES}, got {size}", param="group_size")
+    return default if size is None else size
+
+
+def _index(body: Mapping[str, Any]) -> int | None:
+    index = _optional(body, "index", int)
+    if index is not None and not 0 <= index < _MOST_PLACES:
+        raise RequestError(f"index must be from 0 to {_MOST_PLACES - 1}, got {index}", param="index")
+    return index
+
+
+def _split(value: Any) -> Split:
+    if value not in ("train", "eval"):
+        raise RequestError(f'split must be "train" or "eval", got {value!r}', param="split")
+    return value
+
+
+def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        Limits.from_dict(data)
+    except ValueError as error:
+        raise RequestError(str(error), param="limits") from None
+    return data
+
+
+def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in data.items():
+        if name not in PINS or name == "logit_bias":
+            raise RequestError(f"unknown sampling parameter {name!r}", param=f"sampling.{name}")
+        kind = int if name in ("seed", "top_k") else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise RequestError(f"{name} must be a number, got {value!r}", param=f"sampling.{name}")
+    return data
+
+
+def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
+    """The rewards of a request: a number, or an object by completion id or by name. RequestError 400."""
+    value, name = body.get("reward"), body.get("name", "return")
+    completion_id = body.get("completion_id")
+    scope = body.get("scope", "turn" if completion_id else "episode")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"name must be a text, got {name!r}", param="name")
+    if completion_id is not None and (not isinstance(completion_id, str) or not completion_id):
+        raise RequestError(f"completion_id must be a text, got {completion_id!r}", param="completion_id")
+    if scope not in _SCOPES or (scope == "episode") == bool(completion_id):
+        raise RequestError(
+            f"scope must be one of {_SCOPES} and fit completion_id, got {scope!r}", param="scope"
+        )
+    if not isinstance(value, dict):
+        return [Reward(scope, completion_id or "", name, _finite(value))]
+    if not value:
+        raise RequestError("reward must not be an empty object", param="reward")
+    if completion_id is None and all(key.startswith("chatcmpl-") for key in value):
+        return [Reward("turn", key, name, _finite(item)) for key, item in value.items()]
+    return [Reward(scope, completion_id or "", key, _finite(item)) for key, item in value.items()]
+
+
+def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
+    """The rewards that come with the end of an episode: a list, each as `rewards_of` reads it."""
+    given = _optional(body, "rewards", list) or []
+    if not all(isinstance(item, dict) for item in given):
+        raise RequestError("rewards must be a list of objects", param="rewards")
+    return [reward for item in given for reward in rewards_of(item)]
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"reward must be a finite number, got {value!r}", param="reward")
+    return float(value)
+
+
+def describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+    """An episode with its turns, ready for JSON; with the exact tokens of each if asked."""
+    return {
+        "id": row.id,
+        "task": {"id": episode.task.id, "input": episode.task.input},
+        "group": row.group_id,
+        "index": row.index,
+        "split": row.split,
+        "status": row.status,
+        "error": row.error,
+        "limit_reached": row.limit_reached,
+        "metadata": row.metadata,
+        "limits": row.limits,
+        "sampling": row.sampling,
+        "rewards": episode.rewards,
+        "score": episode.score if episode.rewards else None,
+        "created_at": row.created_at,
+        "ended_at": row.ended_at,
+        "turns": [_describe_turn(episode, turn, with_tokens=with_tokens) for turn in episode.turns],
+    }
+
+
+def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": turn.id,
+        "parent": turn.parent,
+        "new_messages": [message.to_dict() for message in turn.new_messages],
+        "reply": turn.reply.to_dict(),
+        "finish_reason": turn.completion.finish_reason,
+        "sampled_tokens": len(turn.completion),
+        "sampling": turn.sampling,
+        "overrides": turn.overrides,
+        "constrained": turn.constrained,
+        "label": turn.label,
+        "forked_from": turn.forked_from,
+    }
+    if with_tokens:
+        out["prompt_ids"] = episode.forest.prompt_ids(turn.id)
+        out["token_ids"] = turn.completion.token_ids
+        out["logprobs"] = turn.completion.logprobs
+        out["versions"] = turn.completion.versions
+    return out
