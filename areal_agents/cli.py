@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import Interrupted
@@ -148,11 +149,11 @@ def _engine_config(**options: object) -> EmbeddedEngineConfig:
 
 def main() -> None:
     """Entry point: an expected error is one clear message and exit code 1, never a stack trace."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, soft_wrap=True)
     try:
         app(standalone_mode=True)
     except ArealAgentsError as error:
-        console.print(f"[bold red]{type(error).__name__}[/bold red]: {error}", highlight=False, markup=True)
+        console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}", highlight=False)
         raise SystemExit(1) from None
     except Interrupted:
         console.print(

@@ -134,6 +134,10 @@ class Client:
         answer = self._call("GET", "/episodes", params=_filters(split, status))
         return list(answer["episodes"])
 
+    def served_version(self) -> int:
+        """The policy version that the engine behind the proxy serves now."""
+        return int(self._call("GET", "/ready")["version"])
+
     def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST to one of an episode's endpoints."""
         return self._call("POST", f"/episodes/{_segment(episode_id)}/{path}", body)
@@ -239,6 +243,10 @@ class AsyncClient:
         """See `Client.list_episodes`."""
         answer = await self._call("GET", "/episodes", params=_filters(split, status))
         return list(answer["episodes"])
+
+    async def served_version(self) -> int:
+        """See `Client.served_version`."""
+        return int((await self._call("GET", "/ready"))["version"])
 
     async def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """See `Client.post_to_episode`."""

@@ -22,6 +22,8 @@ from areal_agents.inference.engine import ModelInfo, PauseMode, version_from_wir
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 JSON = {"Content-Type": "application/json"}
+# Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
+KEEP_ALIVE_S = 3.0
 MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 
 
@@ -154,7 +156,7 @@ class SGLangEngine:
         if self._session is None:
             # No limit on connections: how many calls are in flight is the caller's admission to decide.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             )
         timeout = timeout or self._control_timeout
         url = self.base_url + path

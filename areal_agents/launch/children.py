@@ -75,7 +75,7 @@ class Children:
         with open(log, "ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *torchrun, "-m", "areal_agents.launch.processes", *arguments],
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **environment},
@@ -109,6 +109,8 @@ class Children:
                 _signal_group(child, signal.SIGKILL)
                 child.process.wait()
             _signal_group(child, signal.SIGKILL)  # what it left behind in its group
+            if child.process.stdin is not None:
+                child.process.stdin.close()
 
 
 def _signal_group(child: Child, number: int) -> None:

@@ -64,7 +64,7 @@ class LiveView:
             if evaluation.done >= self._eval_episodes and evaluation.label not in self._printed_evals:
                 self._printed_evals.add(evaluation.label)
                 line = f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} tasks"
-                self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False)
+                self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False, soft_wrap=True)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started

@@ -2,25 +2,28 @@
 
     python -m areal_agents.launch.processes engine|proxy|trainer|rollout --run DIR
 
-SIGTERM ends each of them cleanly; on Linux they also get it when the supervisor dies.
+SIGTERM ends each of them cleanly, and so does the death of the supervisor.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import logging
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
+
+GRACE_S = 20.0  # between the supervisor's death and a hard end
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
     )
     options = parser.parse_args(arguments)
-    die_with_parent()
+    end_with_supervisor()
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
@@ -48,12 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def die_with_parent() -> None:
-    """Ask Linux for a SIGTERM when the process that started this one dies."""
-    if not sys.platform.startswith("linux"):
-        return
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+def end_with_supervisor() -> None:
+    """Get a SIGTERM when the supervisor is gone, however it ended, and a hard end if that does not help.
+
+    Standard input is a pipe whose other end only the supervisor holds.
+    """
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
 
 
 def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
@@ -104,14 +115,17 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.training.trainer import run
 
     stop = _stop_event()
+    endpoints = folder.read_endpoints()
     first = int(os.environ.get("RANK", "0")) == 0
     store = Store.open(store_of(config, folder), config.store.durability) if first else None
     try:
+        if first:
+            wait_until_ready(endpoints.engine_urls[0] + "/health", check=lambda: _end_if(stop))
         run(
             config.trainer,
             config.algorithm,
             store=store,
-            engine=SGLangEngine(folder.read_endpoints().engine_urls[0]) if first else None,
+            engine=SGLangEngine(endpoints.engine_urls[0]) if first else None,
             model_path=config.model,
             run_dir=folder.root,
             groups=config.rollout.groups,
@@ -170,6 +184,11 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
 def store_of(config: Config, folder: RunFolder) -> str | Path:
     """Where the store of a run is."""
     return config.store.url or folder.store
+
+
+def _end_if(stop: threading.Event) -> None:
+    if stop.is_set():
+        raise SystemExit(0)
 
 
 def _stop_event() -> threading.Event:

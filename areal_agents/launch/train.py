@@ -17,16 +17,16 @@ import httpx
 from rich.console import Console
 
 from areal_agents.config import Config, save_config
-from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.errors import ConfigError
 from areal_agents.launch.children import Children
 from areal_agents.launch.live import LiveView
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
+from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
 from areal_agents.store import Store
 
-READY_TIMEOUT_S = 120.0
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
 
@@ -86,7 +86,8 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
         with Children() as children:
-            start_serving(config, folder, endpoints, children, console.print)
+            start_serving(config, folder, children)
+            wait_until_serving(endpoints, children, console.print)
             return _evaluate_once(folder, children, "eval", ablate_tool=ablate_tool)
 
 
@@ -115,43 +116,31 @@ def threads_for(role: str) -> dict[str, str]:
     return {**{name: str(count) for name in names}, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def start_serving(
-    config: Config, folder: RunFolder, endpoints: Endpoints, children: Children, say: Callable[[str], None]
-) -> None:
-    """Start the engine (unless the config names running ones) and the proxy, and wait until both answer."""
+def start_serving(config: Config, folder: RunFolder, children: Children) -> None:
+    """Start the proxy, and the engine unless the config names running ones."""
     if not config.engine.urls:
-        say("starting the inference engine")
         _start(children, folder, "engine")
-        wait_until_ready(endpoints.engine_urls[0] + "/health", children)
-    say("starting the proxy")
     _start(children, folder, "proxy")
-    wait_until_ready(endpoints.proxy_url + "/health", children)
 
 
-def wait_until_ready(url: str, children: Children, *, timeout_s: float = READY_TIMEOUT_S) -> None:
-    """Return when `url` answers 200. ChildDied if a process ends first, ArealAgentsError out of time."""
-    deadline = time.monotonic() + timeout_s
-    with httpx.Client(timeout=5.0) as client:
-        while time.monotonic() < deadline:
-            children.check()
-            try:
-                if client.get(url).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass  # not listening yet
-            time.sleep(0.1)
-    raise ArealAgentsError(f"{url} did not answer within {timeout_s:.0f} s; see the logs of the run")
+def wait_until_serving(endpoints: Endpoints, children: Children, say: Callable[[str], None]) -> None:
+    """Return when engine and proxy answer. ChildDied if any process ends before that."""
+    say("waiting for the inference engine")
+    wait_until_ready(endpoints.engine_urls[0] + "/health", check=children.check)
+    say("waiting for the proxy")
+    wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
 
 
 def _run(
     config: Config, folder: RunFolder, endpoints: Endpoints, children: Children, view: LiveView
 ) -> tuple[float, float | None]:
     started = time.monotonic()
-    start_serving(config, folder, endpoints, children, view.stage)
-    view.stage("starting the trainer and the rollouts")
     busy = EngineBusy(endpoints.engine_urls)
+    start_serving(config, folder, children)
     _start(children, folder, "trainer", ranks=config.trainer.ranks)
-    _start(children, folder, "rollout")
+    _start(children, folder, "rollout")  # each waits for what it needs, so that they load side by side
+    wait_until_serving(endpoints, children, view.stage)
+    view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
     with Store.open(folder.store) as store:
         while not (children.finished("rollout") and children.finished("trainer")):

@@ -106,13 +106,13 @@ async def run_rollout(
     except Exception as raised:
         if not limit.expired():
             error = str(raised) if isinstance(raised, AgentError) else describe(raised)
-    for path, body in reports:
-        if path == "fail":
-            error = error or body["error"]
+    given_up = [body["error"] for path, body in reports if path == "fail"]
+    if given_up:
+        return await _fail(client, opened, given_up[0])
+    if error is not None and not await _ran_into_a_limit(client, opened):
+        return await _fail(client, opened, error)
     rewards = [body for path, body in reports if path == "reward"]
-    if error is None or await _ran_into_a_limit(client, opened):
-        return await _finish(client, opened, rewards, overran=limit.expired(), time_s=limits.time_s)
-    return await _fail(client, opened, error)
+    return await _finish(client, opened, rewards, overran=limit.expired(), time_s=limits.time_s)
 
 
 async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:

@@ -27,6 +27,8 @@ from areal_agents.store import Store, VersionRow
 logger = logging.getLogger(__name__)
 
 FIRST_VERSION_TIMEOUT_S = 900.0
+SWAP_TIMEOUT_S = 300.0
+SWAP_POLL_S = 0.1
 ABORT_TIMEOUT_S = 10.0
 
 
@@ -131,15 +133,17 @@ class _Runner:
         self._patience = Patience(rollout.give_up_after)
 
     async def run(self, source: TaskSource, held_out: Sequence[Task], *, steps: int) -> None:
+        await self._first_version()
+        first = await self._served(FIRST_VERSION_TIMEOUT_S)
         await abort_open(self._client, self._store)
         try:
-            step = (await self._first_version()).step
-            if held_out and step == 0:
+            if held_out and first.step == 0:
                 await self.evaluate(held_out, "before", alone=True)
-            if step < steps:
+            if first.step < steps:
                 await self._train(source, held_out, steps=steps)
                 await abort_open(self._client, self._store)
             if held_out:
+                await self._served(SWAP_TIMEOUT_S)
                 await self.evaluate(held_out, "after", alone=True)
         except BaseException:
             await self._abort_at_the_end()
@@ -180,6 +184,33 @@ class _Runner:
                 ) from None
         return version
 
+    async def _served(self, timeout_s: float) -> VersionRow:
+        """The latest version, once the engine serves it: it is published before it is swapped in.
+
+        A resumed run waits here for the trainer to publish its checkpoint's weights again.
+        """
+        latest = self._store.latest_version()
+        assert latest is not None, "the first version is there before"
+        try:
+            async with asyncio.timeout(timeout_s):
+                while await self._served_version() != latest.version:
+                    await asyncio.sleep(SWAP_POLL_S)
+                    latest = self._store.latest_version() or latest
+        except TimeoutError:
+            raise TrainingError(
+                f"version {latest.version} was published, but the engine does not serve it "
+                f"after {timeout_s:.0f} s"
+            ) from None
+        return latest
+
+    async def _served_version(self) -> int:
+        try:
+            return await self._client.served_version()
+        except RequestError as error:
+            if error.status < 500:
+                raise
+            return -1  # proxy and engine may still be starting, or in the middle of a swap
+
     async def _train(self, source: TaskSource, held_out: Sequence[Task], *, steps: int) -> None:
         """Collect and evaluate side by side until the last step is published."""
         watch = StoreWatch(self._store)
@@ -219,8 +250,10 @@ class _Runner:
             changed.clear()
             version = self._store.latest_version()
             if version is not None and version.step < steps and version.step // every > evaluated // every:
-                evaluated = version.step
-                await self.evaluate(held_out, f"step-{version.step}")
+                evaluated = (await self._served(SWAP_TIMEOUT_S)).step
+                if evaluated >= steps:
+                    return  # the evaluation after training is this one
+                await self.evaluate(held_out, f"step-{evaluated}")
             await changed.wait()
 
     async def _abort_at_the_end(self) -> None:

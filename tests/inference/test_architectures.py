@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from areal_agents.core.completion import TokenIds
 from areal_agents.errors import ConfigError
+from areal_agents.inference import EmbeddedEngineConfig
 from areal_agents.inference.embedded.architecture import read_architecture
 from areal_agents.inference.embedded.numba_runner import NumbaRunner
 from areal_agents.inference.embedded.runner import Rows, Runner
+from areal_agents.inference.embedded.server import make_runner as choose_runner
 from areal_agents.inference.embedded.torch_runner import TorchRunner
 from areal_agents.inference.embedded.weights import load_weights, random_weights
 
@@ -174,3 +177,43 @@ def test_dummy_weights_depend_on_the_seed_alone(model_folder: Path) -> None:
         runner.load(random_weights(arch, seed))
         sums.append(runner.checksum())
     assert sums[0] == sums[1] != sums[2]
+
+
+def test_bfloat16_is_close_to_float32(model_folder: Path) -> None:
+    arch = read_architecture(model_folder)
+    runner = TorchRunner(arch, slots=1, max_context=256, device=torch.device("cpu"), dtype=torch.bfloat16)
+    runner.load(load_weights(model_folder, arch))
+    ids = prompt_of(60)
+    logprobs = torch.log_softmax(runner.forward(rows_of((0, 0, ids))), dim=-1).numpy()
+    expected = torch.log_softmax(torch.from_numpy(reference_logits(model_folder, ids)), dim=-1).numpy()
+    assert 1e-4 < np.abs(logprobs - expected).mean() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("options", "installed", "kind"),
+    [
+        ({}, True, "numba"),
+        ({"kernel": "torch"}, True, "torch"),
+        ({"dtype": "bfloat16"}, True, "torch"),
+        ({}, False, "torch"),
+    ],
+)
+def test_which_kernel_computes_is_decided_by_rule(
+    options: dict, installed: bool, kind: str, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not installed:
+        monkeypatch.setitem(sys.modules, "numba", None)  # what an import of a missing package meets
+    config = EmbeddedEngineConfig(model=str(model_folder), slots=2, **options)
+    runner = choose_runner(config, read_architecture(model_folder), max_context=64, threads=1)
+    assert runner.kind == kind
+
+
+def test_numba_by_name_is_refused_where_it_cannot_compute(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="float32 on a CPU"):
+        EmbeddedEngineConfig(model="m", kernel="numba", dtype="bfloat16")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    config = EmbeddedEngineConfig(model=str(model_folder), kernel="numba")
+    with pytest.raises(ConfigError, match="numba is not installed"):
+        choose_runner(config, read_architecture(model_folder), max_context=64, threads=1)

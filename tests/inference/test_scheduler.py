@@ -115,6 +115,46 @@ def test_a_long_prompt_does_not_stall_decoding(model_folder: Path) -> None:
     assert len(long.output_ids) == 0
 
 
+def test_prompt_logprobs_survive_a_retraction_in_the_middle_of_the_prompt(model_folder: Path) -> None:
+    runner = make_runner("numba", model_folder)
+    prompt = as_token_ids(np.arange(100) % 60 + 8)
+    results = []
+    for paused in (False, True):
+        scheduler = make_scheduler(runner, slots=2, prefill_tokens=16)
+        request = Request("r", prompt, SamplingParams(3), 1, notify=lambda _: None, input_logprobs_from=0)
+        scheduler.add(request)
+        for _ in range(3):
+            scheduler.step()
+        if paused:
+            scheduler.pause("retract")
+            scheduler.weights_changed()
+            scheduler.resume()
+        while scheduler.has_work:
+            scheduler.step()
+        assert request.input_logprobs is not None
+        results.append(request.input_logprobs[1:])
+    assert np.isfinite(results[0]).all()
+    assert np.array_equal(results[0], results[1])
+
+
+def test_retracted_requests_keep_their_order(model_folder: Path) -> None:
+    """Two requests in the slots, one waiting; after a retraction the first two are computed first again."""
+    runner = make_runner("numba", model_folder)
+    scheduler = make_scheduler(runner, slots=2, prefill_tokens=64)
+    finished: list[str] = []
+    for name, count in (("a", 6), ("b", 6), ("c", 6)):
+        prompt = as_token_ids(np.arange(20) + 8 + 30 * (ord(name) - ord("a")))
+        params = SamplingParams(count, temperature=0.0, ignore_eos=True)
+        scheduler.add(Request(name, prompt, params, 0, notify=lambda r: finished.append(r.rid)))
+    scheduler.step()
+    scheduler.step()
+    scheduler.pause("retract")
+    scheduler.resume()
+    while scheduler.has_work:
+        scheduler.step()
+    assert finished == ["a", "b", "c"]
+
+
 def test_weights_that_give_no_finite_logits_abort_the_request_and_harm_nobody_after(
     model_folder: Path,
 ) -> None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +32,39 @@ class Served:
     url: str
     store: Store
     folder: Path
-    versions: list[tuple[int, int]] = field(default_factory=list)
+    engine_url: str
 
     def publish(self, step: int) -> None:
         """Publish the version of a step; the weights stay the same."""
         version = self.store.max_version() + 1
         self.store.publish_version(version, step=step, path=str(MODEL))
 
+    async def swap(self) -> None:
+        """Make the engine serve the newest version, as the trainer does."""
+        async with SGLangEngine(self.engine_url) as engine:
+            await engine.pause("retract")
+            await engine.update_weights_from_disk(str(MODEL), self.store.max_version())
+            await engine.resume()
+
     @asynccontextmanager
     async def trainer(
-        self, *, groups: int, steps: int, seen: Callable[[int], None] = lambda step: None
+        self,
+        *,
+        groups: int,
+        steps: int,
+        seen: Callable[[int], None] = lambda step: None,
+        swap: bool = False,
     ) -> AsyncIterator[None]:
-        """Trains for the test: leases batches and publishes versions, 50 ms a step."""
+        """Trains for the test: leases batches and publishes versions, 50 ms a step.
+
+        With `swap` the engine's tokens carry them.
+        """
 
         async def train() -> None:
             if self.store.max_version() < 0:
                 self.publish(0)
+            if swap:
+                await self.swap()
             for step in range(1, steps + 1):
                 while not (batch := self.store.lease_groups(groups, step=step, holder="test")):
                     await asyncio.sleep(0.02)
@@ -55,6 +72,8 @@ class Served:
                 await asyncio.sleep(0.05)
                 self.store.mark_trained([group.id for group in batch], step=step, version=step)
                 self.publish(step)
+                if swap:
+                    await self.swap()
 
         task = asyncio.create_task(train())
         try:
@@ -84,7 +103,7 @@ def served(engine_url: str, renderer_of_the_model: ChatRenderer, tmp_path: Path)
         Store.open(tmp_path / "store.db") as store,
         serving(engine_url, store=store, renderer=renderer_of_the_model, config=config) as url,
     ):
-        yield Served(url, store, tmp_path)
+        yield Served(url, store, tmp_path, engine_url)
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,3 +85,31 @@ def test_a_neighbour_imports_the_same_module(tmp_path: Path) -> None:
     read = load_function(f"{tmp_path}/user_module_of_test.py:read", AgentError)
     load_function(f"{tmp_path}/shared_module_of_test.py:add", AgentError)()
     assert read() == [1]
+
+
+def test_a_worker_ends_with_its_parent_even_in_the_middle_of_an_episode(tmp_path: Path) -> None:
+    (tmp_path / "sleeps.py").write_text(
+        "import time\ndef agent(task, ep): print('on', flush=True); time.sleep(3600)"
+    )
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "areal_agents.rollout.worker", f"{tmp_path}/sleeps.py:agent"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert worker.stdin is not None and worker.stdout is not None and worker.stderr is not None
+    assert json.loads(worker.stdout.readline()) == {"ready": True}
+    worker.stdin.write(json.dumps({"task": {}, "id": "e", "base_url": "u", "api_key": "k"}) + "\n")
+    worker.stdin.flush()
+    assert worker.stderr.readline() == "on\n"  # what an agent prints goes to standard error
+    worker.stdin.close()  # as when the parent is killed
+    assert worker.wait(timeout=20) == 0
+    worker.stdout.close()
+    worker.stderr.close()
+
+
+def test_a_worker_starts_without_what_it_does_not_need() -> None:
+    heavy = ("torch", "numpy", "httpx", "datasets", "pydantic", "sqlalchemy", "asyncio")
+    code = f"import sys, areal_agents.rollout.worker; print([m for m in {heavy!r} if m in sys.modules])"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -67,7 +67,7 @@ async def test_a_whole_run(served: Any) -> None:
     seen: list[int] = []
     given = arguments(served, "good", evaluation=held_out(served, every=2, concurrency=2))
     async with served.trainer(
-        groups=2, steps=STEPS, seen=lambda _: seen.append(served.store.in_flight_episodes())
+        groups=2, steps=STEPS, seen=lambda _: seen.append(served.store.in_flight_episodes()), swap=True
     ):
         async with asyncio.timeout(60):
             await run(**given)
@@ -84,6 +84,8 @@ async def test_a_whole_run(served: Any) -> None:
         assert [e.status for e in evaluations[label]] == ["finished"] * 4
         assert {e.task_id for e in evaluations[label]} == {f"held-{i}" for i in range(4)}
         assert all(e.group_id is None and e.score == 1.0 for e in evaluations[label])
+    assert {(e.version_min, e.version_max) for e in evaluations["before"]} == {(0, 0)}
+    assert {(e.version_min, e.version_max) for e in evaluations["after"]} == {(STEPS, STEPS)}
     training = served.store.episodes(split="train")
     assert min(e.created_at for e in training) >= max(e.ended_at for e in evaluations["before"])
     assert max(e.ended_at for e in training) <= min(e.created_at for e in evaluations["after"])
@@ -94,7 +96,7 @@ async def test_a_whole_run(served: Any) -> None:
 
 async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
     given = arguments(served, "good", evaluation=held_out(served), steps=1)
-    async with served.trainer(groups=2, steps=1), asyncio.timeout(60):
+    async with served.trainer(groups=2, steps=1, swap=True), asyncio.timeout(60):
         await run(**given)
     before = len(served.store.episodes())
     async with asyncio.timeout(10):

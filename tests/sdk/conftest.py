@@ -65,7 +65,7 @@ def echo_server() -> Iterator[EchoServer]:
             return JSONResponse(body, status_code=status)
         if request.url.path == "/episodes" and request.method == "POST":
             return JSONResponse({"id": "e1", "key": "ep-1", "base_url": f"{state.url}/e/ep-1/v1"})
-        return JSONResponse({"episodes": []})
+        return JSONResponse({"episodes": [], "version": 3})
 
     routes = [
         Route("/v1/chat/completions", chat, methods=["POST"]),

@@ -19,6 +19,7 @@ def test_an_episode_is_opened_rewarded_and_finished(echo) -> None:  # type: igno
         client.finish(ep.id, truncated=True)
         client.drop_group("t/1@0", "no use")
         assert client.list_episodes(split="train", status="open") == []
+        assert client.served_version() == 3
     opening = {
         "task": {"id": "t", "input": {"q": 1}}, "group": "t@0", "group_size": 2, "index": 1, "split": "train"
     }  # fmt: skip
@@ -29,6 +30,7 @@ def test_an_episode_is_opened_rewarded_and_finished(echo) -> None:  # type: igno
         ("POST", "/episodes/e1/finish", "admin", {"truncated": True}),
         ("POST", "/groups/t/1@0/drop", "admin", {"reason": "no use"}),
         ("GET", "/episodes", "admin", {"split": "train", "status": "open"}),
+        ("GET", "/ready", "admin", {}),
     ]
 
 

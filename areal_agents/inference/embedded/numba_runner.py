@@ -6,6 +6,7 @@ to wait in between and results do not depend on the number of threads.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
@@ -19,6 +20,9 @@ from areal_agents.inference.embedded.architecture import Architecture
 from areal_agents.inference.embedded.runner import Int32, Rows, checksum_arrays
 from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
+
+PARTS_PER_THREAD = 2
+MIN_ROWS = 8  # fewer rows are not worth waking a thread for
 
 
 class NumbaRunner:
@@ -87,13 +91,14 @@ class NumbaRunner:
         """See Runner.forward."""
         assert self._weights, "load() comes before forward()"
         cuts = self._cuts(rows)
-        waiting = [
-            self._pool.submit(self._run, rows, part, cuts[part], cuts[part + 1])  # type: ignore[union-attr]
-            for part in range(1, len(cuts) - 1)
+        turns = iter(range(len(cuts) - 1))
+        helpers = [
+            self._pool.submit(self._take_turns, rows, cuts, turns, helper)  # type: ignore[union-attr]
+            for helper in range(1, min(self._threads, len(cuts) - 1))
         ]
-        self._run(rows, 0, cuts[0], cuts[1])
-        for future in waiting:
-            future.result()
+        self._take_turns(rows, cuts, turns, 0)
+        for helper in helpers:
+            helper.result()
         return torch.from_numpy(self._logits[: len(rows.outputs)])
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
@@ -123,14 +128,22 @@ class NumbaRunner:
         return checksum_arrays(list(self._weights))
 
     def _cuts(self, rows: Rows) -> list[int]:
-        """Row indices at which the batch is cut for the threads: segment boundaries, about equal work."""
+        """Row indices at which the batch is cut: segment boundaries, about equal parts, more than threads.
+
+        A thread that loses its core for a while then holds up a part, not half of the batch.
+        """
         total = len(rows.tokens)
-        parts = min(self._threads, len(rows.segment_starts) - 1)
+        parts = min(PARTS_PER_THREAD * self._threads, total // MIN_ROWS) if self._threads > 1 else 1
         wanted = [total * part // parts for part in range(1, parts)]
         inner = {int(rows.segment_starts[np.searchsorted(rows.segment_starts, row)]) for row in wanted}
         return sorted({0, total} | inner)
 
-    def _run(self, rows: Rows, part: int, first: int, last: int) -> None:
+    def _take_turns(self, rows: Rows, cuts: list[int], turns: Iterator[int], thread: int) -> None:
+        """Compute parts until none is left; `next` on a range iterator is atomic under the GIL."""
+        for part in turns:
+            self._run(rows, thread, cuts[part], cuts[part + 1])
+
+    def _run(self, rows: Rows, thread: int, first: int, last: int) -> None:
         out_first, out_last = np.searchsorted(rows.outputs, (first, last))
         kernels.forward(
             rows.tokens[first:last],
@@ -145,7 +158,7 @@ class NumbaRunner:
             self._keys,
             self._values,
             *(buffer[first:last] for buffer in self._work),
-            self._scores[part],
+            self._scores[thread],
             self._logits[out_first:out_last],
             self._shape,
             self._eps,

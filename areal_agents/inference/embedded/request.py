@@ -46,7 +46,8 @@ class Request:
     streaming: bool = False
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for
+    input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for or not yet computed
+    prompt_scored: bool = False
     spans: list[Span] = field(default_factory=list)
     cached_tokens: int = 0
     retractions: int = 0

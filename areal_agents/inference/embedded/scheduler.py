@@ -92,7 +92,7 @@ class Scheduler:
         if mode == "abort":
             self.abort(None)
         elif mode == "retract":
-            for slot in sorted(self._running, reverse=True):
+            for slot in reversed(list(self._running)):
                 self._retract(slot)
         self.paused = mode
 
@@ -148,7 +148,7 @@ class Scheduler:
     def _admit(self) -> None:
         while self._waiting and self._table.free:
             request = self._waiting[0]
-            scored = request.input_logprobs_from >= 0 and not request.retractions
+            scored = request.input_logprobs_from >= 0 and not request.prompt_scored
             ids = np.concatenate([request.prompt, request.output_ids])
             reuse = len(ids) - 1 if self._prefix_cache else 0
             if scored:
@@ -225,7 +225,9 @@ class Scheduler:
             logprobs = torch.log_softmax(logits[int(np.searchsorted(rows.outputs, row))], dim=-1)
             assert request.input_logprobs is not None
             request.input_logprobs[predicted] = float(logprobs[int(request.prompt[predicted])])
-        self._scored -= {int(rows.slots[row]) for row in last_rows}
+        for slot in self._scored.intersection(rows.slots[last_rows].tolist()):
+            self._running[slot].prompt_scored = True
+            self._scored.remove(slot)
         return logits[torch.from_numpy(np.searchsorted(rows.outputs, last_rows))]
 
     def _commit(self, slots: np.ndarray, logits: torch.Tensor) -> None:
@@ -256,10 +258,8 @@ class Scheduler:
         return Finish("length") if matched is None else Finish("stop", matched=matched)
 
     def _matched_stop(self, slot: int) -> str | None:
-        request = self._running[slot]
-        return (
-            self._find_stop(self._output(slot)[0], request.sampling.stop) if request.sampling.stop else None
-        )
+        stops = self._running[slot].sampling.stop
+        return self._find_stop(self._output(slot)[0], stops) if stops else None
 
     def _watch(self, slots: np.ndarray) -> None:
         """Stop strings and streams, for the requests that have them."""
@@ -274,9 +274,8 @@ class Scheduler:
     def _output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the ids and logprobs that `slot` has sampled."""
         start, stop = int(self._sampling.prompt_length[slot]), int(self._table.length[slot])
-        return self._table.tokens[slot, start:stop].copy(), self._sampling.logprobs[
-            slot, : stop - start
-        ].copy()
+        ids, logprobs = self._table.tokens[slot, start:stop], self._sampling.logprobs[slot, : stop - start]
+        return ids.copy(), logprobs.copy()
 
     def _finish(self, slot: int, finish: Finish) -> None:
         request = self._leave(slot)

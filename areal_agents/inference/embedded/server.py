@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 STARTED_VERSION = "default"
 SHUTDOWN_TIMEOUT_S = 5
+KEEP_ALIVE_S = 75
 # The engine's thread wants the interpreter back quickly after each kernel; 5 ms would be a whole step.
 SWITCH_INTERVAL_S = 0.0005
 
@@ -44,6 +45,8 @@ def serve(config: EmbeddedEngineConfig) -> None:
     the engine's thread fails."""
     started = time.perf_counter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    if config.exit_with_parent:
+        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     listener = _listen(config)
     service = build_service(config)
@@ -55,12 +58,11 @@ def serve(config: EmbeddedEngineConfig) -> None:
             lifespan="on",
             access_log=False,
             log_level="warning",
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=SHUTDOWN_TIMEOUT_S,
         ),
         service,
     )
-    if config.exit_with_parent:
-        threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     host, port = listener.getsockname()[:2]
     logger.info("engine ready on http://%s:%d after %.1f s", host, port, time.perf_counter() - started)
     # uvicorn raises a signal again when it has shut down for it; that must not end the process a second way.
@@ -138,8 +140,12 @@ def make_runner(
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
     if _use_numba(config, arch):
-        from areal_agents.inference.embedded.numba_runner import NumbaRunner
-
+        try:
+            from areal_agents.inference.embedded.numba_runner import NumbaRunner
+        except RuntimeError as error:  # numba finds no folder for its compiled code
+            raise ConfigError(
+                f"engine.kernel: {error}; set NUMBA_CACHE_DIR to a writable folder, or use kernel=torch"
+            ) from error
         return NumbaRunner(
             arch,
             slots=config.slots,

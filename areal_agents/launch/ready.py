@@ -1,0 +1,43 @@
+"""Waiting for an HTTP server to answer, while whoever it depends on is watched."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import httpx
+
+from areal_agents.errors import ArealAgentsError
+
+READY_TIMEOUT_S = 180.0
+POLL_S = 0.1
+
+
+def wait_until_ready(
+    url: str, *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
+) -> None:
+    """Return when `url` answers 200.
+
+    Args:
+        url: what to ask.
+        check: called before each attempt; what it raises ends the wait.
+        timeout_s: longest wait.
+
+    Raises:
+        ArealAgentsError: no answer in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            check()
+            if _answers(client, url):
+                return
+            time.sleep(POLL_S)
+    raise ArealAgentsError(f"{url} did not answer within {timeout_s:.0f} s; see the logs of the run")
+
+
+def _answers(client: httpx.Client, url: str) -> bool:
+    try:
+        return client.get(url).status_code == 200
+    except httpx.TransportError:  # not listening yet
+        return False
