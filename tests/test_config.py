@@ -31,7 +31,9 @@ def test_the_example_is_short_and_valid() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 20
 
 
-def test_paths_are_relative_to_the_file(minimal: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir("/")
     config = load_config(minimal)
     assert config.model == str(minimal.parent / "model")

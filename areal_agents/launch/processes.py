@@ -1,6 +1,6 @@
 """The processes of a run: each reads the run folder's config, builds its room's objects, and runs.
 
-    python -m areal_agents.launch.processes engine|proxy|trainer|rollout --run DIR
+    python -m areal_agents.launch.processes engine|proxy|trainer|rollout --folder DIR
 
 SIGTERM ends each of them cleanly, and so does the death of the supervisor.
 """
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one process of a run; its exit code."""
     parser = argparse.ArgumentParser(prog="areal_agents.launch.processes")
     parser.add_argument("role", choices=sorted(ROLES))
-    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--folder", dest="run", type=Path, required=True)
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
         "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"

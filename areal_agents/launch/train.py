@@ -203,7 +203,7 @@ def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_
     name = f"rollout-{label}"
     children.start(
         name,
-        ["rollout", "--run", str(folder.root), *extra],
+        ["rollout", "--folder", str(folder.root), *extra],
         log=folder.log(name),
         environment=threads_for("rollout"),
     )
@@ -218,7 +218,7 @@ def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_
 def _start(children: Children, folder: RunFolder, role: str, *, ranks: int = 1) -> None:
     children.start(
         role,
-        [role, "--run", str(folder.root)],
+        [role, "--folder", str(folder.root)],
         log=folder.log(role),
         environment=threads_for(role),
         ranks=ranks,

@@ -191,17 +191,17 @@ class _Runner:
         """
         latest = self._store.latest_version()
         assert latest is not None, "the first version is there before"
+        served = -1
         try:
             async with asyncio.timeout(timeout_s):
-                while await self._served_version() != latest.version:
+                while (served := await self._served_version()) < latest.version:
                     await asyncio.sleep(SWAP_POLL_S)
-                    latest = self._store.latest_version() or latest
         except TimeoutError:
             raise TrainingError(
-                f"version {latest.version} was published, but the engine does not serve it "
+                f"version {latest.version} was published, but the engine serves {served} "
                 f"after {timeout_s:.0f} s"
             ) from None
-        return latest
+        return self._store.latest_version() or latest
 
     async def _served_version(self) -> int:
         try:

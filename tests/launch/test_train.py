@@ -33,7 +33,11 @@ TIMEOUT_S = 150
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL, f"run_dir={run_dir}"]
     return subprocess.Popen(
-        [*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent
+        [*command, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=run_dir.parent,
     )
 
 

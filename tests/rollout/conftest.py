@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import uvicorn
 
@@ -35,16 +36,17 @@ class Served:
     engine_url: str
 
     def publish(self, step: int) -> None:
-        """Publish the version of a step; the weights stay the same."""
+        """Publish the version of a step and have the engine serve it; the weights stay the same."""
         version = self.store.max_version() + 1
         self.store.publish_version(version, step=step, path=str(MODEL))
-
-    async def swap(self) -> None:
-        """Make the engine serve the newest version, as the trainer does."""
-        async with SGLangEngine(self.engine_url) as engine:
-            await engine.pause("retract")
-            await engine.update_weights_from_disk(str(MODEL), self.store.max_version())
-            await engine.resume()
+        update = {"model_path": str(MODEL), "weight_version": str(version)}
+        with httpx.Client(base_url=self.engine_url, timeout=30) as engine:
+            for path, body in (
+                ("/pause_generation", {"mode": "retract"}),
+                ("/update_weights_from_disk", update),
+                ("/continue_generation", {}),
+            ):
+                engine.post(path, json=body).raise_for_status()
 
     @asynccontextmanager
     async def trainer(
@@ -53,27 +55,19 @@ class Served:
         groups: int,
         steps: int,
         seen: Callable[[int], None] = lambda step: None,
-        swap: bool = False,
     ) -> AsyncIterator[None]:
-        """Trains for the test: leases batches and publishes versions, 50 ms a step.
-
-        With `swap` the engine's tokens carry them.
-        """
+        """Trains for the test: leases batches and publishes versions, 50 ms a step."""
 
         async def train() -> None:
             if self.store.max_version() < 0:
-                self.publish(0)
-            if swap:
-                await self.swap()
+                await asyncio.to_thread(self.publish, 0)
             for step in range(1, steps + 1):
                 while not (batch := self.store.lease_groups(groups, step=step, holder="test")):
                     await asyncio.sleep(0.02)
                 seen(step)
                 await asyncio.sleep(0.05)
                 self.store.mark_trained([group.id for group in batch], step=step, version=step)
-                self.publish(step)
-                if swap:
-                    await self.swap()
+                await asyncio.to_thread(self.publish, step)
 
         task = asyncio.create_task(train())
         try:

@@ -67,7 +67,7 @@ async def test_a_whole_run(served: Any) -> None:
     seen: list[int] = []
     given = arguments(served, "good", evaluation=held_out(served, every=2, concurrency=2))
     async with served.trainer(
-        groups=2, steps=STEPS, seen=lambda _: seen.append(served.store.in_flight_episodes()), swap=True
+        groups=2, steps=STEPS, seen=lambda _: seen.append(served.store.in_flight_episodes())
     ):
         async with asyncio.timeout(60):
             await run(**given)
@@ -96,7 +96,7 @@ async def test_a_whole_run(served: Any) -> None:
 
 async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
     given = arguments(served, "good", evaluation=held_out(served), steps=1)
-    async with served.trainer(groups=2, steps=1, swap=True), asyncio.timeout(60):
+    async with served.trainer(groups=2, steps=1), asyncio.timeout(60):
         await run(**given)
     before = len(served.store.episodes())
     async with asyncio.timeout(10):

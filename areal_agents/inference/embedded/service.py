@@ -171,8 +171,9 @@ class EngineService:
         }
 
     async def server_info(self) -> dict[str, Any]:
-        """model_info and the current load."""
-        return {**self.model_info(), **await self._call(lambda scheduler: scheduler.load)}
+        """model_info, the current load, and the seconds in which the engine computed since its start."""
+        load = await self._call(lambda scheduler: scheduler.load)
+        return {**self.model_info(), **load, "busy_s": self._thread.busy_s}
 
     def _submit(self, request: Request) -> asyncio.Future[None]:
         self.check()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -43,6 +44,7 @@ class EngineThread:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self.busy_s = 0.0  # wall time spent in steps since the start
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -83,7 +85,9 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while self._take_commands():
+                started = time.monotonic()
                 self._scheduler.step()
+                self.busy_s += time.monotonic() - started
                 self._flush()
             self._scheduler.abort(None)
             self._flush()
