@@ -57,7 +57,9 @@ class LiveView:
             return
         for row in rows[min(self._printed_rows, len(rows)) :]:
             self._console.print(
-                f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}", highlight=False
+                f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}",
+                highlight=False,
+                soft_wrap=True,
             )
         self._printed_rows = len(rows)
         for evaluation in progress.held_out:

@@ -27,6 +27,7 @@ from areal_agents.store import Store, VersionRow
 logger = logging.getLogger(__name__)
 
 FIRST_VERSION_TIMEOUT_S = 900.0
+PROXY_TIMEOUT_S = 120.0
 SWAP_TIMEOUT_S = 300.0
 SWAP_POLL_S = 0.1
 ABORT_TIMEOUT_S = 10.0
@@ -134,6 +135,7 @@ class _Runner:
 
     async def run(self, source: TaskSource, held_out: Sequence[Task], *, steps: int) -> None:
         await self._first_version()
+        await self._reach_proxy()
         first = await self._served(FIRST_VERSION_TIMEOUT_S)
         await abort_open(self._client, self._store)
         try:
@@ -183,6 +185,20 @@ class _Runner:
                     "see the trainer's log"
                 ) from None
         return version
+
+    async def _reach_proxy(self) -> None:
+        """Return once the proxy can be reached: it may still be starting. RequestError if it never can."""
+        deadline = asyncio.get_running_loop().time() + PROXY_TIMEOUT_S
+        while True:
+            try:
+                await self._client.served_version()
+                return
+            except RequestError as error:
+                if error.code != "unreachable":
+                    return
+                if asyncio.get_running_loop().time() > deadline:
+                    raise
+            await asyncio.sleep(SWAP_POLL_S)
 
     async def _served(self, timeout_s: float) -> VersionRow:
         """The latest version, once the engine serves it: it is published before it is swapped in.

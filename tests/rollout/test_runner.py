@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from areal_agents import AsyncClient, Client
-from areal_agents.errors import AgentError, DataError
+from areal_agents.errors import AgentError, DataError, RequestError
+from areal_agents.rollout import runner
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.runner import evaluate, run
 
@@ -147,10 +148,11 @@ async def test_an_agent_that_always_fails_ends_the_run_with_its_error(served: An
     assert nothing_is_left(served)
 
 
-async def test_a_proxy_that_is_gone_ends_the_run(served: Any) -> None:
+async def test_a_proxy_that_is_gone_ends_the_run(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "PROXY_TIMEOUT_S", 0.5)
     served.publish(0)
-    given = arguments(served, "good", rollout=config(give_up_after=3), proxy_url="http://127.0.0.1:9")
-    with pytest.raises(AgentError, match="cannot reach http://127.0.0.1:9"):
+    given = arguments(served, "good", proxy_url="http://127.0.0.1:9")
+    with pytest.raises(RequestError, match="cannot reach http://127.0.0.1:9"):
         async with asyncio.timeout(60):
             await run(**given)
 
