@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -44,7 +45,13 @@ def train(
     from areal_agents.config import load_config
     from areal_agents.launch.train import train as run
 
-    run(load_config(config, overrides or ()), console=Console(), fresh=fresh, ablate_tool=ablate_tool)
+    console = Console()
+    try:
+        run(load_config(config, overrides or ()), console=console, fresh=fresh, ablate_tool=ablate_tool)
+    except Interrupted:
+        command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
+        console.print(f"to go on from the last checkpoint: {command}", soft_wrap=True, highlight=False)
+        raise
 
 
 @app.command("eval")
@@ -156,9 +163,7 @@ def main() -> None:
         console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}", highlight=False)
         raise SystemExit(1) from None
     except Interrupted:
-        console.print(
-            "stopped; everything has been ended. The same command goes on from the last checkpoint."
-        )
+        console.print("stopped; everything has been ended")
         raise SystemExit(130) from None
 
 

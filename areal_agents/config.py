@@ -69,6 +69,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a config file: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
@@ -96,8 +98,13 @@ def validate_config(tree: Mapping[str, Any], *, source: str) -> Config:
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Write the resolved tree, so that every process of a run reads the same one."""
+    """Write the resolved tree, so that every process of a run reads the same one.
+
+    Only the owner can read it: it may hold keys.
+    """
     temporary = path.with_suffix(".tmp")
+    temporary.touch(mode=0o600)
+    temporary.chmod(0o600)
     temporary.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     temporary.replace(path)
 

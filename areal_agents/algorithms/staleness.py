@@ -22,7 +22,8 @@ class StalenessReport:
     """What the bound let through.
 
     Attributes:
-        staleness: [N] trainer's version − token's version, of the tokens that are trained.
+        staleness: [N] trainer's version − token's version, of the tokens that are trained: read off the
+            returned masks, so that no token in them escapes it.
         masked_tokens: tokens that exceeded the bound.
         dropped_samples: samples that had no other trained token.
     """
@@ -45,7 +46,6 @@ def mask_stale(
         TrainingError: a trained token claims a version that does not exist yet.
     """
     kept: list[TrainingSample] = []
-    ages: list[np.ndarray] = []
     masked = 0
     for sample in samples:
         staleness = version - sample.versions
@@ -55,7 +55,6 @@ def mask_stale(
                 f"group {sample.group_id}, episode {sample.episode_id}: a token of version "
                 f"{version - trained.min()}, but the trainer is at version {version}"
             )
-        ages.append(trained[trained <= max_staleness])
         stale = sample.loss_mask & (staleness > max_staleness)
         masked += int(stale.sum())
         if not stale.any():
@@ -65,6 +64,7 @@ def mask_stale(
             kept.append(
                 replace(sample, loss_mask=mask, advantages=np.where(mask, sample.advantages, np.float32(0)))
             )
+    ages = [version - sample.versions[sample.loss_mask] for sample in kept]
     return kept, StalenessReport(
         staleness=np.concatenate([*ages, np.empty(0, np.int32)]).astype(np.int32),
         masked_tokens=masked,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class EmbeddedEngineConfig(BaseModel):
@@ -80,7 +81,15 @@ class EngineConfig(BaseModel):
         Literal["float32", "bfloat16"], Field(description="Compute type of the embedded engine.")
     ] = "float32"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")] = "cpu"
-    request_timeout_s: Annotated[float, Field(gt=0, description="Longest wait for one completion.")] = 600.0
+
+    @field_validator("urls")
+    @classmethod
+    def _urls_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"expected http://host:port, got {url!r}")
+        return tuple(url.rstrip("/") for url in urls)
 
     @model_validator(mode="after")
     def _urls_fit_kind(self) -> EngineConfig:

@@ -20,6 +20,8 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import uninterrupted
 
 TAIL_LINES = 15
+SERVERS = ("engine", "proxy")
+SERVER_STOP_TIMEOUT_S = 15.0
 
 
 class ChildDied(ArealAgentsError):
@@ -41,9 +43,9 @@ class Child:
 
 
 class Children:
-    """The processes of one run, ended in the reverse order of their start."""
+    """The processes of one run, by name."""
 
-    def __init__(self, *, stop_timeout_s: float = 15.0) -> None:
+    def __init__(self, *, stop_timeout_s: float = 60.0) -> None:
         self._children: dict[str, Child] = {}
         self._stop_timeout_s = stop_timeout_s
 
@@ -98,19 +100,30 @@ class Children:
         return self._children[name].process.poll() is not None
 
     def stop(self) -> None:
-        """End every process; returns when all are gone."""
-        for child in reversed(self._children.values()):
-            _signal_group(child, signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_timeout_s
-        for child in reversed(self._children.values()):
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                _signal_group(child, signal.SIGKILL)
-                child.process.wait()
-            _signal_group(child, signal.SIGKILL)  # what it left behind in its group
-            if child.process.stdin is not None:
-                child.process.stdin.close()
+        """End every process; returns when all are gone.
+
+        Those that call the engine and the proxy end first, so that a trainer can still publish and
+        write its checkpoint, and the rollouts can seal their episodes.
+        """
+        servers = [child for child in self._children.values() if child.name in SERVERS]
+        callers = [child for child in self._children.values() if child.name not in SERVERS]
+        for children, timeout_s in ((callers, self._stop_timeout_s), (servers, SERVER_STOP_TIMEOUT_S)):
+            for child in children:
+                _signal_group(child, signal.SIGTERM)
+            deadline = time.monotonic() + timeout_s
+            for child in children:
+                _wait_or_kill(child, deadline)
+
+
+def _wait_or_kill(child: Child, deadline: float) -> None:
+    try:
+        child.process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        _signal_group(child, signal.SIGKILL)
+        child.process.wait()
+    _signal_group(child, signal.SIGKILL)  # what it left behind in its group
+    if child.process.stdin is not None:
+        child.process.stdin.close()
 
 
 def _signal_group(child: Child, number: int) -> None:

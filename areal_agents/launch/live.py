@@ -63,7 +63,10 @@ class LiveView:
             )
         self._printed_rows = len(rows)
         for evaluation in progress.held_out:
-            if evaluation.done >= self._eval_episodes and evaluation.label not in self._printed_evals:
+            if (
+                evaluation.done >= self._expected(rows, progress)
+                and evaluation.label not in self._printed_evals
+            ):
                 self._printed_evals.add(evaluation.label)
                 line = f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} tasks"
                 self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False, soft_wrap=True)
@@ -92,7 +95,8 @@ class LiveView:
         else:
             body.add_row("now", self._stage)
         for evaluation in progress.held_out:
-            body.add_row(f"held-out {evaluation.label}", self._held_out(evaluation))
+            expected = self._expected(rows, progress)
+            body.add_row(f"held-out {evaluation.label}", _describe_held_out(evaluation, expected))
         counts = progress.groups
         queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} being rolled out"
         body.add_row(
@@ -104,10 +108,10 @@ class LiveView:
         )
         return Panel(Group(head, body, footer), title=self._title, width=min(100, self._console.width))
 
-    def _held_out(self, evaluation: HeldOut) -> str:
-        if evaluation.done < self._eval_episodes:
-            return f"{evaluation.done}/{self._eval_episodes} episodes"
-        return f"[bold]{evaluation.reward:.3f}[/bold]"
+    def _expected(self, rows: Sequence[dict[str, Any]], progress: Progress) -> int:
+        """Episodes of an evaluation: once training has begun, as many as the one before it had."""
+        before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
+        return min([self._eval_episodes, *(before if rows else [])])
 
     def _eta(self, rows: Sequence[dict[str, Any]]) -> str:
         if len(rows) < 2:
@@ -115,6 +119,12 @@ class LiveView:
         recent = rows[-10:]
         per_step = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
         return f"{per_step:.1f} s a step, about {per_step * (self._steps - rows[-1]['step']):.0f} s left"
+
+
+def _describe_held_out(evaluation: HeldOut, expected: int) -> str:
+    if evaluation.done < expected:
+        return f"{evaluation.done}/{expected} episodes"
+    return f"[bold]{evaluation.reward:.3f}[/bold]"
 
 
 def describe_step(row: dict[str, Any], steps: int) -> str:

@@ -23,6 +23,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
 
+EXIT_STOPPED = 3  # asked to end before the work was done
 GRACE_S = 20.0  # between the supervisor's death and a hard end
 
 
@@ -121,7 +122,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     try:
         if first:
             wait_until_ready(endpoints.engine_urls[0] + "/health", check=lambda: _end_if(stop))
-        run(
+        result = run(
             config.trainer,
             config.algorithm,
             store=store,
@@ -136,6 +137,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     finally:
         if store is not None:
             store.close()
+    if not result.finished:
+        raise SystemExit(EXIT_STOPPED)
 
 
 def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
@@ -166,6 +169,8 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
                 seed=config.seed,
                 stop=stop,
             )
+            if stop.is_set():
+                raise SystemExit(EXIT_STOPPED)
             return
         if config.eval is None:
             raise ConfigError("there is nothing to evaluate on: the config has no eval.data")
@@ -179,6 +184,8 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
             label=label,
             stop=stop,
         )
+        if stop.is_set():
+            raise SystemExit(EXIT_STOPPED)
 
 
 def store_of(config: Config, folder: RunFolder) -> str | Path:
@@ -188,7 +195,7 @@ def store_of(config: Config, folder: RunFolder) -> str | Path:
 
 def _end_if(stop: threading.Event) -> None:
     if stop.is_set():
-        raise SystemExit(0)
+        raise SystemExit(EXIT_STOPPED)
 
 
 def _stop_event() -> threading.Event:

@@ -74,12 +74,15 @@ def read_progress(store: Store) -> Progress:
 
 def read_held_out(store: Store) -> list[HeldOut]:
     """Every evaluation in the store, in the order in which they began."""
-    by_label: dict[str, dict[str, EpisodeSummary]] = {}
+    by_label: dict[str, tuple[int, dict[str, EpisodeSummary]]] = {}
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         if episode.status != "aborted" and "eval" in episode.metadata:
             # A task that was attempted again counts by its last attempt.
-            by_label.setdefault(episode.metadata["eval"], {})[episode.task_id] = episode
-    return [_held_out(label, list(episodes.values())) for label, episodes in by_label.items()]
+            label, step = episode.metadata["eval"], episode.metadata.get("step", 0)
+            if label not in by_label or step > by_label[label][0]:
+                by_label[label] = (step, {})  # a run that was extended evaluates "after" once more
+            by_label[label][1][episode.task_id] = episode
+    return [_held_out(label, list(episodes.values())) for label, (_, episodes) in by_label.items()]
 
 
 def _held_out(label: str, episodes: list[EpisodeSummary]) -> HeldOut:

@@ -92,13 +92,19 @@ class RunFolder:
         return Endpoints(**{**data, "engine_urls": tuple(data["engine_urls"])})
 
     def set_aside(self) -> Path | None:
-        """Rename an earlier run out of the way; the new name, or None if there was none."""
+        """Rename an earlier run out of the way; the new name, or None if there was none.
+
+        ConfigError if that run is still alive, or if the folder holds something that is no run.
+        """
         if not self.root.exists():
             return None
-        target = self.root.with_name(
-            f"{self.root.name}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        )
-        self.root.rename(target)
+        if not (self.config.exists() or (self.root / "lock").exists()) and any(self.root.iterdir()):
+            raise ConfigError(f"{self.root} is not the folder of a run; choose another with run_dir=...")
+        with self.locked():
+            target = self.root.with_name(
+                f"{self.root.name}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            )
+            self.root.rename(target)
         return target
 
     @contextmanager

@@ -51,6 +51,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     if fresh and (earlier := folder.set_aside()):
         console.print(f"the earlier run is kept in {earlier}")
     with folder.locked(), interruptible():
+        _say_if_resumed(folder, console)
         save_config(config, folder.config)
         endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
@@ -79,6 +80,10 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         ChildDied: a process ended that should not have.
     """
     _check_evaluation(config, ablate_tool)
+    if config.engine.urls:
+        raise ConfigError(
+            "eval measures the weights of `model` in an engine that it starts; leave out engine.urls"
+        )
     folder = RunFolder(Path(config.run_dir + "-eval"))
     folder.set_aside()
     with folder.locked(), interruptible():
@@ -89,6 +94,14 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
             start_serving(config, folder, children)
             wait_until_serving(endpoints, children, console.print)
             return _evaluate_once(folder, children, "eval", ablate_tool=ablate_tool)
+
+
+def _say_if_resumed(folder: RunFolder, console: Console) -> None:
+    metrics = MetricsFile(folder.metrics)
+    metrics.update()
+    if metrics.rows:
+        step = metrics.rows[-1]["step"]
+        console.print(f"going on with {folder.root}, which had trained {step} steps; --fresh begins anew")
 
 
 def choose_endpoints(config: Config) -> Endpoints:

@@ -138,6 +138,7 @@ def _refuse_unsupported(body: Mapping[str, Any]) -> None:
 
 
 def _wish(body: Mapping[str, Any]) -> SamplingWish:
+    top_k = _integer(body, "top_k")
     limits = [_positive(body, name) for name in ("max_completion_tokens", "max_tokens")]
     given = [limit for limit in limits if limit is not None]
     return SamplingWish(
@@ -146,7 +147,7 @@ def _wish(body: Mapping[str, Any]) -> SamplingWish:
         stop=_stop(body.get("stop")),
         temperature=_number(body, "temperature"),
         top_p=_number(body, "top_p"),
-        top_k=_integer(body, "top_k"),
+        top_k=0 if top_k == -1 else top_k,  # both mean off to engines
         min_p=_number(body, "min_p"),
         frequency_penalty=_number(body, "frequency_penalty"),
         presence_penalty=_number(body, "presence_penalty"),

@@ -67,22 +67,28 @@ class Completer:
         """Draw the reply to a request, record it, and return it.
 
         Raises RequestError for what the client did wrong or ran into, EngineError where the engine
-        fails, StoreError where the store does; ClientGone if the client hung up before the end, whose
-        generation is aborted and not recorded.
+        fails, StoreError where the store does; ClientGone if the client hung up before the recording,
+        whose generation is aborted and not recorded.
         """
         await self._refuse_over_limit(session)
         session.pending_calls += 1
+        watch: asyncio.Future[None] | None = None  # done when the client has hung up
         try:
             model = await self.model_info()
             prompt = await self._prompt(session, request, min(model.vocab_size, self._renderer.vocab_size))
             drawing = await self._drawing(session, request, len(prompt.ids), model.max_context)
             turn_id = f"chatcmpl-{secrets.token_hex(12)}"
             async with self._admission.slot():
-                completion = await self._generate(session, turn_id, prompt.ids, drawing.params, hang_up)
+                watch = asyncio.ensure_future(hang_up())
+                completion = await self._generate(session, turn_id, prompt.ids, drawing.params, watch)
             turn = await self._turn(turn_id, request, prompt, drawing, completion)
+            if watch.done():
+                raise ClientGone
             # From here on nothing may come between store and memory, not even a shutdown.
             await asyncio.shield(asyncio.ensure_future(self._record(session, turn, prompt.ids)))
         finally:
+            if watch is not None:
+                watch.cancel()
             session.pending_calls -= 1
             session.last_used = time.monotonic()
         return CompletedTurn(turn, len(prompt.ids), time.time())
@@ -158,18 +164,20 @@ class Completer:
         )
 
     async def _generate(
-        self, session: Session, rid: str, input_ids: TokenIds, params: SamplingParams, hang_up: HangUp
+        self,
+        session: Session,
+        rid: str,
+        input_ids: TokenIds,
+        params: SamplingParams,
+        watch: asyncio.Future[None],
     ) -> Completion:
         session.refuse_if_sealed()  # it may have been while this call waited for its slot
         call = asyncio.ensure_future(self._engine.generate(rid, input_ids, params))
-        watch = asyncio.ensure_future(hang_up())
         watch.add_done_callback(lambda _: call.cancel())  # which aborts it in the engine
         session.calls.add(call)
         try:
             async with asyncio.timeout(self._config.generate_timeout_s):
                 completion = await call
-            if watch.done():
-                raise ClientGone
         except TimeoutError:
             raise EngineUnavailable(f"no completion within {self._config.generate_timeout_s:g} s") from None
         except asyncio.CancelledError:
@@ -179,7 +187,6 @@ class Completer:
             raise
         finally:
             session.calls.discard(call)
-            watch.cancel()
         if completion.finish_reason == "abort":
             raise EngineUnavailable("the engine aborted the generation")
         return completion

@@ -16,7 +16,7 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.sampling import PINS
 from areal_agents.proxy.sessions import Limits
-from areal_agents.store import EpisodeRow, NewEpisode
+from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
 _MOST_PLACES = 65_536  # of a group
 _SCOPES = ("episode", "turn", "branch")
@@ -123,13 +123,19 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         raise RequestError(
             f"scope must be one of {_SCOPES} and fit completion_id, got {scope!r}", param="scope"
         )
-    if not isinstance(value, dict):
-        return [Reward(scope, completion_id or "", name, _finite(value))]
-    if not value:
+    if value == {}:
         raise RequestError("reward must not be an empty object", param="reward")
-    if completion_id is None and all(key.startswith("chatcmpl-") for key in value):
-        return [Reward("turn", key, name, _finite(item)) for key, item in value.items()]
-    return [Reward(scope, completion_id or "", key, _finite(item)) for key, item in value.items()]
+    if not isinstance(value, dict):
+        rewards = [Reward(scope, completion_id or "", name, _finite(value))]
+    elif completion_id is None and all(key.startswith("chatcmpl-") for key in value):
+        rewards = [Reward("turn", key, name, _finite(item)) for key, item in value.items()]
+    else:
+        rewards = [Reward(scope, completion_id or "", key, _finite(item)) for key, item in value.items()]
+    if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
+        raise RequestError(
+            f"the name {DEFAULT_REWARD_NAME!r} is reserved for the score of truncated episodes", param="name"
+        )
+    return rewards
 
 
 def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:

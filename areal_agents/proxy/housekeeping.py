@@ -32,7 +32,7 @@ class Housekeeping:
         self._last_used: dict[str, float] = {}
 
     async def run(self) -> None:
-        """Sweep until cancelled. A failing store is logged and tried again."""
+        """Sweep until cancelled. Whatever fails in one sweep is logged, and the next one comes."""
         interval_s = min(
             _SWEEP_S,
             self._config.implicit_idle_s / 2,
@@ -45,6 +45,8 @@ class Housekeeping:
                 await self.sweep()
             except StoreError as error:
                 _logger.warning("housekeeping: %s", error)
+            except Exception:  # ours to mend; without sweeps, episodes would stay open for good
+                _logger.exception("housekeeping has failed; the next sweep is in %g s", interval_s)
 
     async def sweep(self) -> None:
         """Close, fail and forget what is due now."""

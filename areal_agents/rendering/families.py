@@ -70,7 +70,8 @@ def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]
         options: fields of that family's config, for example `{"enable_thinking": False}`.
 
     Raises:
-        ConfigError: unknown family or model type, or an option that the family does not have.
+        ConfigError: no model folder, unknown family or model type, or an option that the family does
+            not have.
     """
     name = _detect(Path(path)) if family == "auto" else family
     if name not in known_families():
@@ -88,6 +89,8 @@ def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]
 
 
 def _detect(folder: Path) -> str:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     name = f"{folder.name} {config.get('_name_or_path', '')}".lower()

@@ -82,6 +82,9 @@ class CoroutineAgent:
         try:
             return await asyncio.shield(episode)
         except asyncio.CancelledError:
+            ours = asyncio.current_task()
+            if episode.cancelled() and ours is not None and not ours.cancelling():
+                raise AgentError("the agent cancelled itself (it raised asyncio.CancelledError)") from None
             await self._end(episode)
             raise
 

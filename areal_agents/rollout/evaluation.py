@@ -33,22 +33,24 @@ async def evaluate_tasks(
     tasks: Sequence[Task],
     *,
     label: str,
+    step: int | None,
     temperature: float,
     concurrency: int,
     limits: LimitsConfig,
     retries: int,
     patience: Patience,
 ) -> None:
-    """Run every task that the store has no scored episode of under this label.
+    """Run every task that the store has no scored episode of under this label and step.
 
-    The episodes carry split "eval" and metadata {"eval": label}. A task that still fails after
+    The episodes carry split "eval" and metadata {"eval": label, "step": step}. A task that still fails after
     `retries` new attempts stays failed; the last attempt at a task is the one that counts.
 
     Raises:
         AgentError: too many attempts in a row failed.
     """
     await abort_open(client, store, split="eval", label=label)
-    ended = store.episodes(split="eval", metadata={"eval": label})
+    metadata = {"eval": label, **({} if step is None else {"step": step})}
+    ended = store.episodes(split="eval", metadata=metadata)
     scored = {episode.task_id for episode in ended if episode.status in ("finished", "truncated")}
     waiting = deque(task for task in tasks if task.id not in scored)
 
@@ -56,7 +58,7 @@ async def evaluate_tasks(
         try:
             opened = await open_attempt(
                 client,
-                Attempt(task, "eval", metadata={"eval": label}, sampling={"temperature": temperature}),
+                Attempt(task, "eval", metadata=metadata, sampling={"temperature": temperature}),
                 limits=limits,
             )
             return (await run_rollout(client, agent, task, opened, limits=limits)).error

@@ -84,8 +84,11 @@ async def evaluate(
 ) -> None:
     """One evaluation of whatever is served now. Arguments and errors as for `run`."""
     tasks = held_out_tasks(evaluation)
+    latest = store.latest_version()
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation) as runner:
-        await _unless_stopped(runner.evaluate(tasks, label, alone=True), stop)
+        await _unless_stopped(
+            runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
+        )
 
 
 def held_out_tasks(evaluation: EvalConfig) -> list[Task]:
@@ -140,19 +143,21 @@ class _Runner:
         await abort_open(self._client, self._store)
         try:
             if held_out and first.step == 0:
-                await self.evaluate(held_out, "before", alone=True)
+                await self.evaluate(held_out, "before", step=0, alone=True)
             if first.step < steps:
                 await self._train(source, held_out, steps=steps)
                 await abort_open(self._client, self._store)
             if held_out:
-                await self._served(SWAP_TIMEOUT_S)
-                await self.evaluate(held_out, "after", alone=True)
+                last = await self._served(SWAP_TIMEOUT_S)
+                await self.evaluate(held_out, "after", step=last.step, alone=True)
         except BaseException:
             await self._abort_at_the_end()
             raise
 
-    async def evaluate(self, tasks: Sequence[Task], label: str, *, alone: bool = False) -> None:
-        """One evaluation; `alone` when no training episodes run beside it."""
+    async def evaluate(
+        self, tasks: Sequence[Task], label: str, *, step: int | None, alone: bool = False
+    ) -> None:
+        """One evaluation of the weights of `step`; `alone` when no training episodes run beside it."""
         assert self._evaluation is not None
         beside = self._evaluation.concurrency
         logger.info("evaluation %s of %d tasks begins", label, len(tasks))
@@ -162,6 +167,7 @@ class _Runner:
             self._evaluated,
             tasks,
             label=label,
+            step=step,
             temperature=self._evaluation.temperature,
             concurrency=max(beside, self._rollout.concurrency) if alone else beside,
             limits=self._rollout.limits,
@@ -269,7 +275,7 @@ class _Runner:
                 evaluated = (await self._served(SWAP_TIMEOUT_S)).step
                 if evaluated >= steps:
                     return  # the evaluation after training is this one
-                await self.evaluate(held_out, f"step-{evaluated}")
+                await self.evaluate(held_out, f"step-{evaluated}", step=evaluated)
             await changed.wait()
 
     async def _abort_at_the_end(self) -> None:

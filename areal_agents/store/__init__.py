@@ -3,6 +3,7 @@
 from areal_agents.store.config import StoreConfig
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.errors import Conflict, NotFound, NoTurn
+from areal_agents.store.rewards import DEFAULT_REWARD_NAME
 from areal_agents.store.rows import (
     EpisodeRow,
     EpisodeState,
@@ -14,6 +15,7 @@ from areal_agents.store.rows import (
 from areal_agents.store.store import Store
 
 __all__ = [
+    "DEFAULT_REWARD_NAME",
     "Conflict",
     "EpisodeRow",
     "EpisodeState",

@@ -11,6 +11,7 @@ import orjson
 import sqlalchemy as sa
 
 from areal_agents.core.rollout import Reward, Task
+from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict, NotFound, NoTurn
 from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.rewards import write_default_reward, write_rewards
@@ -151,9 +152,9 @@ def fail_unrewarded(connection: sa.Connection, ended_before: float) -> list[str]
         ~sa.exists().where(leases.c.group_id == episodes.c.group_id),
     )
     ids = list(connection.execute(unrewarded).scalars())
-    if ids:
+    for chunk in chunks(ids):
         connection.execute(
-            sa.update(episodes).where(episodes.c.id.in_(ids)).values(status="failed", error="no_reward")
+            sa.update(episodes).where(episodes.c.id.in_(chunk)).values(status="failed", error="no_reward")
         )
     return ids
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 import sqlalchemy as sa
 
+from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict
 from areal_agents.store.groups import lock_group
 from areal_agents.store.schema import checkpoints, groups, leases
@@ -48,14 +49,16 @@ def take_groups(
 
 def mark_trained(connection: sa.Connection, group_ids: Iterable[str], *, step: int, version: int) -> None:
     """Note that leased groups were trained in `step` into `version`. Conflict if one is not leased."""
-    ids = list(group_ids)
-    changed = connection.execute(
-        sa.update(leases)
-        .where(leases.c.group_id.in_(ids), leases.c.state == "leased", leases.c.step == step)
-        .values(state="trained", version=version)
+    ids = list(dict.fromkeys(group_ids))
+    mark = sa.update(leases).where(leases.c.state == "leased", leases.c.step == step)
+    changed = sum(
+        connection.execute(
+            mark.where(leases.c.group_id.in_(chunk)).values(state="trained", version=version)
+        ).rowcount
+        for chunk in chunks(ids)
     )
-    if changed.rowcount != len(set(ids)):
-        raise Conflict(f"of {len(set(ids))} groups only {changed.rowcount} are leased for step {step}: {ids}")
+    if changed != len(ids):
+        raise Conflict(f"of {len(ids)} groups only {changed} are leased for step {step}: {ids}")
 
 
 def drop_leased(connection: sa.Connection, group_id: str, reason: str, *, step: int) -> None:

@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Split, Task
 from areal_agents.core.trajectory import Turn
+from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import decode_turn
 from areal_agents.store.errors import NotFound
 from areal_agents.store.rows import GROUP_STATES, LIVE, SCORED, EpisodeRow, EpisodeSummary, OpenGroup
@@ -85,6 +86,10 @@ def summaries(
 
 def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode]:
     """Whole episodes, in the order of `ids`. NotFound if one is unknown."""
+    return [episode for chunk in chunks(ids) for episode in _load_episodes(connection, chunk)]
+
+
+def _load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode]:
     rows = {row.id: row for row in connection.execute(_EPISODES.where(episodes.c.id.in_(ids)))}
     missing = [episode_id for episode_id in ids if episode_id not in rows]
     if missing:
@@ -105,6 +110,10 @@ def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode
 
 def load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutGroup]:
     """Groups with their scored episodes by index, in the order of `ids`. NotFound if one is unknown."""
+    return [group for chunk in chunks(ids) for group in _load_groups(connection, chunk)]
+
+
+def _load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutGroup]:
     group_rows = {
         row.id: row
         for row in connection.execute(
@@ -142,7 +151,7 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
         .where(groups.c.state == "pending")
         .order_by(groups.c.seq)
     ).all()
-    ids = [row.id for row in pending]
+    ids = sa.select(groups.c.id).where(groups.c.state == "pending")
     attempts: dict[str, dict[int, list[EpisodeSummary]]] = defaultdict(lambda: defaultdict(list))
     for summary in _summaries(
         connection, _EPISODES.where(episodes.c.group_id.in_(ids)).order_by(episodes.c.seq)

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from areal_agents.core.rollout import Reward
+from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict, NotFound
 from areal_agents.store.groups import complete_if_scored, lock_group
 from areal_agents.store.schema import episodes, leases, rewards, turns
 
-DEFAULT_REWARD_NAME = "truncated_reward"
+DEFAULT_REWARD_NAME = "truncated_reward"  # reserved: the proxy refuses it as the name of a given reward
 
 
 def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
@@ -63,14 +64,12 @@ def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
 
 def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
     targets = {reward.target for reward in given if reward.target}
-    if not targets:
-        return
-    known = connection.execute(
-        sa.select(turns.c.id).where(turns.c.episode_id == episode_id, turns.c.id.in_(targets))
-    ).scalars()
-    unknown = sorted(targets - set(known))
+    of_episode = sa.select(turns.c.id).where(turns.c.episode_id == episode_id)
+    unknown = set(targets)
+    for chunk in chunks(targets):
+        unknown.difference_update(connection.execute(of_episode.where(turns.c.id.in_(chunk))).scalars())
     if unknown:
-        raise NotFound(f"episode {episode_id} has no completion {unknown[0]}")
+        raise NotFound(f"episode {episode_id} has no completion {min(unknown)}")
 
 
 def _upsert(connection: sa.Connection, episode_id: str, reward: Reward, now: float) -> None:

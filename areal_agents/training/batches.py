@@ -84,7 +84,7 @@ def next_batch(
     leased: list[RolloutGroup] = []
     stale = 0
     while len(leased) < groups:
-        more = _lease(store, groups - len(leased), step=step, deadline=started + timeout_s, stop=stop)
+        more = _lease(store, groups - len(leased), step=step, timeout_s=timeout_s, stop=stop)
         if more is None:
             return None
         for group in more:
@@ -116,12 +116,16 @@ def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
 
 
 def _lease(
-    store: Store, count: int, *, step: int, deadline: float, stop: threading.Event
+    store: Store, count: int, *, step: int, timeout_s: float, stop: threading.Event
 ) -> list[RolloutGroup] | None:
+    deadline = time.monotonic() + timeout_s
     holder = f"{socket.gethostname()}:{os.getpid()}"
     while not stop.is_set():
         cursor = store.cursor()
-        if store.group_counts()["complete"] >= count:  # a look takes no lock, a lease stops every writer
+        counts = store.group_counts()
+        if not any(counts.values()):  # an evaluation comes first, and takes as long as it takes
+            deadline = time.monotonic() + timeout_s
+        if counts["complete"] >= count:  # a look takes no lock, a lease stops every writer
             groups = store.lease_groups(count, step=step, holder=holder, lease_s=_LEASE_S)
             if groups:
                 return groups
@@ -129,7 +133,7 @@ def _lease(
         if left <= 0:
             raise TrainingError(
                 f"step {step} waited for {count} complete groups until its time ran out "
-                f"(trainer.batch_timeout_s); the store has {store.group_counts()}"
+                f"(trainer.batch_timeout_s); the store has {counts}"
             )
         store.wait(cursor, min(_LOOK_S, left))
     return None

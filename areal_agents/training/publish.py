@@ -7,6 +7,7 @@ engine pauses for nothing but the swap.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import time
@@ -18,9 +19,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_agents.errors import TrainingError
+from areal_agents.errors import EngineError, TrainingError
 from areal_agents.inference.engine import Engine
 from areal_agents.store import Store
+
+log = logging.getLogger(__name__)
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
@@ -89,14 +92,19 @@ class Publisher:
 async def swap(engine: Engine, path: str, version: int) -> float:
     """Replace the served weights under a retract pause; seconds that the pause took.
 
-    The engine goes on even if it refuses the weights: then with the old ones.
+    The engine goes on whatever fails; if it refuses the weights, then with the old ones.
     """
     started = time.monotonic()
-    await engine.pause("retract")
     try:
+        await engine.pause("retract")  # within: an engine whose answer was lost has paused all the same
         await engine.update_weights_from_disk(path, version)
-    finally:
-        await engine.resume()
+    except BaseException:
+        try:
+            await engine.resume()
+        except EngineError as error:  # the first error says more
+            log.warning("the engine did not resume after a failed swap: %s", error)
+        raise
+    await engine.resume()
     return time.monotonic() - started
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from algorithms_support import episode, group, sample, turn
 
@@ -25,6 +26,24 @@ def test_zero_trains_only_the_current_version() -> None:
     kept, report = mask_stale([sample([9, 1, 2], [1, 2], versions=[-1, 4, 5])], version=5, max_staleness=0)
     assert kept[0].loss_mask.tolist() == [False, False, True]
     assert report.staleness.tolist() == [0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_report_is_read_off_the_masks_that_are_returned(seed: int) -> None:
+    """So its largest staleness is that of what is trained, and a mask that lets more through shows in it."""
+    rng = np.random.default_rng(seed)
+    version, bound = 9, int(rng.integers(0, 4))
+    samples = []
+    for length in rng.integers(2, 12, 15):
+        trained = [position for position in range(1, length) if rng.random() < 0.7]
+        samples.append(sample(range(length), trained, versions=rng.integers(3, version + 1, length)))
+    before = np.concatenate([version - s.versions[s.loss_mask] for s in samples])
+    kept, report = mask_stale(samples, version=version, max_staleness=bound)
+    assert report.staleness.max() <= bound
+    assert report.staleness.tolist() == [version - s.versions[i] for s in kept for i in np.flatnonzero(s.loss_mask)]
+    assert sorted(report.staleness) == sorted(before[before <= bound])
+    assert report.masked_tokens == (before > bound).sum()
+    assert all((s.advantages[~s.loss_mask] == 0).all() and s.loss_mask.any() for s in kept)
 
 
 def test_nothing_in_nothing_out() -> None:

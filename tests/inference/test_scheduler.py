@@ -196,3 +196,20 @@ def test_an_error_in_a_step_reaches_the_owner_of_the_thread(model_folder: Path) 
     thread.submit(lambda scheduler: scheduler.add(request))
     assert isinstance(failures.get(timeout=10), AssertionError)
     thread.stop()
+
+
+def test_a_call_that_was_cancelled_is_not_run_and_harms_nobody_after(model_folder: Path) -> None:
+    """Its caller hung up while it waited; the engine's thread goes on."""
+    failures: Queue[Exception] = Queue()
+    thread = EngineThread(
+        make_scheduler(make_runner("torch", model_folder), slots=1, prefill_tokens=8),
+        deliver=lambda _: None,
+        on_failure=failures.put,
+    )
+    cancelled = [thread.call(Scheduler.resume), thread.call_when_idle(lambda s: s.pause("abort"))]
+    assert all(future.cancel() for future in cancelled)
+    later = thread.call(lambda scheduler: scheduler.paused)
+    thread.start()
+    assert later.result(timeout=10) is None
+    thread.stop()
+    assert failures.empty()

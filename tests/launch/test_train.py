@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_agents.errors import ConfigError
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
@@ -126,6 +127,33 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Path, str]) -> None
     assert steps_done(run_dir) == 3
 
 
+def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) -> None:
+    run_dir, _ = finished
+    process = start(run_dir, "trainer.steps=4")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert "which had trained 3 steps" in output
+    with Store.open(RunFolder(run_dir).store) as store:
+        latest = store.latest_version()
+        after = store.episodes(split="eval", status="finished", metadata={"eval": "after", "step": 4})
+    assert latest is not None and latest.step == 4
+    assert len(after) == 6
+    assert {(e.version_min, e.version_max) for e in after} == {(latest.version, latest.version)}
+    summary = json.loads(RunFolder(run_dir).summary.read_text())
+    assert summary["heldout_after"] == sum(e.score or 0 for e in after) / 6
+
+
+def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir, "trainer.steps=50", "eval=null")
+    wait_for(lambda: steps_done(run_dir) >= 1, process)
+    os.kill(processes_of(run_dir, "trainer")[0], signal.SIGTERM)
+    output = finish(process)
+    assert process.returncode == 1
+    assert "the trainer process ended with exit code 3" in output
+    assert processes_of(run_dir) == []
+
+
 def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, "trainer.steps=4")
@@ -133,7 +161,7 @@ def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130, output
-    assert "goes on from the last checkpoint" in output
+    assert "to go on from the last checkpoint: areal-agents train" in output
     assert processes_of(run_dir) == []
 
     process = start(run_dir, "trainer.steps=4")
@@ -176,7 +204,22 @@ def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
 def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.locked():
-        process = start(folder.root, "trainer.steps=1")
-        output = finish(process)
-    assert process.returncode == 1
-    assert "another process is using the run folder" in " ".join(output.split())
+        for arguments in (["trainer.steps=1"], ["trainer.steps=1", "--fresh"]):
+            process = start(folder.root, *arguments)
+            output = finish(process)
+            assert process.returncode == 1
+            assert "another process is using the run folder" in output
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_fresh_run_sets_aside_runs_only(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        RunFolder(tmp_path / "mine").set_aside()
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked():
+        folder.config.write_text("name: earlier")
+    earlier = folder.set_aside()
+    assert earlier is not None and (earlier / "config.yaml").read_text() == "name: earlier"
+    assert not folder.root.exists()

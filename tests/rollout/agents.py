@@ -52,6 +52,11 @@ async def undecorated(task: dict, ep: Episode) -> bool:
 
 
 @episode
+async def cancels_itself(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    raise asyncio.CancelledError
+
+
 async def raises(task: dict, ep: Episode) -> float:
     await ask(ep)
     raise KeyError("no such tool")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -124,3 +125,11 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
     servers[0].should_exit = True
     thread.join(timeout=15)
     listener.close()
+
+
+@pytest.fixture(autouse=True)
+def path_as_before() -> Iterator[None]:
+    """Loading an agent puts its folder on sys.path, which every later test would search too."""
+    before = list(sys.path)
+    yield
+    sys.path[:] = before

@@ -71,6 +71,7 @@ async def test_a_good_agent_finishes_with_its_reward(attempts: Attempts, agent: 
 @pytest.mark.parametrize(
     ("agent", "error"),
     [
+        ("cancels_itself", r"the agent cancelled itself"),
         ("raises", r"KeyError: 'no such tool' \(.*agents.py, line \d+\)"),
         ("exits", r"called sys.exit\(3\)"),
         ("never_calls", "made no model call; does its client use ep.base_url"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from store_support import complete_group, make_turn, open_episode, reward
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import StoreError
-from areal_agents.store import Conflict, NewEpisode, NotFound, Store
+from areal_agents.store import Conflict, NewEpisode, NotFound, Store, schema
 
 
 @pytest.fixture
@@ -366,3 +367,37 @@ def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
         return len(seen)
 
     assert queries("large@0") == queries("small@0") <= 8
+
+
+def test_batches_of_more_groups_than_a_statement_binds_variables(store: Store) -> None:
+    """SQLite binds 32,766 variables."""
+    count = 33_000
+    row = {"task_uid": "t", "split": "train", "created_at": 0.0}
+    members = [
+        {**row, "id": f"g{i}", "size": 1, "state": "complete", "completed_at": 0.0} for i in range(count)
+    ]
+    played = {
+        **row,
+        "index": 0,
+        "status": "finished",
+        "metadata": {},
+        "limits": {},
+        "sampling": {},
+        "ended_at": 0.0,
+    }
+    attempts = [{**played, "id": f"e{i}", "key_hash": f"h{i}", "group_id": f"g{i}"} for i in range(count)]
+    with sqlalchemy.create_engine(store.url).begin() as connection:
+        connection.execute(sqlalchemy.insert(schema.tasks).values(uid="t", id="t", input={}))
+        connection.execute(sqlalchemy.insert(schema.groups), members)
+        connection.execute(sqlalchemy.insert(schema.episodes), attempts)
+    leased = store.lease_groups(count, step=1, holder="t")
+    assert [group.id for group in leased] == [f"g{i}" for i in range(count)]
+    assert [group.rollouts[0].episode.id for group in leased] == [f"e{i}" for i in range(count)]
+    store.mark_trained([group.id for group in leased], step=1, version=1)
+    assert store.group_counts()["trained"] == count
+    store.return_leases(0)
+    assert len(store.fail_unrewarded(time.time()).result()) == count
+    targets = [Reward("turn", f"c{i}", "return", 1.0) for i in range(count)]
+    open_episode(store, "e", None)
+    with pytest.raises(NotFound, match="no completion c0"):
+        store.set_rewards("e", targets).result()

@@ -13,8 +13,8 @@ from training_support import build_model
 from transformers import AutoModelForCausalLM
 
 from areal_agents.core.completion import SamplingParams, as_token_ids
-from areal_agents.errors import EngineError
-from areal_agents.inference import SGLangEngine
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference import PauseMode, SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.publish import Publisher, swap, write_model
 
@@ -88,3 +88,43 @@ def test_an_engine_that_refuses_the_weights_goes_on_with_the_old_ones(
             return completion.versions.tolist()
 
     assert asyncio.run(play()) == [0, 0, 0]
+
+
+class LossyEngine(SGLangEngine):
+    """The real client on a connection that loses the answers of the named calls."""
+
+    def __init__(self, url: str, *, loses: tuple[str, ...]) -> None:
+        super().__init__(url)
+        self._loses = loses
+
+    async def pause(self, mode: PauseMode) -> None:
+        await super().pause(mode)
+        self._lose("pause")
+
+    async def resume(self) -> None:
+        await super().resume()
+        self._lose("resume")
+
+    def _lose(self, call: str) -> None:
+        if call in self._loses:
+            raise EngineUnavailable(f"the answer to {call} was lost")
+
+
+@pytest.mark.parametrize("loses", [("pause",), ("pause", "resume")])
+def test_a_lost_answer_to_the_pause_does_not_leave_the_engine_paused(
+    engine_url: str, model_folder: Path, loses: tuple[str, ...]
+) -> None:
+    async def play() -> int:
+        async with LossyEngine(engine_url, loses=loses) as engine:
+            with pytest.raises(EngineUnavailable, match="pause was lost"):  # the first error, not the last
+                await swap(engine, str(model_folder), 1)
+            return len(await engine.generate("r", as_token_ids([2, 3]), SamplingParams(max_new_tokens=1)))
+
+    async def bounded() -> int:
+        try:
+            return await asyncio.wait_for(play(), 20)
+        finally:
+            async with SGLangEngine(engine_url) as engine:
+                await engine.resume()  # whatever happened, the module's other tests need it
+
+    assert asyncio.run(bounded()) == 1

@@ -69,7 +69,7 @@ class EngineThread:
             self._wake.notify()
 
     def call(self, action: Callable[[Scheduler], T]) -> Future[T]:
-        """Like `submit`, with the result or the error in a future."""
+        """Like `submit`, with the result or the error in a future; nothing is run if that is cancelled."""
         future: Future[T] = Future()
         self.submit(lambda scheduler: _resolve(future, lambda: action(scheduler)))
         return future
@@ -115,6 +115,8 @@ class EngineThread:
 
 
 def _resolve(future: Future[T], action: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return  # its caller has gone; from here on nobody can cancel it
     try:
         future.set_result(action())
     except Exception as error:
