@@ -86,8 +86,7 @@ class EngineConfig(BaseModel):
     @classmethod
     def _urls_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname:
+            if not _is_base_url(url):
                 raise ValueError(f"expected http://host:port, got {url!r}")
         return tuple(url.rstrip("/") for url in urls)
 
@@ -98,3 +97,11 @@ class EngineConfig(BaseModel):
         if self.kind == "embedded" and self.urls:
             raise ValueError("urls are for kind: sglang; the embedded engine starts its own server")
         return self
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        return False

@@ -49,7 +49,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         _check_evaluation(config, ablate_tool)
     folder = RunFolder(Path(config.run_dir))
     if fresh and (earlier := folder.set_aside()):
-        console.print(f"the earlier run is kept in {earlier}")
+        console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(), interruptible():
         _say_if_resumed(folder, console)
         save_config(config, folder.config)
@@ -101,7 +101,8 @@ def _say_if_resumed(folder: RunFolder, console: Console) -> None:
     metrics.update()
     if metrics.rows:
         step = metrics.rows[-1]["step"]
-        console.print(f"going on with {folder.root}, which had trained {step} steps; --fresh begins anew")
+        said = f"going on with {folder.root}, which had trained {step} steps; --fresh begins anew"
+        console.print(said, soft_wrap=True)
 
 
 def choose_endpoints(config: Config) -> Endpoints:
@@ -258,6 +259,7 @@ def _finish(
     plot_rewards(metrics.rows, curve, folder.reward_plot)
     console.print(summary.table())
     console.print(
-        f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}"
+        f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}",
+        soft_wrap=True,
     )
     return summary

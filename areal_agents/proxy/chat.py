@@ -147,7 +147,7 @@ def _wish(body: Mapping[str, Any]) -> SamplingWish:
         stop=_stop(body.get("stop")),
         temperature=_number(body, "temperature"),
         top_p=_number(body, "top_p"),
-        top_k=0 if top_k == -1 else top_k,  # both mean off to engines
+        top_k=0 if top_k == -1 else top_k,  # both mean off
         min_p=_number(body, "min_p"),
         frequency_penalty=_number(body, "frequency_penalty"),
         presence_penalty=_number(body, "presence_penalty"),

@@ -35,12 +35,14 @@ def test_the_report_is_read_off_the_masks_that_are_returned(seed: int) -> None:
     version, bound = 9, int(rng.integers(0, 4))
     samples = []
     for length in rng.integers(2, 12, 15):
-        trained = [position for position in range(1, length) if rng.random() < 0.7]
+        trained = [1, *(position for position in range(2, length) if rng.random() < 0.7)]
         samples.append(sample(range(length), trained, versions=rng.integers(3, version + 1, length)))
     before = np.concatenate([version - s.versions[s.loss_mask] for s in samples])
     kept, report = mask_stale(samples, version=version, max_staleness=bound)
     assert report.staleness.max() <= bound
-    assert report.staleness.tolist() == [version - s.versions[i] for s in kept for i in np.flatnonzero(s.loss_mask)]
+    assert report.staleness.tolist() == [
+        version - s.versions[i] for s in kept for i in np.flatnonzero(s.loss_mask)
+    ]
     assert sorted(report.staleness) == sorted(before[before <= bound])
     assert report.masked_tokens == (before > bound).sum()
     assert all((s.advantages[~s.loss_mask] == 0).all() and s.loss_mask.any() for s in kept)

@@ -247,6 +247,15 @@ def test_training_episodes_are_drawn_from_the_bare_policy(proxy: RunningProxy) -
     assert proxy.tokens(held_out)["turns"][0]["overrides"] == ["temperature"]
 
 
+def test_top_k_of_minus_one_means_off(proxy: RunningProxy) -> None:
+    """As engines write it: no override in training, and no error where the wish is granted."""
+    for split in ("train", "eval"):
+        episode = proxy.open_episode(split=split)
+        proxy.openai(episode).chat.completions.create(model="p", messages=[USER], extra_body={"top_k": -1})
+        assert proxy.tokens(episode)["turns"][0]["overrides"] == []
+    assert [call.sampling.top_k for call in proxy.engine.calls] == [0, 0]
+
+
 def test_models_lists_the_policy(proxy: RunningProxy) -> None:
     assert [model.id for model in proxy.openai().models.list()] == ["policy"]
     assert [model.id for model in proxy.openai(proxy.open_episode()).models.list()] == ["policy"]

@@ -154,6 +154,24 @@ def test_a_reward_that_is_not_finite(proxy: RunningProxy, text: str) -> None:
     assert proxy.tokens(episode)["rewards"] == []
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"reward": 1, "name": "truncated_reward"},
+        {"reward": {"style": 1, "truncated_reward": 0.5}},
+        {"reward": {"chatcmpl-a": 1}, "name": "truncated_reward"},
+    ],
+)
+def test_the_name_of_the_default_reward_is_reserved(proxy: RunningProxy, body: dict[str, Any]) -> None:
+    """It stands for the default, which any other reward replaces: a reward under it would be lost."""
+    episode = proxy.open_episode()
+    for path, given in (("reward", body), ("finish", {"rewards": [body]})):
+        error = post(proxy, f"/episodes/{episode['id']}/{path}", given, status=400)["error"]
+        assert "'truncated_reward' is reserved" in error["message"] and error["param"] == "name"
+    shown = proxy.tokens(episode)
+    assert shown["rewards"] == [] and shown["status"] == "open"
+
+
 def test_rewards_by_completion_and_by_branch(proxy: RunningProxy) -> None:
     episode = proxy.open_episode()
     first, second = ask(proxy, episode), ask(proxy, episode)

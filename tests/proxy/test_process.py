@@ -100,7 +100,7 @@ def check_logprobs(engine_url: str, ids: Any, sampled: Any, logprobs: Any) -> No
 def test_serve_starts_and_ends_its_own_engine(tmp_path: Path) -> None:
     proxy = ProxyProcess(store=str(tmp_path / "s.db"), engine_options={"threads": 1, "kernel": "torch"})
     engine_url = proxy.line.partition("(engine ")[2].partition(")")[0]
-    assert httpx.get(f"{proxy.url}/ready").json() == {"status": "ok"}
+    assert httpx.get(f"{proxy.url}/ready").json() == {"status": "ok", "version": 0}
     assert OpenAI(base_url=f"{proxy.url}/v1", api_key="x").models.list().data[0].id == MODEL.name
     proxy.end(signal.SIGTERM)
     assert proxy.process.returncode == 0

@@ -1,0 +1,46 @@
+"""The sweeps outlive whatever one of them meets. What they do is tested over HTTP in test_episodes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import StoreError
+from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.housekeeping import Housekeeping
+from areal_agents.proxy.implicit import ImplicitEpisodes
+from areal_agents.proxy.sessions import Sessions
+from areal_agents.store import NewEpisode, Store
+
+
+class FailingSessions(Sessions):
+    """A sweep's first look meets a bug, the second a lost store."""
+
+    failures: list[Exception]
+
+    def last_used(self) -> dict[str, float]:
+        if self.failures:
+            raise self.failures.pop(0)
+        return super().last_used()
+
+
+async def test_sweeps_go_on_after_a_bug_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = ProxyConfig(idle_timeout_s=0.02)
+    with Store.open(tmp_path / "store.db") as store:
+        sessions = FailingSessions(store)
+        sessions.failures = [KeyError("a bug"), StoreError("the disk is full")]
+        implicit = ImplicitEpisodes(store, sessions, split="eval")
+        session = await sessions.open(NewEpisode("e", "hash"))
+        housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+        sweeping = asyncio.create_task(housekeeping.run())
+        async with asyncio.timeout(10):
+            while session.status == "open" and not sweeping.done():
+                await asyncio.sleep(0.01)
+        assert session.status == "failed"  # for being idle, by a later sweep
+        sweeping.cancel()
+        await asyncio.gather(sweeping, return_exceptions=True)
+    bug, lost = (record for record in caplog.records if record.name.endswith("housekeeping"))
+    assert bug.levelname == "ERROR" and bug.exc_info is not None and "a bug" in str(bug.exc_info[1])
+    assert lost.levelname == "WARNING" and "the disk is full" in lost.getMessage()
