@@ -6,7 +6,9 @@ time limit, and every answer is checked before it becomes a Completion.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -20,10 +22,13 @@ from areal_agents.core.completion import Completion, FinishReason, SamplingParam
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import ModelInfo, PauseMode, version_from_wire
 
+log = logging.getLogger(__name__)
+
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 JSON = {"Content-Type": "application/json"}
 # Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
 KEEP_ALIVE_S = 3.0
+ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 
 
@@ -55,6 +60,7 @@ class SGLangEngine:
         self._vocab_size = vocab_size
         self._paused: PauseMode | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> SGLangEngine:
         return self
@@ -75,7 +81,15 @@ class SGLangEngine:
             "stream": False,
             "sampling_params": sampling_to_wire(sampling),
         }
-        return completion_from_wire(await self._call("POST", "/generate", body, self._request_timeout))
+        try:
+            answer = await self._call("POST", "/generate", body, self._request_timeout)
+        except asyncio.CancelledError:
+            # A real server looks for closed connections every 4 s only, and samples on until then.
+            task = asyncio.create_task(self._abort_cancelled(rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+        return completion_from_wire(answer)
 
     async def abort(self, rid: str) -> None:
         """See Engine.abort."""
@@ -130,9 +144,17 @@ class SGLangEngine:
 
     async def aclose(self) -> None:
         """See Engine.aclose."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_WAIT_S)
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+    async def _abort_cancelled(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except EngineError as error:  # nobody waits for the answer; the server ends it a little later
+            log.warning("the cancelled generation %s could not be aborted: %s", rid, error)
 
     async def _context_length(self) -> int | None:
         answer = _as_object(await self._call("GET", "/server_info"), "/server_info")

@@ -32,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_agents.launch.processes")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("--folder", dest="run", type=Path, required=True)
+    parser.add_argument(
+        "--first-version", type=int, default=0, help="rollout: the version that the trainer begins with"
+    )
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
         "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
@@ -145,10 +148,10 @@ def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     endpoints = folder.read_endpoints()
     # For agents with a module-level client: the URL is every episode's, the key is `current_key`.
     os.environ["OPENAI_BASE_URL"] = endpoints.proxy_url + "/v1"
-    asyncio.run(_collect(config, folder, options.evaluate, options.ablate_tool))
+    asyncio.run(_collect(config, folder, options))
 
 
-async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_tool: bool) -> None:
+async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.rollout.runner import evaluate, run
     from areal_agents.store import Store
 
@@ -156,7 +159,7 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     endpoints = folder.read_endpoints()
     with Store.open(store_of(config, folder), config.store.durability) as store:
-        if label is None:
+        if options.evaluate is None:
             await run(
                 store=store,
                 proxy_url=endpoints.proxy_url,
@@ -167,6 +170,7 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
                 evaluation=config.eval,
                 steps=config.trainer.steps,
                 seed=config.seed,
+                first_version=options.first_version,
                 stop=stop,
             )
             if stop.is_set():
@@ -178,10 +182,10 @@ async def _collect(config: Config, folder: RunFolder, label: str | None, ablate_
             store=store,
             proxy_url=endpoints.proxy_url,
             admin_key=endpoints.admin_key,
-            agent=config.ablation if ablate_tool and config.ablation else config.agent,
+            agent=config.ablation if options.ablate_tool and config.ablation else config.agent,
             rollout=config.rollout,
             evaluation=config.eval,
-            label=label,
+            label=options.evaluate,
             stop=stop,
         )
         if stop.is_set():

@@ -150,9 +150,12 @@ def _run(
 ) -> tuple[float, float | None]:
     started = time.monotonic()
     busy = EngineBusy(endpoints.engine_urls)
+    with Store.open(folder.store) as store:
+        first = store.max_version() + 1
     start_serving(config, folder, children)
+    # Each waits for what it needs, so that they load side by side.
     _start(children, folder, "trainer", ranks=config.trainer.ranks)
-    _start(children, folder, "rollout")  # each waits for what it needs, so that they load side by side
+    _start(children, folder, "rollout", "--first-version", str(first))
     wait_until_serving(endpoints, children, view.stage)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
@@ -229,10 +232,10 @@ def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_
         return next(e.reward for e in read_held_out(store) if e.label == label)
 
 
-def _start(children: Children, folder: RunFolder, role: str, *, ranks: int = 1) -> None:
+def _start(children: Children, folder: RunFolder, role: str, *arguments: str, ranks: int = 1) -> None:
     children.start(
         role,
-        [role, "--folder", str(folder.root)],
+        [role, "--folder", str(folder.root), *arguments],
         log=folder.log(role),
         environment=threads_for(role),
         ranks=ranks,

@@ -44,6 +44,7 @@ async def run(
     evaluation: EvalConfig | None,
     steps: int,
     seed: int = 0,
+    first_version: int = 0,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
@@ -56,6 +57,8 @@ async def run(
         proxy_url: without a path.
         agent: see `load_agent`.
         seed: of the data's order, where the data has none.
+        first_version: the one that the trainer begins with; earlier ones are of an earlier life of the
+            run, and a server that outlived it may still serve them.
         stop: ends the run early; agents are ended and open episodes aborted.
 
     Raises:
@@ -68,7 +71,7 @@ async def run(
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation) as runner:
-        await _unless_stopped(runner.run(source, tasks, steps=steps), stop)
+        await _unless_stopped(runner.run(source, tasks, steps=steps, first_version=first_version), stop)
 
 
 async def evaluate(
@@ -136,8 +139,10 @@ class _Runner:
         self._evaluation = evaluation
         self._patience = Patience(rollout.give_up_after)
 
-    async def run(self, source: TaskSource, held_out: Sequence[Task], *, steps: int) -> None:
-        await self._first_version()
+    async def run(
+        self, source: TaskSource, held_out: Sequence[Task], *, steps: int, first_version: int
+    ) -> None:
+        await self._published(first_version)
         await self._reach_proxy()
         first = await self._served(FIRST_VERSION_TIMEOUT_S)
         await abort_open(self._client, self._store)
@@ -176,13 +181,14 @@ class _Runner:
         )
         logger.info("evaluation %s has ended", label)
 
-    async def _first_version(self) -> VersionRow:
+    async def _published(self, first_version: int) -> None:
+        """Return once `first_version` or a later one is published."""
         watch = StoreWatch(self._store)
         changed = watch.listen()
         async with _cancelled_at_the_end(watch.run()):
             try:
                 async with asyncio.timeout(FIRST_VERSION_TIMEOUT_S):
-                    while (version := self._store.latest_version()) is None:
+                    while self._store.max_version() < first_version:
                         changed.clear()
                         await changed.wait()
             except TimeoutError:
@@ -190,7 +196,6 @@ class _Runner:
                     f"no policy version was published within {FIRST_VERSION_TIMEOUT_S:.0f} s; "
                     "see the trainer's log"
                 ) from None
-        return version
 
     async def _reach_proxy(self) -> None:
         """Return once the proxy can be reached: it may still be starting. RequestError if it never can."""
@@ -209,21 +214,25 @@ class _Runner:
     async def _served(self, timeout_s: float) -> VersionRow:
         """The latest version, once the engine serves it: it is published before it is swapped in.
 
-        A resumed run waits here for the trainer to publish its checkpoint's weights again.
+        A server that earlier runs have used may serve a higher version than the latest before the swap.
         """
-        latest = self._store.latest_version()
-        assert latest is not None, "the first version is there before"
-        served = -1
+        latest, served = self._latest(), -1
         try:
             async with asyncio.timeout(timeout_s):
-                while (served := await self._served_version()) < latest.version:
+                while (served := await self._served_version()) != latest.version:
                     await asyncio.sleep(SWAP_POLL_S)
+                    latest = self._latest()
         except TimeoutError:
             raise TrainingError(
                 f"version {latest.version} was published, but the engine serves {served} "
                 f"after {timeout_s:.0f} s"
             ) from None
-        return self._store.latest_version() or latest
+        return latest
+
+    def _latest(self) -> VersionRow:
+        latest = self._store.latest_version()
+        assert latest is not None, "the first version is there before"
+        return latest
 
     async def _served_version(self) -> int:
         try:

@@ -39,7 +39,10 @@ async def until_running(engine: SGLangEngine, count: int = 1) -> None:
     """Wait until `count` requests are being computed."""
     for _ in range(1000):
         info = await engine._call("GET", "/get_server_info")
-        if info.get("running", count) >= count:
+        if "running" not in info:  # a real server counts elsewhere
+            info = (await engine._call("GET", "/v1/loads"))["loads"][0] | {}
+            info["running"] = info["num_running_reqs"]
+        if info["running"] >= count:
             return
         await asyncio.sleep(0.002)
     raise AssertionError(f"{count} requests never ran")
@@ -79,7 +82,11 @@ async def test_logprobs_are_those_after_temperature(
     np.testing.assert_allclose(drawn.logprobs, expected, atol=2e-5)
 
 
-async def test_a_seed_reproduces_alone_and_in_company(engine: SGLangEngine) -> None:
+async def test_a_seed_reproduces_alone_and_in_company(engine: SGLangEngine, target: Target) -> None:
+    if not target.embedded:
+        pytest.skip(
+            "a real server heeds seeds with --enable-deterministic-inference only, which no CPU backend has"
+        )
     prompt = prompt_of(40, seed=14)
     params = SamplingParams(50, ignore_eos=True, seed=99)
     alone = await engine.generate("s", prompt, params)
@@ -191,7 +198,7 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
         },
     )
     assert raw["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert raw["text"] == text[: text.index(stop)]
+    assert raw["text"].lstrip() == text[: text.index(stop)]  # a real server keeps the word boundary
 
 
 async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
@@ -210,10 +217,10 @@ async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
         )
         triples = raw["meta_info"]["input_token_logprobs"]
         assert [t[1] for t in triples] == prompt[start:].tolist()
-        first = 1 if start == 0 else 0
-        expected = reference_logprobs(target.reference, prompt[: max(start, 1)], prompt[max(start, 1) :])
+        first = 0 if start and target.embedded else 1
+        expected = reference_logprobs(target.reference, prompt[: start + first], prompt[start + first :])
         np.testing.assert_allclose([t[0] for t in triples[first:]], expected, atol=1e-5)
-        assert start or triples[0][0] is None
+        assert not first or triples[0][0] is None
 
 
 async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) -> None:
@@ -250,9 +257,14 @@ async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Targ
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
-async def test_a_pause_without_a_swap_changes_nothing(engine: SGLangEngine, mode: PauseMode) -> None:
+async def test_a_pause_without_a_swap_changes_nothing(
+    engine: SGLangEngine, target: Target, mode: PauseMode
+) -> None:
     prompts = [prompt_of(20 + 40 * i, seed=30 + i) for i in range(9)]  # more than there are slots
-    params = [SamplingParams(300, temperature=float(i % 2), ignore_eos=True, seed=i) for i in range(9)]
+    sampled = int(target.embedded)  # only the embedded engine heeds seeds
+    params = [
+        SamplingParams(300, temperature=float(i % 2 * sampled), ignore_eos=True, seed=i) for i in range(9)
+    ]
     calls = list(zip(prompts, params, strict=True))
     calm = await asyncio.gather(*(engine.generate(f"q{i}", *call) for i, call in enumerate(calls)))
     tasks = [asyncio.create_task(engine.generate(f"q{i}", *call)) for i, call in enumerate(calls)]

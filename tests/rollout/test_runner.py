@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from areal_agents import AsyncClient, Client
@@ -103,6 +104,26 @@ async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
     async with asyncio.timeout(10):
         await run(**given)
     assert len(served.store.episodes()) == before
+
+
+async def test_what_an_earlier_life_published_last_is_not_the_end_of_a_resumed_run(served: Any) -> None:
+    """The engine outlived the trainer, which died before it had saved its last step."""
+    served.publish(1)
+    given = arguments(served, "good", evaluation=held_out(served), steps=1, first_version=1)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await run(**given)
+    assert not served.store.episodes()
+
+
+async def test_nothing_begins_on_the_weights_that_another_run_left_in_the_engine(served: Any) -> None:
+    served.store.publish_version(0, step=0, path="not swapped in yet")
+    body = {"new_version": "7", "abort_all_requests": False}
+    httpx.post(f"{served.engine_url}/update_weight_version", json=body).raise_for_status()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await run(**arguments(served, "good", evaluation=held_out(served)))
+    assert not served.store.episodes()
 
 
 async def test_a_failed_member_is_attempted_again(served: Any) -> None:
