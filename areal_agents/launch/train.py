@@ -177,16 +177,17 @@ class EngineBusy:
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = urls
+        self._counted = True  # whether the engine counts its busy time; a real SGLang does not
         self._from: tuple[float, float] | None = None
         self._to: tuple[float, float] | None = None
 
     def follow(self, done: int, steps: int) -> None:
         """Note the counters while the trainer is between its first and its last step."""
-        if 1 <= done < steps:
+        if 1 <= done < steps and self._counted:
             reading = self._read()
-            if reading is not None:
-                self._from = self._from or reading
-                self._to = reading
+            self._counted = reading is not None
+            self._from = self._from or reading
+            self._to = reading or self._to
 
     def idle_share(self) -> float | None:
         """Between 0 and 1; None where the engine does not count its busy time."""

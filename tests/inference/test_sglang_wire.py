@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from areal_agents.core.completion import SamplingParams
+from areal_agents.core.completion import SamplingParams, as_token_ids
 from areal_agents.errors import EngineError
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.sglang import SGLangEngine, completion_from_wire, sampling_to_wire
@@ -105,3 +108,30 @@ def test_sampling_parameters_in_wire_form() -> None:
 def test_a_base_url_without_a_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="http://"):
         SGLangEngine("localhost:30000")
+
+
+async def test_a_cancelled_call_is_aborted_by_name() -> None:
+    """A real server notices a closed connection only seconds later, and would sample on until then."""
+    calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
+
+    async def generate(request: web.Request) -> web.Response:
+        await calls.put(("generate", await request.json()))
+        await asyncio.Event().wait()
+        raise AssertionError("never answered")
+
+    async def abort(request: web.Request) -> web.Response:
+        await calls.put(("abort", await request.json()))
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/abort_request", abort)
+    async with TestServer(app) as server, SGLangEngine(str(server.make_url("/")), vocab_size=8) as engine:
+        ids = as_token_ids([1, 2])
+        call = asyncio.create_task(engine.generate("r1", ids, SamplingParams(max_new_tokens=4)))
+        assert (await calls.get())[0] == "generate"
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        async with asyncio.timeout(10):
+            assert await calls.get() == ("abort", {"rid": "r1"})
