@@ -19,7 +19,13 @@ import numpy as np
 from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Continuation, ForkReason, Turn
-from areal_agents.errors import EngineError, EngineUnavailable, RenderingError, RequestError
+from areal_agents.errors import (
+    EngineError,
+    EngineUnavailable,
+    RenderingError,
+    RequestError,
+    StoreError,
+)
 from areal_agents.inference import Engine, ModelInfo
 from areal_agents.proxy.admission import Admission
 from areal_agents.proxy.config import ProxyConfig
@@ -86,6 +92,10 @@ class Completer:
                 raise ClientGone
             # From here on nothing may come between store and memory, not even a shutdown.
             await asyncio.shield(asyncio.ensure_future(self._record(session, turn, prompt.ids)))
+            session.call_answered(request)
+        except (EngineError, StoreError):
+            session.call_lost(request)
+            raise
         finally:
             if watch is not None:
                 watch.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_agents.core.messages import Message
+from areal_agents.core.messages import Message, history_digests
 from areal_agents.core.trajectory import Turn
 
 
@@ -46,6 +46,10 @@ class ModelRequest:
     calls: Literal["auto", "none"] = "auto"
     parallel_calls: bool = True
     label: str = ""
+
+    def digest(self) -> bytes:
+        """The same for two calls with the same conversation and tools."""
+        return history_digests(self.messages, self.tools_id)[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from areal_agents.core.rollout import EpisodeStatus
 from areal_agents.core.trajectory import Forest, Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.request import ModelRequest
 from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, SealedStatus, Store
 
 _CONTEXTS_KEPT = 4
@@ -69,6 +70,7 @@ class Session:
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
         self.last_used = time.monotonic()
         self._contexts: OrderedDict[str, TokenIds] = OrderedDict()
+        self._lost_calls: set[bytes] = set()
 
     @property
     def id(self) -> str:
@@ -90,6 +92,20 @@ class Session:
         self._contexts[turn.id] = np.concatenate([prompt_ids, turn.completion.token_ids])
         if len(self._contexts) > _CONTEXTS_KEPT:
             self._contexts.popitem(last=False)
+
+    def call_lost(self, request: ModelRequest) -> None:
+        """Note that the engine failed on a call. Unless it is answered later, the episode has failed."""
+        self._lost_calls.add(request.digest())
+
+    def call_answered(self, request: ModelRequest) -> None:
+        """Note that a call was answered, perhaps one that had been lost and was sent again."""
+        if self._lost_calls:
+            self._lost_calls.discard(request.digest())
+
+    @property
+    def has_lost_calls(self) -> bool:
+        """Whether the engine failed on a call that was never answered."""
+        return bool(self._lost_calls)
 
     def refuse_if_sealed(self) -> None:
         """RequestError 409 unless the episode is open."""
@@ -146,10 +162,14 @@ class Sessions:
         return session
 
     async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
-        """End an episode, in the store first and with the arguments of `Store.seal`; what it is then."""
-        sealing = self._store.seal(episode_id, status, **how)
-        state = await asyncio.wrap_future(sealing)
+        """End an episode, in the store first and with the arguments of `Store.seal`; what it is then.
+
+        An episode in which the engine failed has failed, whatever its agent made of the error.
+        """
         session = self._by_id.get(episode_id)
+        if session is not None and session.has_lost_calls and status in ("finished", "truncated"):
+            status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
+        state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
         if session is not None:
             session.end(state.status)
             self._forget(session)

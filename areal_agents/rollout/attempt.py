@@ -139,6 +139,8 @@ async def _finish(
         if refused.status in (400, 404):
             return await _fail(client, opened, f"a reward was refused: {refused.message}")
         raise
+    if sealed["status"] == "failed":
+        return Outcome("failed", rewarded=False, error="the engine failed on a model call of the agent")
     rewarded = bool(rewards) or sealed["status"] == "truncated" or await _has_reward(client, opened)
     return Outcome(sealed["status"], rewarded)
 

@@ -120,11 +120,13 @@ def _lease(
 ) -> list[RolloutGroup] | None:
     deadline = time.monotonic() + timeout_s
     holder = f"{socket.gethostname()}:{os.getpid()}"
+    seen = None
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        if not any(counts.values()):  # an evaluation comes first, and takes as long as it takes
+        if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is going on
             deadline = time.monotonic() + timeout_s
+        seen = cursor
         if counts["complete"] >= count:  # a look takes no lock, a lease stops every writer
             groups = store.lease_groups(count, step=step, holder=holder, lease_s=_LEASE_S)
             if groups:

@@ -41,5 +41,8 @@ class TrainerConfig(BaseModel):
     keep_checkpoints: int = Field(default=2, ge=1, description="How many checkpoints are kept.")
     keep_weights: int = Field(default=2, ge=2, description="How many published weight folders are kept.")
     batch_timeout_s: float = Field(
-        default=3600.0, gt=0, description="Longest wait for the groups of one batch before the run ends."
+        default=3600.0,
+        gt=0,
+        description="Longest wait for the groups of one batch before the run ends; "
+        "before the first group, the longest time without any change in the store.",
     )

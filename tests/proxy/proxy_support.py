@@ -1,4 +1,4 @@
-"""An engine that follows a script and remembers everything, and the proxy on a real server before it."""
+"""Engines that remember everything, and the proxy on a real server before them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import uvloop
 from openai import OpenAI
 
 from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenIds
-from areal_agents.inference import ModelInfo, PauseMode
+from areal_agents.inference import ModelInfo, PauseMode, SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
@@ -121,12 +121,27 @@ class ScriptedEngine:
         return None
 
 
+class RecordingEngine(SGLangEngine):
+    """The real client of a real engine; it remembers what was sent and what came back."""
+
+    def __init__(self, url: str, renderer: ChatRenderer) -> None:
+        super().__init__(url)
+        self.renderer = renderer
+        self.calls: list[EngineCall] = []
+
+    async def generate(self, rid: str, input_ids: TokenIds, sampling: SamplingParams) -> Completion:
+        call = EngineCall(rid, np.array(input_ids), sampling)
+        self.calls.append(call)
+        call.completion = await super().generate(rid, input_ids, sampling)
+        return call.completion
+
+
 @dataclass
 class RunningProxy:
     """A served proxy: `http` is a plain client of its control API."""
 
     url: str
-    engine: ScriptedEngine
+    engine: Any  # ScriptedEngine or RecordingEngine
     store: Store
     http: httpx.Client
 
@@ -151,7 +166,11 @@ class RunningProxy:
 
 @contextmanager
 def running_proxy(
-    store_path: Path, engine: ScriptedEngine, *, headers: dict[str, str] | None = None, **config: Any
+    store_path: Path,
+    engine: ScriptedEngine | RecordingEngine,
+    *,
+    headers: dict[str, str] | None = None,
+    **config: Any,
 ) -> Iterator[RunningProxy]:
     """A proxy on a real uvicorn server in a thread. Leaving it seals nothing."""
     settings = ProxyConfig(**config)
@@ -163,6 +182,7 @@ def running_proxy(
         def run() -> None:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))
+                runner.run(engine.aclose())
 
         url = url_of(listener)
         thread = threading.Thread(target=run)

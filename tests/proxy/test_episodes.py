@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
 
+from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
 
 USER = {"role": "user", "content": "Where is Lyon?"}
@@ -111,6 +112,28 @@ def test_a_failed_episode_keeps_its_error(proxy: RunningProxy) -> None:
     post(proxy, f"/episodes/{episode['id']}/reward", {"reward": 1}, status=409)
     other = proxy.open_episode()
     assert post(proxy, f"/episodes/{other['id']}/fail", {"aborted": True})["status"] == "aborted"
+
+
+@pytest.mark.parametrize("asked_again", [True, False])
+def test_an_engine_that_failed_fails_the_episode_unless_the_call_was_answered_later(
+    renderer: ChatRenderer, tmp_path: Path, asked_again: bool
+) -> None:
+    """The agent swallows the error and answers something: that says nothing about the policy."""
+    answers: list[Any] = ["Lyon", EngineUnavailable("it is gone"), "in France"]
+    engine = ScriptedEngine(renderer, script=lambda call: answers.pop(0))
+    with running_proxy(tmp_path / "s.db", engine) as proxy:
+        episode = proxy.open_episode()
+        ask(proxy, episode)
+        client = proxy.openai(episode).with_options(max_retries=0)
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="p", messages=[USER, USER])
+        if asked_again:
+            client.chat.completions.create(model="p", messages=[USER, USER])
+        body = {"rewards": [{"reward": 1.0}], "require_turn": True}
+        state = post(proxy, f"/episodes/{episode['id']}/finish", body)
+        assert state["status"] == ("finished" if asked_again else "failed")
+        if not asked_again:
+            assert "the engine failed" in proxy.http.get(f"/episodes/{episode['id']}").json()["error"]
 
 
 async def test_sealing_aborts_what_still_runs(proxy: RunningProxy) -> None:
