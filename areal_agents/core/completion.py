@@ -6,7 +6,7 @@ version for every sampled token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -64,10 +64,6 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
-
-    def with_max_new_tokens(self, max_new_tokens: int) -> SamplingParams:
-        """The same parameters with another token limit."""
-        return replace(self, max_new_tokens=max_new_tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,6 @@ Split = Literal["train", "eval"]
 EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
 RewardScope = Literal["episode", "turn", "branch"]
 
-SEALED: frozenset[EpisodeStatus] = frozenset({"finished", "truncated", "failed", "aborted"})
-
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -27,11 +27,6 @@ class Admission:
         self._max_queued = max_queued
         self._queued = 0
 
-    @property
-    def queued(self) -> int:
-        """Calls that wait for a slot."""
-        return self._queued
-
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
         """Hold one slot. RequestError 429 if the queue is full."""
