@@ -19,6 +19,8 @@ Programming mistakes stay ValueError, TypeError and AssertionError.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class ArealAgentsError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -49,6 +51,7 @@ class RequestError(ArealAgentsError):
         code: a stable machine-readable word, for example ``context_length_exceeded``.
         param: the request field at fault, where there is one.
         retry_after_s: seconds after which the same request may succeed, where that is known.
+        details: numbers that another form of the message needs, for example the limit that was exceeded.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class RequestError(ArealAgentsError):
         code: str = "invalid_request",
         param: str | None = None,
         retry_after_s: float | None = None,
+        details: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -66,6 +70,7 @@ class RequestError(ArealAgentsError):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.details = dict(details or {})
 
 
 class EngineError(ArealAgentsError):

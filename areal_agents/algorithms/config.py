@@ -34,5 +34,6 @@ class AlgorithmConfig(BaseModel):
         default=False, description="Train turns drawn under a grammar or with a sampling pin lifted."
     )
     exclude_labels: tuple[str, ...] = Field(
-        default=(), description="Turns with these labels (sub-agents, say) are credited but not trained."
+        default=(),
+        description="Turns with these labels are credited, not trained; sub-agent/* means every sub-agent.",
     )

@@ -7,6 +7,7 @@ sub-agent's interleaved call never takes a share, and the episode reward is the 
 from __future__ import annotations
 
 from collections.abc import Collection
+from fnmatch import fnmatchcase
 
 from areal_agents.core.rollout import Episode
 from areal_agents.core.trajectory import Turn
@@ -44,12 +45,15 @@ def turn_returns(episode: Episode, *, turn_discount: float = 1.0) -> dict[str, f
 def is_trained(turn: Turn, *, train_constrained: bool = False, exclude_labels: Collection[str] = ()) -> bool:
     """Whether the sampled tokens of a turn carry a gradient.
 
-    A turn whose call was aborted is not trained: the agent never saw it. Nor is one drawn at
-    temperature 0, where no sampling distribution exists.
+    A turn whose call was aborted, or whose client hung up, is not trained: the agent never saw it. Nor is
+    one drawn at temperature 0, where no sampling distribution exists. `exclude_labels` are patterns, so
+    that "sub-agent/*" leaves out every sub-agent.
     """
     if turn.constrained and not train_constrained:
         return False
-    if turn.label in exclude_labels or turn.completion.finish_reason == "abort":
+    if turn.discarded or turn.completion.finish_reason == "abort":
+        return False
+    if any(fnmatchcase(turn.label, pattern) for pattern in exclude_labels):
         return False
     return turn.sampling.temperature > 0
 

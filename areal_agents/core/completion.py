@@ -17,6 +17,8 @@ Logprobs = npt.NDArray[np.float32]
 Versions = npt.NDArray[np.int32]
 
 FinishReason = Literal["stop", "length", "abort"]
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # per token: (token id, logprob), best first
 
 
 def as_token_ids(values: npt.ArrayLike) -> TokenIds:
@@ -38,8 +40,24 @@ def _frozen(values: npt.ArrayLike, dtype: type) -> npt.NDArray:
 
 
 @dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a completion must match: `text` is a JSON schema, a regular expression, an EBNF grammar, or
+    xgrammar's structural tag as JSON, as `kind` says."""
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            raise ValueError(f"kind must be one of {get_args(GrammarKind)}, got {self.kind!r}")
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k."""
+    """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k.
+
+    `top_logprobs` asks for that many best tokens at each position; they are answered, not recorded.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -52,6 +70,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    grammar: Grammar | None = None
+    top_logprobs: int = 0
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -64,6 +84,20 @@ class SamplingParams:
             raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        if not 0 <= self.top_logprobs <= 20:
+            raise ValueError(f"top_logprobs must be in [0, 20], got {self.top_logprobs}")
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """The next tokens of a completion that is being drawn: `token_ids` and `logprobs` are [N], N ≥ 1.
+
+    `top_logprobs` is [N] where they were asked for, else empty.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: TopLogprobs = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +109,15 @@ class Completion:
         logprobs: [C] behavior logprobs, after temperature.
         versions: [C] policy version of the forward pass that sampled each token.
         finish_reason: "stop" (a stop token or string), "length", or "abort".
+        top_logprobs: [C] the best tokens at each position where they were asked for, else empty; for the
+            answer only, the store does not keep them.
     """
 
     token_ids: TokenIds
     logprobs: Logprobs
     versions: Versions
     finish_reason: FinishReason
+    top_logprobs: TopLogprobs = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
@@ -90,6 +127,10 @@ class Completion:
             raise ValueError(
                 f"{len(self.token_ids)} token ids, {len(self.logprobs)} logprobs and "
                 f"{len(self.versions)} versions: a completion has one of each per token"
+            )
+        if self.top_logprobs and len(self.top_logprobs) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.top_logprobs)} top logprobs for {len(self.token_ids)} tokens: one list per token"
             )
         if self.finish_reason not in get_args(FinishReason):
             raise ValueError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -32,7 +32,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message. Absent text is "", never None; `tool_call_id` belongs to role "tool"."""
+    """One message. Absent text is "", never None; `tool_call_id` belongs to role "tool".
+
+    `handle` is the id of the recorded turn that the client says this assistant message is; it is how a
+    request points at its past, and is not kept.
+    """
 
     role: Role
     content: str = ""
@@ -40,12 +44,16 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    handle: str = field(default="", compare=False)
+    digest: bytes = field(init=False, repr=False, compare=False)  # of the canonical key
 
     def __post_init__(self) -> None:
         if self.role not in _ROLES:
             raise ValueError(f"role must be one of {get_args(Role)}, got {self.role!r}")
         if self.role != "assistant" and (self.tool_calls or self.reasoning):
             raise ValueError(f"only an assistant message has tool calls or reasoning, got role {self.role!r}")
+        key = canonical_key(self).encode(errors="surrogatepass")
+        object.__setattr__(self, "digest", hashlib.blake2b(key, digest_size=16).digest())
 
     def to_dict(self) -> dict[str, Any]:
         """A plain JSON-serialisable form without the empty fields; `from_dict` reverses it."""
@@ -91,14 +99,15 @@ def canonical_key(message: Message) -> str:
 def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:
     """Whether the client replays reasoning that differs from what was recorded.
 
-    Reasoning that the client leaves out is no conflict: most frameworks drop it.
+    Reasoning that the client leaves out is no conflict: most frameworks drop it. Nor is the end of it
+    alone: a streaming client keeps only the last piece of a field that it does not know.
     """
-    return bool(replayed.reasoning) and replayed.reasoning.strip() != recorded.reasoning.strip()
+    return not recorded.reasoning.strip().endswith(replayed.reasoning.strip())
 
 
 def history_digests(messages: Sequence[Message], tools_id: str) -> list[bytes]:
     """Digest of each prefix of the conversation: entry i covers messages[: i + 1] and the tools."""
-    digest = hashlib.blake2b(tools_id.encode(), digest_size=16).digest()
+    digest = empty_history(tools_id)
     out = []
     for message in messages:
         digest = extend_digest(digest, message)
@@ -106,9 +115,14 @@ def history_digests(messages: Sequence[Message], tools_id: str) -> list[bytes]:
     return out
 
 
+def empty_history(tools_id: str) -> bytes:
+    """The digest of a conversation without messages, in the presence of these tools."""
+    return hashlib.blake2b(tools_id.encode(), digest_size=16).digest()
+
+
 def extend_digest(digest: bytes, message: Message) -> bytes:
     """The digest of a conversation that `message` is appended to."""
-    return hashlib.blake2b(digest + canonical_key(message).encode(), digest_size=16).digest()
+    return hashlib.blake2b(digest + message.digest, digest_size=16).digest()
 
 
 def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_agents.core.trajectory import Forest, Turn
+from areal_agents.core.forest import Forest
+from areal_agents.core.trajectory import Turn
 
 Split = Literal["train", "eval"]
 EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]

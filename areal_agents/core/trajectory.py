@@ -1,4 +1,4 @@
-"""The tree of an episode's model calls.
+"""A model call, and the path of calls that leads to it.
 
 Each turn stores only the tokens it adds; a root-to-leaf path is exactly what the model saw and
 sampled. A child's prompt is its parent's prompt, plus its parent's completion, plus
@@ -7,7 +7,6 @@ sampled. A child's prompt is its parent's prompt, plus its parent's completion, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -22,16 +21,11 @@ from areal_agents.core.completion import (
     Versions,
     as_token_ids,
 )
-from areal_agents.core.messages import (
-    Message,
-    canonical_key,
-    extend_digest,
-    history_digests,
-    reasoning_conflicts,
-)
+from areal_agents.core.messages import Message
 
 ForkReason = Literal[
     "new conversation",
+    "resampled",
     "edited",
     "reordered",
     "template strips reasoning",
@@ -78,6 +72,9 @@ class Turn:
         forked_from: set on a root that is not the first conversation of its episode.
         constrained: drawn under a grammar or with a sampling pin lifted (not trained by default).
         overrides: sampling fields of the request that were replaced by the pinned values.
+        has_instructions: the first message is the `instructions` of a Responses call, which a response that
+            continues this one does not inherit.
+        discarded: why the client never got this turn, so that it is not trained; "" for nearly all.
     """
 
     id: str
@@ -92,6 +89,8 @@ class Turn:
     forked_from: Fork | None = None
     constrained: bool = False
     overrides: tuple[str, ...] = ()
+    has_instructions: bool = False
+    discarded: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new_prompt_ids", as_token_ids(self.new_prompt_ids))
@@ -177,141 +176,3 @@ class Trajectory:
 
 def _zeros_prompt(turn: Turn) -> npt.NDArray[np.float64]:
     return np.zeros(len(turn.new_prompt_ids))
-
-
-class Forest:
-    """The turns of one episode, indexed by the conversations they hold.
-
-    Not thread-safe: one owner per episode records and searches.
-    """
-
-    def __init__(self, turns: Iterable[Turn] = ()) -> None:
-        self._turns: dict[str, Turn] = {}
-        self._children: dict[str, int] = {}
-        self._after_reply: dict[bytes, list[str]] = {}  # digest of history + reply → turn ids
-        self._digest: dict[str, bytes] = {}
-        for turn in turns:
-            self.record(turn)
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def __contains__(self, turn_id: str) -> bool:
-        return turn_id in self._turns
-
-    def __getitem__(self, turn_id: str) -> Turn:
-        return self._turns[turn_id]
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """Every turn, in the order of recording."""
-        return tuple(self._turns.values())
-
-    def record(self, turn: Turn) -> None:
-        """Add a turn. ValueError if its id is taken, or its parent is unknown or has other tools."""
-        if turn.id in self._turns:
-            raise ValueError(f"turn {turn.id} is recorded already")
-        if turn.parent is None:
-            digest = history_digests(turn.new_messages, turn.tools_id)[-1]
-        else:
-            if turn.parent not in self._turns:
-                raise ValueError(f"turn {turn.id} continues {turn.parent}, which is not recorded")
-            if self._turns[turn.parent].tools_id != turn.tools_id:
-                raise ValueError(f"turn {turn.id} offers other tools than its parent {turn.parent}")
-            digest = self._digest[turn.parent]
-            for message in turn.new_messages:
-                digest = extend_digest(digest, message)
-        digest = extend_digest(digest, turn.reply)
-        self._turns[turn.id] = turn
-        self._digest[turn.id] = digest
-        self._after_reply.setdefault(digest, []).append(turn.id)
-        if turn.parent is not None:
-            self._children[turn.parent] = self._children.get(turn.parent, 0) + 1
-
-    def continuation(self, messages: Sequence[Message], tools_id: str = "") -> Continuation:
-        """The recorded turn that `messages` goes on from, or the reason why there is none.
-
-        The longest recorded history wins. Among siblings whose replies read the same, the one whose
-        tool-call ids are replayed wins, then the latest.
-        """
-        digests = history_digests(messages, tools_id)
-        for index in range(len(messages) - 2, -1, -1):
-            if messages[index].role != "assistant":
-                continue
-            candidates = [self._turns[i] for i in self._after_reply.get(digests[index], ())]
-            parent = _choose(candidates, messages[index])
-            if parent is not None:
-                return Continuation(parent, tuple(messages[index + 1 :]), None)
-        return Continuation(None, tuple(messages), self._explain(messages, tools_id))
-
-    def fork(
-        self, parent: Turn, messages: Sequence[Message], new_messages: Sequence[Message], reason: ForkReason
-    ) -> Continuation:
-        """A continuation that starts a new root although `parent` was found."""
-        return Continuation(None, tuple(messages), Fork(parent.id, reason, len(messages) - len(new_messages)))
-
-    def path(self, turn_id: str) -> Trajectory:
-        """The trajectory from the root to `turn_id`. KeyError if it is unknown."""
-        turns = [self._turns[turn_id]]
-        while turns[-1].parent is not None:
-            turns.append(self._turns[turns[-1].parent])
-        return Trajectory(tuple(reversed(turns)))
-
-    def prompt_ids(self, turn_id: str) -> TokenIds:
-        """[P] the whole prompt of a turn, as it was sent to the engine."""
-        path = self.path(turn_id).token_ids
-        return path[: len(path) - len(self._turns[turn_id].completion)]
-
-    def history(self, turn_id: str) -> tuple[Message, ...]:
-        """The messages that a turn answered, oldest first, its own reply not included."""
-        turns = self.path(turn_id).turns
-        earlier = [m for turn in turns[:-1] for m in (*turn.new_messages, turn.reply)]
-        return (*earlier, *turns[-1].new_messages)
-
-    def leaves(self) -> tuple[Turn, ...]:
-        """The turns that no other turn continues."""
-        return tuple(turn for turn in self._turns.values() if turn.id not in self._children)
-
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        """One trajectory per leaf."""
-        return tuple(self.path(leaf.id) for leaf in self.leaves())
-
-    def _explain(self, messages: Sequence[Message], tools_id: str) -> Fork | None:
-        if not self._turns:
-            return None
-        keys = [canonical_key(message) for message in messages]
-        best, shared = None, 0
-        for leaf in self.leaves():
-            turn, common = _common_history(self.path(leaf.id).turns, messages, keys)
-            if common > shared:
-                best, shared = turn, common
-        if best is None or (shared == 1 and messages[0].role == "system"):
-            return Fork(None, "new conversation", shared)
-        if best.tools_id != tools_id:
-            return Fork(best.id, "tools changed", shared)
-        if shared == len(messages):
-            return Fork(best.id, "unknown", shared)
-        return Fork(best.id, "edited", shared)
-
-
-def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
-    fitting = [turn for turn in candidates if not reasoning_conflicts(replayed, turn.reply)]
-    ids = [call.id for call in replayed.tool_calls]
-    same_ids = [turn for turn in fitting if [call.id for call in turn.reply.tool_calls] == ids]
-    chosen = same_ids or fitting
-    return chosen[-1] if chosen else None
-
-
-def _common_history(
-    turns: Sequence[Turn], messages: Sequence[Message], keys: Sequence[str]
-) -> tuple[Turn, int]:
-    """The turn of a path that holds the last message shared with a conversation, and how many are shared."""
-    reached, count = turns[0], 0
-    for turn in turns:
-        for recorded in (*turn.new_messages, turn.reply):
-            if count == len(keys) or canonical_key(recorded) != keys[count]:
-                return reached, count
-            if reasoning_conflicts(messages[count], recorded):
-                return reached, count
-            reached, count = turn, count + 1
-    return reached, count

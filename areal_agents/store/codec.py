@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 from sqlalchemy import RowMapping
 
-from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.completion import Completion, Grammar, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import StoreError
@@ -42,6 +42,7 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
         "version_min": int(versions.min()) if len(versions) else None,
         "version_max": int(versions.max()) if len(versions) else None,
         "finish_reason": completion.finish_reason,
+        "discarded": turn.discarded or None,
         "record": orjson.dumps(_record(turn)),
         "prompt_ids": turn.new_prompt_ids.astype(_INT32).tobytes(),
         "token_ids": completion.token_ids.astype(_INT32).tobytes(),
@@ -74,6 +75,8 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         forked_from=Fork(fork["turn"], fork["reason"], fork["diverged_at"]) if fork else None,
         constrained=record.get("constrained", False),
         overrides=tuple(record.get("overrides", ())),
+        has_instructions=record.get("has_instructions", False),
+        discarded=row["discarded"] or "",
     )
 
 
@@ -94,6 +97,8 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["constrained"] = True
     if turn.overrides:
         record["overrides"] = turn.overrides
+    if turn.has_instructions:
+        record["has_instructions"] = True
     return record
 
 
@@ -110,4 +115,6 @@ def _sampling(record: dict[str, Any]) -> SamplingParams:
     for name in ("stop", "stop_token_ids"):
         if name in record:
             record[name] = tuple(record[name])
+    if "grammar" in record:
+        record["grammar"] = Grammar(**record["grammar"])
     return SamplingParams(**record)

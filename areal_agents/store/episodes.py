@@ -77,6 +77,11 @@ def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
     raise Conflict(f"episode {row['episode_id']} is {status}: it takes no more model calls")
 
 
+def discard_turn(connection: sa.Connection, turn_id: str, reason: str | None) -> None:
+    """Note why a turn never reached its client; None takes it back, when a retry fetches it after all."""
+    connection.execute(sa.update(turns).where(turns.c.id == turn_id).values(discarded=reason))
+
+
 def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
     """Note that the policy ran into a limit, so that finishing makes the episode truncated."""
     connection.execute(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 metadata = sa.MetaData()
 
@@ -80,6 +80,7 @@ turns = sa.Table(
     sa.Column("version_min", sa.Integer),
     sa.Column("version_max", sa.Integer),
     sa.Column("finish_reason", sa.Text, nullable=False),
+    sa.Column("discarded", sa.Text),  # why the client never got it, so that it is not trained
     sa.Column("record", sa.LargeBinary, nullable=False),  # JSON: messages, reply, sampling, fork, …
     sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P], as are the next three
     sa.Column("token_ids", sa.LargeBinary, nullable=False),

@@ -80,6 +80,10 @@ class Store:
         row = encode_turn(episode_id, turn, time.time())
         return self._database.submit(lambda c: episodes.insert_turn(c, row))
 
+    def discard_turn(self, turn_id: str, reason: str | None) -> Future[None]:
+        """Note that a turn never reached its client, so that it is not trained; None takes that back."""
+        return self._database.submit(lambda c: episodes.discard_turn(c, turn_id, reason))
+
     def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[EpisodeState]:
         """Set rewards; the last write of a name wins. NotFound; Conflict once the group is leased."""
 

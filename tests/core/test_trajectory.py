@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.core.trajectory import Forest, Fork, Trajectory, Turn
+from areal_agents.core.trajectory import Fork, Trajectory, Turn
 
 
 def make_turn(turn_id: str, parent: str | None = None, **fields: Any) -> Turn:
@@ -158,7 +159,10 @@ def test_without_call_ids_the_latest_of_equal_siblings_wins() -> None:
         (conversation("other"), "", Fork(None, "new conversation", 0)),
         (conversation("q a", "edited", "q b"), "", Fork("a", "edited", 1)),
         (conversation("q a", "a a", "q b"), "tools", Fork("b", "tools changed", 3)),
-        (conversation("q a"), "", Fork("a", "unknown", 1)),
+        (conversation("q a"), "", Fork("a", "resampled", 1)),
+        (conversation("q b", "a b", "q a", "a a", "next"), "", Fork("a", "reordered", 0)),
+        (conversation("first", "reply", "q a", "a a", "q b"), "", Fork("a", "edited", 0)),
+        (conversation("summary", "a b", "next"), "", Fork("a", "context compacted", 0)),
         (conversation("q a", "a a", "other"), "tools", Fork("a", "tools changed", 2)),
     ],
 )
@@ -217,3 +221,62 @@ def test_impossible_relations() -> None:
         Trajectory((make_turn("a"), make_turn("b", "c")))
     with pytest.raises(KeyError):
         Forest().path("none")
+
+
+def called(turn_id: str) -> Turn:
+    """A turn that says something and calls a tool."""
+    call = ToolCall(f"call of {turn_id}", "f", '{"x": 1}')
+    return make_turn(turn_id, reply=Message("assistant", "let me see", tool_calls=(call,)))
+
+
+def test_a_reply_whose_text_was_dropped_is_known_by_its_call_ids() -> None:
+    forest = Forest([called("a")])
+    call = forest["a"].reply.tool_calls[0]
+    end = Message("tool", "r", tool_call_id=call.id)
+    dropped = Message("assistant", tool_calls=(ToolCall(call.id, "f", '{"x":1.0}'),))
+    first = forest["a"].new_messages
+    assert forest.continuation([*first, dropped, end]).parent is forest["a"]
+    forest.record(make_turn("b", "a", new_messages=(end,)))
+    later = forest.continuation([*first, dropped, end, forest["b"].reply, Message("user", "n")])
+    assert later.parent is forest["b"]
+
+
+@pytest.mark.parametrize(
+    "replayed",
+    [
+        Message("assistant", "other words", tool_calls=(ToolCall("call of a", "f", '{"x": 1}'),)),
+        Message("assistant", "", tool_calls=(ToolCall("call of a", "f", '{"x": 2}'),)),
+        Message("assistant", "", tool_calls=(ToolCall("call of a", "g", '{"x": 1}'),)),
+        Message("assistant", "", tool_calls=(ToolCall("call of a", "f", "{}"), ToolCall("c2", "f", "{}"))),
+        Message("assistant", "other words", handle="a"),
+    ],
+)
+def test_a_known_id_over_another_text_is_an_edit(replayed: Message) -> None:
+    forest = Forest([called("a")])
+    found = forest.continuation([*forest["a"].new_messages, replayed, Message("user", "n")])
+    assert found.parent is None and found.fork == Fork("a", "edited", 1)
+
+
+def test_a_handle_tells_equal_siblings_apart() -> None:
+    reply, question = Message("assistant", "same"), (Message("user", "q"),)
+    forest = Forest([make_turn(name, new_messages=question, reply=reply) for name in ("a", "b")])
+    replayed = Message("assistant", " same", handle="a")
+    assert forest.continuation([*question, replayed, Message("user", "n")]).parent is forest["a"]
+
+
+def test_a_call_id_after_another_history_is_not_spliced() -> None:
+    forest = Forest([called("a")])
+    found = forest.continuation([Message("user", "other"), forest["a"].reply, Message("user", "n")])
+    assert found.parent is None
+
+
+def test_the_turns_that_answered_a_conversation() -> None:
+    forest = Forest(
+        [called("a"), make_turn("b", "a"), make_turn("c", "a", new_messages=(Message("user", "q b"),))]
+    )
+    replayed = Message("assistant", tool_calls=forest["a"].reply.tool_calls)
+    assert [t.id for t in forest.answers([*forest["a"].new_messages, replayed, Message("user", "q b")])] == [
+        "b",
+        "c",
+    ]
+    assert forest.answers(conversation("q a"))[0] is forest["a"] and forest.answers(conversation("x")) == ()

@@ -1,0 +1,189 @@
+"""The turns of one episode, and how a conversation finds the turn that it goes on from.
+
+A replayed reply is recognised by its meaning (see `Message.digest`), or by the handle or the tool-call ids
+that were minted for it. What a client says is a recorded reply but reads otherwise is never spliced: the
+conversation branches there, as an edit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from areal_agents.core.completion import TokenIds
+from areal_agents.core.forks import explain
+from areal_agents.core.messages import Message, empty_history, extend_digest, reasoning_conflicts
+from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Trajectory, Turn
+
+
+class Forest:
+    """The turns of one episode, indexed by the conversations they hold.
+
+    Not thread-safe: one owner per episode records and searches.
+    """
+
+    def __init__(self, turns: Iterable[Turn] = ()) -> None:
+        self._turns: dict[str, Turn] = {}
+        self._children: dict[str, int] = {}
+        self._answering: dict[bytes, list[str]] = {}  # digest of a conversation → turns that answered it
+        self._after_reply: dict[bytes, list[str]] = {}  # digest of conversation and reply → turn ids
+        self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
+        self._after: dict[str, bytes] = {}  # turn id → digest of that and its reply
+        self._by_call: dict[str, str] = {}  # tool-call id → turn id
+        for turn in turns:
+            self.record(turn)
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __contains__(self, turn_id: str) -> bool:
+        return turn_id in self._turns
+
+    def __getitem__(self, turn_id: str) -> Turn:
+        return self._turns[turn_id]
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """Every turn, in the order of recording."""
+        return tuple(self._turns.values())
+
+    def record(self, turn: Turn) -> None:
+        """Add a turn. ValueError if its id is taken, or its parent is unknown or has other tools."""
+        if turn.id in self._turns:
+            raise ValueError(f"turn {turn.id} is recorded already")
+        if turn.parent is None:
+            digest = empty_history(turn.tools_id)
+        elif turn.parent not in self._turns:
+            raise ValueError(f"turn {turn.id} continues {turn.parent}, which is not recorded")
+        elif self._turns[turn.parent].tools_id != turn.tools_id:
+            raise ValueError(f"turn {turn.id} offers other tools than its parent {turn.parent}")
+        else:
+            digest = self._after[turn.parent]
+            self._children[turn.parent] = self._children.get(turn.parent, 0) + 1
+        for message in turn.new_messages:
+            digest = extend_digest(digest, message)
+        after = extend_digest(digest, turn.reply)
+        self._turns[turn.id] = turn
+        self._before[turn.id], self._after[turn.id] = digest, after
+        self._answering.setdefault(digest, []).append(turn.id)
+        self._after_reply.setdefault(after, []).append(turn.id)
+        for call in turn.reply.tool_calls:
+            self._by_call[call.id] = turn.id
+
+    def continuation(self, messages: Sequence[Message], tools_id: str = "") -> Continuation:
+        """The recorded turn that `messages` goes on from, or the reason why there is none.
+
+        The longest recorded history wins. Among siblings whose replies read the same, the one that the
+        client names by its handle or its tool-call ids wins, then the latest. A reply whose calls are the
+        recorded ones, ids included, is recognised without its text, which some clients drop.
+        """
+        parent, reached, edited = None, 0, None
+        digest = empty_history(tools_id)
+        for index, message in enumerate(messages):
+            before, digest = digest, extend_digest(digest, message)
+            if message.role != "assistant":
+                continue
+            turn = self._recognised(before, digest, message)
+            if turn is not None:
+                digest = self._after[turn.id]
+                if index < len(messages) - 1:
+                    parent, reached = turn, index + 1
+            elif edited is None:
+                edited = self._edited(before, message, index)
+        if parent is not None:
+            return Continuation(parent, tuple(messages[reached:]), None)
+        return Continuation(None, tuple(messages), edited or self._explain(messages, tools_id, digest))
+
+    def answers(self, messages: Sequence[Message], tools_id: str = "") -> tuple[Turn, ...]:
+        """The turns that answered just this conversation, in the order of recording."""
+        digest = empty_history(tools_id)
+        for message in messages:
+            before, digest = digest, extend_digest(digest, message)
+            if message.role == "assistant" and (turn := self._recognised(before, digest, message)):
+                digest = self._after[turn.id]
+        return tuple(self._turns[turn_id] for turn_id in self._answering.get(digest, ()))
+
+    def fork(
+        self, parent: Turn, messages: Sequence[Message], new_messages: Sequence[Message], reason: ForkReason
+    ) -> Continuation:
+        """A continuation that starts a new root although `parent` was found."""
+        return Continuation(None, tuple(messages), Fork(parent.id, reason, len(messages) - len(new_messages)))
+
+    def path(self, turn_id: str) -> Trajectory:
+        """The trajectory from the root to `turn_id`. KeyError if it is unknown."""
+        turns = [self._turns[turn_id]]
+        while turns[-1].parent is not None:
+            turns.append(self._turns[turns[-1].parent])
+        return Trajectory(tuple(reversed(turns)))
+
+    def prompt_ids(self, turn_id: str) -> TokenIds:
+        """[P] the whole prompt of a turn, as it was sent to the engine."""
+        path = self.path(turn_id).token_ids
+        return path[: len(path) - len(self._turns[turn_id].completion)]
+
+    def history(self, turn_id: str) -> tuple[Message, ...]:
+        """The messages that a turn answered, oldest first, its own reply not included."""
+        turns = self.path(turn_id).turns
+        earlier = [m for turn in turns[:-1] for m in (*turn.new_messages, turn.reply)]
+        return (*earlier, *turns[-1].new_messages)
+
+    def leaves(self) -> tuple[Turn, ...]:
+        """The turns that no other turn continues."""
+        return tuple(turn for turn in self._turns.values() if turn.id not in self._children)
+
+    def trajectories(self) -> tuple[Trajectory, ...]:
+        """One trajectory per leaf."""
+        return tuple(self.path(leaf.id) for leaf in self.leaves())
+
+    def _recognised(self, before: bytes, after: bytes, message: Message) -> Turn | None:
+        """The turn whose reply a message is, after the conversation with digest `before`."""
+        candidates = [self._turns[turn_id] for turn_id in self._after_reply.get(after, ())]
+        if candidates:
+            return _choose(candidates, message)
+        claimed = self._claimed(message)
+        if (
+            claimed is not None
+            and self._before[claimed.id] == before
+            and _lost_only_text(message, claimed.reply)
+        ):
+            return claimed
+        return None
+
+    def _edited(self, before: bytes, message: Message, index: int) -> Fork | None:
+        """The fork at a message that claims to be a turn's reply, and reads otherwise."""
+        claimed = self._claimed(message)
+        if claimed is None or self._before[claimed.id] != before:
+            return None
+        return Fork(claimed.id, "edited", index)
+
+    def _claimed(self, message: Message) -> Turn | None:
+        """The turn that a message names by its handle, or by the ids of its tool calls."""
+        if message.handle in self._turns:
+            return self._turns[message.handle]
+        turn_ids = {self._by_call.get(call.id) for call in message.tool_calls}
+        turn_id = turn_ids.pop() if len(turn_ids) == 1 else None
+        return self._turns[turn_id] if turn_id is not None else None
+
+    def _explain(self, messages: Sequence[Message], tools_id: str, digest: bytes) -> Fork | None:
+        if not self._turns:
+            return None
+        if same := self._answering.get(digest):
+            return Fork(same[-1], "resampled", len(messages))
+        return explain(self.trajectories(), messages, tools_id)
+
+
+def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
+    fitting = [turn for turn in candidates if not reasoning_conflicts(replayed, turn.reply)]
+    named = [turn for turn in fitting if turn.id == replayed.handle]
+    ids = [call.id for call in replayed.tool_calls]
+    same_ids = [turn for turn in fitting if [call.id for call in turn.reply.tool_calls] == ids]
+    chosen = named or same_ids or fitting
+    return chosen[-1] if chosen else None
+
+
+def _lost_only_text(replayed: Message, recorded: Message) -> bool:
+    """Whether a message is a recorded reply with calls that some client dropped the text of."""
+    if replayed.content.strip() or not recorded.tool_calls or reasoning_conflicts(replayed, recorded):
+        return False
+    without_text = Message("assistant", tool_calls=recorded.tool_calls)
+    ids = [call.id for call in replayed.tool_calls]
+    return replayed.digest == without_text.digest and ids == [call.id for call in recorded.tool_calls]

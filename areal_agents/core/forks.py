@@ -1,0 +1,68 @@
+"""Why a conversation could not go on from any recorded turn, in one of a few words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from areal_agents.core.messages import Message, reasoning_conflicts
+from areal_agents.core.trajectory import Fork, ForkReason, Trajectory, Turn
+
+
+def explain(trajectories: Sequence[Trajectory], messages: Sequence[Message], tools_id: str) -> Fork:
+    """The fork of a conversation that continues none of the recorded ones.
+
+    It is measured against the recorded path with which it shares the longest beginning.
+    """
+    best, path, shared = None, trajectories[0], 0
+    for trajectory in trajectories:
+        turn, common = _common_history(trajectory.turns, messages)
+        if common > shared:
+            best, path, shared = turn, trajectory, common
+    if best is None or (shared == 1 and messages[0].role == "system"):
+        path = max(trajectories, key=lambda trajectory: _overlap(trajectory, messages))
+        if (moved := _moved(path, messages, shared)) is None:
+            return Fork(None, "new conversation", shared)
+        return Fork(path.turns[0].id, moved, shared)
+    if best.tools_id != tools_id:
+        return Fork(best.id, "tools changed", shared)
+    return Fork(best.id, _moved(path, messages, shared) or "edited", shared)
+
+
+def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason | None:
+    """How the rest of a recorded path was moved within a conversation; None if little of it is there."""
+    recorded = _digests(path)[shared:]
+    rest = [message.digest for message in messages[shared:]]
+    places = {digest: index for index, digest in enumerate(recorded)}
+    kept = [(places[digest], index) for index, digest in enumerate(rest) if digest in places]
+    if not kept:
+        return None
+    if len({place for place, _ in kept}) == len(recorded):
+        if len(recorded) == 1:
+            return None
+        in_order = all(before[0] < after[0] for before, after in pairwise(kept))
+        return "edited" if in_order else "reordered"  # something was put in between, or all was shuffled
+    if all(place > index for place, index in kept):
+        return "context compacted"  # later messages stand where dropped or summarised ones were
+    return "edited" if len(kept) > 1 else None
+
+
+def _overlap(path: Trajectory, messages: Sequence[Message]) -> int:
+    return len(set(_digests(path)) & {message.digest for message in messages if message.role != "system"})
+
+
+def _digests(path: Trajectory) -> list[bytes]:
+    return [message.digest for turn in path.turns for message in (*turn.new_messages, turn.reply)]
+
+
+def _common_history(turns: Sequence[Turn], messages: Sequence[Message]) -> tuple[Turn, int]:
+    """The turn of a path that holds the last message shared with a conversation, and how many are shared."""
+    reached, count = turns[0], 0
+    for turn in turns:
+        for recorded in (*turn.new_messages, turn.reply):
+            if count == len(messages) or recorded.digest != messages[count].digest:
+                return reached, count
+            if reasoning_conflicts(messages[count], recorded):
+                return reached, count
+            reached, count = turn, count + 1
+    return reached, count
