@@ -7,7 +7,7 @@ by one client.
 from __future__ import annotations
 
 from areal_agents.inference.config import EmbeddedEngineConfig, EngineConfig
-from areal_agents.inference.engine import Engine, ModelInfo, PauseMode
+from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode
 from areal_agents.inference.server import EngineProcess, running_engine
 from areal_agents.inference.sglang import SGLangEngine
 
@@ -17,6 +17,7 @@ __all__ = [
     "EngineConfig",
     "EngineProcess",
     "ModelInfo",
+    "OnTokens",
     "PauseMode",
     "SGLangEngine",
     "running_engine",

@@ -33,6 +33,9 @@ class EmbeddedEngineConfig(BaseModel):
         Literal["auto", "numba", "torch"],
         Field(description="auto takes numba for float32 on a CPU and torch for everything else."),
     ] = "auto"
+    incremental_streaming: Annotated[
+        bool, Field(description="Streamed chunks hold the new tokens only, not all so far.")
+    ] = False
     prefix_cache: Annotated[bool, Field(description="Reuse keys and values of shared prefixes.")] = True
     load_format: Annotated[
         Literal["auto", "dummy"],

@@ -6,13 +6,15 @@ Versions are the run's integers; on the wire they are str(version). An engine th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError
 
 PauseMode = Literal["retract", "in_place", "abort"]
+OnTokens = Callable[[TokenChunk], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,14 @@ class Engine(Protocol):
     """A served policy. Every method raises EngineUnavailable when the engine does not answer in time,
     EngineRejected when it refuses the request, and EngineError when its answer cannot be trusted."""
 
-    async def generate(self, rid: str, input_ids: TokenIds, sampling: SamplingParams) -> Completion:
-        """Continue `input_ids` [P]; cancelling the call aborts the generation."""
+    async def generate(
+        self, rid: str, input_ids: TokenIds, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> Completion:
+        """Continue `input_ids` [P]; cancelling the call aborts the generation.
+
+        `on_tokens` is called in the event loop with each piece as it arrives; together they are the
+        completion's tokens. What it raises ends the call and aborts the generation.
+        """
         ...
 
     async def abort(self, rid: str) -> None:

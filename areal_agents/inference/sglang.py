@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,18 +19,27 @@ import aiohttp
 import numpy as np
 import orjson
 
-from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.engine import ModelInfo, PauseMode, version_from_wire
+from areal_agents.inference.engine import ModelInfo, OnTokens, PauseMode, version_from_wire
+from areal_agents.inference.sse import EventReader
+from areal_agents.inference.wire import (
+    StreamedCompletion,
+    as_object,
+    completion_from_wire,
+    error_of,
+    sampling_to_wire,
+    shorten,
+)
 
 log = logging.getLogger(__name__)
 
-FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 JSON = {"Content-Type": "application/json"}
 # Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
 KEEP_ALIVE_S = 3.0
+END_WAIT_S = 1.0  # longest wait for a stream's end after its last event
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
-MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
+DONE = b"[DONE]"  # what follows the last chunk of a stream
 
 
 class SGLangEngine:
@@ -70,7 +80,9 @@ class SGLangEngine:
     ) -> None:
         await self.aclose()
 
-    async def generate(self, rid: str, input_ids: TokenIds, sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, rid: str, input_ids: TokenIds, sampling: SamplingParams, on_tokens: OnTokens | None = None
+    ) -> Completion:
         """See Engine.generate."""
         await self._check_ids(input_ids)
         body = {
@@ -78,14 +90,20 @@ class SGLangEngine:
             "input_ids": np.ascontiguousarray(input_ids),
             "return_logprob": True,
             "logprob_start_len": -1,
-            "stream": False,
+            "stream": on_tokens is not None,
             "sampling_params": sampling_to_wire(sampling),
         }
+        if sampling.top_logprobs:
+            body["top_logprobs_num"] = sampling.top_logprobs
         try:
+            if on_tokens is not None:
+                return await self._generate_streamed(body, on_tokens)
             answer = await self._call("POST", "/generate", body, self._request_timeout)
-        except asyncio.CancelledError:
+        except (EngineRejected, EngineUnavailable):
+            raise
+        except (asyncio.CancelledError, Exception):
             # A real server looks for closed connections every 4 s only, and samples on until then.
-            task = asyncio.create_task(self._abort_cancelled(rid))
+            task = asyncio.create_task(self._abort_left(rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
             raise
@@ -115,7 +133,7 @@ class SGLangEngine:
         }
         answer = await self._call("POST", "/update_weights_from_disk", body)
         if not (isinstance(answer, dict) and answer.get("success")):
-            raise EngineError(f"{self.base_url} did not take the weights at {path}: {_shorten(str(answer))}")
+            raise EngineError(f"{self.base_url} did not take the weights at {path}: {shorten(str(answer))}")
 
     async def health(self) -> None:
         """See Engine.health."""
@@ -123,10 +141,10 @@ class SGLangEngine:
 
     async def model_info(self) -> ModelInfo:
         """See Engine.model_info. What SGLang leaves out is read from the model folder's config.json."""
-        info = _as_object(await self._call("GET", "/model_info"), "/model_info")
+        info = as_object(await self._call("GET", "/model_info"), "/model_info")
         path = info.get("model_path")
         if not isinstance(path, str):
-            raise EngineError(f"{self.base_url}/model_info names no model_path: {_shorten(str(info))}")
+            raise EngineError(f"{self.base_url}/model_info names no model_path: {shorten(str(info))}")
         config = _local_config(path)
         vocab_size = self._vocab_size or info.get("vocab_size") or config.get("vocab_size")
         context = (
@@ -150,14 +168,29 @@ class SGLangEngine:
             await self._session.close()
             self._session = None
 
-    async def _abort_cancelled(self, rid: str) -> None:
+    async def _generate_streamed(self, body: Any, on_tokens: OnTokens) -> Completion:
+        whole = StreamedCompletion()
+        async with aclosing(self._events("/generate", body)) as batches:
+            async for events in batches:
+                # A cumulative chunk holds the ones before it: of many that have arrived, the last is enough.
+                for event in events[-1:] if whole.cumulative else events:
+                    new = whole.feed(event)
+                    if new is not None:
+                        on_tokens(new)
+        if not whole.finished:
+            raise EngineUnavailable(
+                f"{self.base_url}/generate ended its stream before the completion finished"
+            )
+        return whole.completion()
+
+    async def _abort_left(self, rid: str) -> None:
         try:
             await self.abort(rid)
         except EngineError as error:  # nobody waits for the answer; the server ends it a little later
-            log.warning("the cancelled generation %s could not be aborted: %s", rid, error)
+            log.warning("the generation %s, whose caller has left, could not be aborted: %s", rid, error)
 
     async def _context_length(self) -> int | None:
-        answer = _as_object(await self._call("GET", "/server_info"), "/server_info")
+        answer = as_object(await self._call("GET", "/server_info"), "/server_info")
         value = answer.get("context_length")
         return value if isinstance(value, int) else None
 
@@ -175,27 +208,13 @@ class SGLangEngine:
         self, method: str, path: str, body: Any = None, timeout: aiohttp.ClientTimeout | None = None
     ) -> Any:
         """One request; the parsed JSON, None for an empty body, or an error of the tree."""
-        if self._session is None:
-            # No limit on connections: how many calls are in flight is the caller's admission to decide.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
-        timeout = timeout or self._control_timeout
         url = self.base_url + path
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        try:
-            async with self._session.request(
-                method, url, data=data, headers=JSON, timeout=timeout
-            ) as response:
+        timeout = timeout or self._control_timeout
+        with _mapped_errors(url, timeout):
+            async with self._open(method, url, body, timeout) as response:
                 raw, status = await response.read(), response.status
-        except TimeoutError as error:
-            raise EngineUnavailable(f"{url} did not answer within {timeout.total:g} s") from error
-        except aiohttp.ClientError as error:
-            raise EngineUnavailable(f"{url} is not reachable: {error}") from error
-        if 400 <= status < 500:
-            raise EngineRejected(f"{url} refused the request ({status}): {_message(raw)}")
-        if status != 200:
-            raise EngineUnavailable(f"{url} answered {status}: {_message(raw)}")
+        if (error := error_of(url, status, raw)) is not None:
+            raise error
         if not raw:
             return None
         try:
@@ -203,88 +222,49 @@ class SGLangEngine:
         except ValueError:
             return raw.decode(errors="replace")  # /flush_cache and /health answer in words
 
+    async def _events(self, path: str, body: Any) -> AsyncGenerator[list[bytes], None]:
+        """The events of a streamed answer, in the batches in which they arrive, without the last, [DONE]."""
+        url, timeout, reader = self.base_url + path, self._request_timeout, EventReader()
+        with _mapped_errors(url, timeout):
+            async with self._open("POST", url, body, timeout) as response:
+                if (error := error_of(url, response.status, b"")) is not None:
+                    raise error_of(url, response.status, await response.read()) or error
+                async for received in response.content.iter_any():
+                    events = reader.feed(received)
+                    done = bool(events) and events[-1] == DONE
+                    if events[: len(events) - done]:
+                        yield events[: len(events) - done]
+                    if done:
+                        await _finish(response)
+                        return
 
-def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
-    """SGLang's sampling_params; what is at its default is left out where the defaults agree."""
-    wire: dict[str, Any] = {
-        "max_new_tokens": sampling.max_new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "min_p": sampling.min_p,
-        "ignore_eos": sampling.ignore_eos,
-    }
-    if sampling.frequency_penalty:
-        wire["frequency_penalty"] = sampling.frequency_penalty
-    if sampling.presence_penalty:
-        wire["presence_penalty"] = sampling.presence_penalty
-    if sampling.stop:
-        wire["stop"] = list(sampling.stop)
-    if sampling.stop_token_ids:
-        wire["stop_token_ids"] = list(sampling.stop_token_ids)
-    if sampling.seed is not None:
-        wire["sampling_seed"] = sampling.seed
-    return wire
-
-
-def completion_from_wire(answer: Any) -> Completion:
-    """A /generate answer as a Completion; EngineError if ids, logprobs and versions do not fit together."""
-    meta = _as_object(_as_object(answer, "/generate").get("meta_info"), "/generate meta_info")
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else reason
-    if not isinstance(kind, str) or kind not in FINISH_REASONS:
-        raise EngineError(
-            f"/generate ended with finish_reason {reason!r}; expected one of {sorted(FINISH_REASONS)}"
-        )
-    try:
-        ids = [int(i) for i in answer["output_ids"]]
-        triples = meta["output_token_logprobs"] if ids else []
-        if [int(triple[1]) for triple in triples] != ids:
-            raise EngineError(
-                f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
+    def _open(
+        self, method: str, url: str, body: Any, timeout: aiohttp.ClientTimeout
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        if self._session is None:
+            # No limit on connections: how many calls are in flight is the caller's admission to decide.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             )
-        return Completion(
-            token_ids=ids,  # type: ignore[arg-type]
-            logprobs=[float(triple[0]) for triple in triples],  # type: ignore[arg-type]
-            versions=_versions(meta, len(ids)),
-            finish_reason=FINISH_REASONS[kind],
-        )
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise EngineError(f"/generate returned an answer that cannot be read: {error!r}") from error
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return self._session.request(method, url, data=data, headers=JSON, timeout=timeout)
 
 
-def _versions(meta: Mapping[str, Any], count: int) -> np.ndarray:
-    """[count] version of each token, from the spans, or from weight_version where a server has no spans."""
-    spans = meta.get("weight_versions")
-    if not spans:
-        return np.full(count, version_from_wire(meta.get("weight_version", "default")), np.int32)
-    versions = np.full(count, -1, np.int32)
-    for span in spans:
-        versions[span["start"] : span["end"]] = version_from_wire(span["version"])
-    if (versions < 0).any():
-        raise EngineError(f"weight_versions {spans} do not cover the {count} tokens sampled")
-    return versions
+async def _finish(response: aiohttp.ClientResponse) -> None:
+    """Read to the end, which follows at once, so that the connection can be used again."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(END_WAIT_S):
+            await response.read()
 
 
-def _as_object(value: Any, what: str) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise EngineError(f"{what} is not a JSON object: {_shorten(str(value))}")
-    return value
-
-
-def _message(raw: bytes) -> str:
-    """The error text of an answer in any of SGLang's forms."""
+@contextmanager
+def _mapped_errors(url: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
     try:
-        body = orjson.loads(raw)
-    except ValueError:
-        return _shorten(raw.decode(errors="replace"))
-    error = body.get("error", body.get("message", body)) if isinstance(body, dict) else body
-    return _shorten(str(error.get("message", error) if isinstance(error, dict) else error))
-
-
-def _shorten(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= MESSAGE_LIMIT else line[: MESSAGE_LIMIT - 1] + "…"
+        yield
+    except TimeoutError as error:
+        raise EngineUnavailable(f"{url} did not answer within {timeout.total:g} s") from error
+    except aiohttp.ClientError as error:
+        raise EngineUnavailable(f"{url} is not reachable: {error}") from error
 
 
 def _local_config(path: str) -> dict[str, Any]:

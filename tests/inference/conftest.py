@@ -47,6 +47,7 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
         "slots": 6,
         "max_context": MAX_CONTEXT,
         "prefill_tokens": 32,
+        "incremental_streaming": request.param == "numba",  # the other one streams as SGLang does by default
     }
     with running_engine(model_folder, **options) as url:
         yield Target(url, model_folder, load_reference(model_folder), embedded=True)

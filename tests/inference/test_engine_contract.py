@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from inference_support import (
     reference_logprobs,
 )
 
-from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
+from areal_agents.core.completion import (
+    Completion,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    TokenChunk,
+    TokenIds,
+    as_logprobs,
+    as_token_ids,
+)
 from areal_agents.errors import EngineRejected
 from areal_agents.inference import PauseMode, SGLangEngine, running_engine
 
@@ -35,17 +45,37 @@ def assert_equal(a: Completion, b: Completion, atol: float = 1e-5) -> None:
     np.testing.assert_allclose(a.logprobs, b.logprobs, atol=atol)
 
 
+async def running(engine: SGLangEngine) -> int:
+    """How many requests are being computed."""
+    info = await engine._call("GET", "/get_server_info")
+    if "running" not in info:  # a real server counts elsewhere
+        return (await engine._call("GET", "/v1/loads"))["loads"][0]["num_running_reqs"]
+    return info["running"]
+
+
 async def until_running(engine: SGLangEngine, count: int = 1) -> None:
     """Wait until `count` requests are being computed."""
     for _ in range(1000):
-        info = await engine._call("GET", "/get_server_info")
-        if "running" not in info:  # a real server counts elsewhere
-            info = (await engine._call("GET", "/v1/loads"))["loads"][0] | {}
-            info["running"] = info["num_running_reqs"]
-        if info["running"] >= count:
+        if await running(engine) >= count:
             return
         await asyncio.sleep(0.002)
     raise AssertionError(f"{count} requests never ran")
+
+
+async def until_idle(engine: SGLangEngine) -> None:
+    """Wait until nothing is being computed."""
+    async with asyncio.timeout(10):
+        while await running(engine):
+            await asyncio.sleep(0.005)
+
+
+def assert_joined(pieces: list[TokenChunk], completion: Completion) -> None:
+    """The pieces are the completion."""
+    assert sum((piece.token_ids for piece in pieces), ()) == tuple(completion.token_ids.tolist())
+    logprobs = as_logprobs(sum((piece.logprobs for piece in pieces), ()))
+    assert logprobs.tolist() == completion.logprobs.tolist()
+    assert sum((piece.top_logprobs for piece in pieces), ()) == completion.top_logprobs
+    assert all(piece.token_ids for piece in pieces)
 
 
 async def test_model_info(engine: SGLangEngine, target: Target) -> None:
@@ -199,6 +229,180 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
     )
     assert raw["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
     assert raw["text"].lstrip() == text[: text.index(stop)]  # a real server keeps the word boundary
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
+    engine: SGLangEngine, target: Target, temperature: float
+) -> None:
+    if temperature and not target.embedded:
+        pytest.skip("a real server on a CPU heeds no seeds")
+    prompt = prompt_of(45, seed=50)
+    params = SamplingParams(120, temperature=temperature, ignore_eos=True, seed=8, top_logprobs=2)
+    whole = await engine.generate("w", prompt, params)
+    pieces: list[TokenChunk] = []
+    streamed = await engine.generate("s", prompt, params, pieces.append)
+    assert len(pieces) > 2
+    assert_joined(pieces, streamed)
+    exact = (await engine.model_info()).kernel == "numba"
+    assert_equal(streamed, whole, atol=0.0 if exact else 1e-5)
+    assert streamed.versions.tolist() == whole.versions.tolist()
+    assert streamed.finish_reason == whole.finish_reason == "length"
+    assert [[i for i, _ in row] for row in streamed.top_logprobs] == [
+        [i for i, _ in row] for row in whole.top_logprobs
+    ]
+
+
+async def test_many_streams_at_once(engine: SGLangEngine, target: Target) -> None:
+    pieces: list[list[TokenChunk]] = [[] for _ in range(12)]
+    calls = [
+        engine.generate(f"n{i}", prompt_of(10 + 9 * i, seed=60 + i), GREEDY, pieces[i].append)
+        for i in range(12)
+    ]
+    for i, completion in enumerate(await asyncio.gather(*calls)):
+        assert_joined(pieces[i], completion)
+        expected = reference_greedy(target.reference, prompt_of(10 + 9 * i, seed=60 + i), 40)
+        assert completion.token_ids.tolist() == expected.tolist()
+
+
+LONG = SamplingParams(1900, temperature=0.0, ignore_eos=True)
+
+
+async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
+    """By its reader, by its task's end, and by name from outside: then the reader gets what there is."""
+
+    def refuse(piece: TokenChunk) -> None:
+        raise ArithmeticError("enough")
+
+    with pytest.raises(ArithmeticError, match="enough"):
+        await engine.generate("l1", prompt_of(30, seed=51), LONG, refuse)
+    await until_idle(engine)
+
+    begun = asyncio.Event()
+    task = asyncio.create_task(engine.generate("l2", prompt_of(30, seed=51), LONG, lambda piece: begun.set()))
+    await asyncio.wait_for(begun.wait(), 20)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until_idle(engine)
+
+    begun.clear()
+    pieces: list[TokenChunk] = []
+
+    def take(piece: TokenChunk) -> None:
+        pieces.append(piece)
+        begun.set()
+
+    task = asyncio.create_task(engine.generate("l3", prompt_of(30, seed=51), LONG, take))
+    await asyncio.wait_for(begun.wait(), 20)
+    await engine.abort("l3")
+    completion = await asyncio.wait_for(task, 20)
+    assert completion.finish_reason == "abort"
+    assert 0 < len(completion) < 1900
+    assert_joined(pieces, completion)
+
+
+async def test_top_logprobs_are_of_the_distribution_that_is_drawn_from(
+    engine: SGLangEngine, target: Target
+) -> None:
+    prompt = prompt_of(33, seed=52)
+    params = SamplingParams(12, temperature=0.7, ignore_eos=True, seed=4, top_logprobs=5)
+    drawn = await engine.generate("top", prompt, params)
+    table = reference_table(target, prompt, drawn.token_ids, temperature=0.7)
+    for row, best in zip(table, drawn.top_logprobs, strict=True):
+        assert [token for token, _ in best] == np.argsort(-row, kind="stable")[:5].tolist()
+        np.testing.assert_allclose([logprob for _, logprob in best], np.sort(row)[::-1][:5], atol=2e-5)
+    assert (await engine.generate("none", prompt, GREEDY)).top_logprobs == ()
+
+
+def reference_table(
+    target: Target,
+    prompt: TokenIds,
+    output: TokenIds,
+    *,
+    temperature: float = 1.0,
+    allowed: list[list[int]] | None = None,
+) -> np.ndarray:
+    """[C, V] logprobs at each output position, of the `allowed` tokens alone where given."""
+    import torch
+
+    ids = torch.from_numpy(np.concatenate([prompt, output]).astype(np.int64))[None]
+    with torch.inference_mode():
+        logits = target.reference(ids).logits[0, len(prompt) - 1 : -1] / temperature
+        for row, tokens in enumerate(allowed or []):
+            excluded = torch.ones(logits.shape[1], dtype=torch.bool)
+            excluded[tokens] = False
+            logits[row, excluded] = float("-inf")
+        return torch.log_softmax(logits, dim=-1).numpy()
+
+
+# Five words of w3 to w9, then the end. The end-of-sequence token is the word w2.
+FIVE_WORDS = {
+    "regex": "(w[3-9]){5}",
+    "ebnf": 'root ::= word word word word word\nword ::= "w" [3-9]',
+    "structural_tag": json.dumps(
+        {"type": "structural_tag", "format": {"type": "regex", "pattern": "(w[3-9]){5}"}}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FIVE_WORDS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+async def test_a_grammar_is_kept_and_logprobs_are_of_what_it_allows(
+    engine: SGLangEngine, target: Target, kind: GrammarKind, temperature: float
+) -> None:
+    prompt = prompt_of(40, seed=53)
+    params = SamplingParams(
+        20, temperature=temperature, seed=6, grammar=Grammar(kind, FIVE_WORDS[kind]), top_logprobs=9
+    )
+    pieces: list[TokenChunk] = []
+    beside = asyncio.create_task(engine.generate("free", prompt, GREEDY))
+    drawn, streamed = await asyncio.gather(
+        engine.generate("g1", prompt, params), engine.generate("g2", prompt, params, pieces.append)
+    )
+    words = list(range(3, 10))
+    for completion in (drawn, streamed):
+        assert completion.finish_reason == "stop"
+        assert len(completion) == 6
+        assert set(completion.token_ids[:5].tolist()) <= set(words)
+        assert completion.token_ids[5] == EOS
+        allowed = [words] * 5 + [[EOS]]
+        table = reference_table(
+            target, prompt, completion.token_ids, temperature=temperature or 1.0, allowed=allowed
+        )
+        expected = table[np.arange(6), completion.token_ids]
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+        for row, best in zip(table, completion.top_logprobs, strict=True):
+            assert [i for i, _ in best] == np.argsort(-row, kind="stable")[: len(best)].tolist()
+        assert [len(best) for best in completion.top_logprobs] == [7] * 5 + [1]
+    assert_joined(pieces, streamed)
+    unconstrained = await beside
+    assert unconstrained.token_ids.tolist() == reference_greedy(target.reference, prompt, 40).tolist()
+
+
+async def test_a_grammar_ends_where_the_length_does(engine: SGLangEngine) -> None:
+    params = SamplingParams(4, seed=1, grammar=Grammar("regex", FIVE_WORDS["regex"]))
+    completion = await engine.generate("short", prompt_of(12, seed=54), params)
+    assert (len(completion), completion.finish_reason) == (4, "length")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "(w1"),
+        ("json_schema", '{"type": "nonsense"}'),
+        ("json_schema", "{"),
+        ("ebnf", "root ::= "),
+        ("structural_tag", '{"type": "structural_tag"}'),
+    ],
+)
+async def test_a_malformed_grammar_is_refused(engine: SGLangEngine, kind: GrammarKind, text: str) -> None:
+    params = SamplingParams(4, grammar=Grammar(kind, text))
+    with pytest.raises(EngineRejected, match=kind if kind != "json_schema" else "json"):
+        await engine.generate("bad", prompt_of(12), params)
+    with pytest.raises(EngineRejected):
+        await engine.generate("bad", prompt_of(12), params, lambda piece: None)
+    await engine.health()
 
 
 async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:

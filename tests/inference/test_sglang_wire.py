@@ -9,10 +9,11 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_agents.core.completion import SamplingParams, as_token_ids
-from areal_agents.errors import EngineError
+from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, as_token_ids
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import version_from_wire
-from areal_agents.inference.sglang import SGLangEngine, completion_from_wire, sampling_to_wire
+from areal_agents.inference.sglang import SGLangEngine
+from areal_agents.inference.wire import completion_from_wire, sampling_to_wire
 
 
 def answer(**meta: Any) -> dict[str, Any]:
@@ -103,6 +104,30 @@ def test_sampling_parameters_in_wire_form() -> None:
     wire = sampling_to_wire(full)
     assert (wire["top_k"], wire["frequency_penalty"], wire["presence_penalty"]) == (5, 0.5, 0.25)
     assert (wire["stop"], wire["stop_token_ids"], wire["sampling_seed"]) == (["x"], [7], 3)
+
+
+@pytest.mark.parametrize("kind", ["json_schema", "regex", "ebnf", "structural_tag"])
+def test_a_grammar_in_wire_form(kind: GrammarKind) -> None:
+    wire = sampling_to_wire(SamplingParams(8, grammar=Grammar(kind, "text")))
+    assert wire == sampling_to_wire(SamplingParams(8)) | {kind: "text"}
+
+
+def test_top_logprobs_are_sorted_and_without_what_a_grammar_excludes() -> None:
+    rows = [[[-2.0, 9, None], [-0.5, 460, "x"], [-3.4028234663852886e38, 1, None]], [[None, 3, None]]]
+    completion = completion_from_wire(answer(output_top_logprobs=rows))
+    assert completion.top_logprobs == (((460, -0.5), (9, -2.0)), ())
+    assert completion_from_wire(answer(output_top_logprobs=None)).top_logprobs == ()
+    with pytest.raises(EngineError, match="1 top logprobs for 2 tokens"):
+        completion_from_wire(answer(output_top_logprobs=rows[:1]))
+
+
+@pytest.mark.parametrize(
+    ("status", "error"), [(400, EngineRejected), (503, EngineUnavailable), (500, EngineUnavailable)]
+)
+def test_an_abort_that_stands_for_an_error(status: int, error: type[Exception]) -> None:
+    reason = {"type": "abort", "message": "no such grammar", "status_code": status}
+    with pytest.raises(error, match="no such grammar"):
+        completion_from_wire(answer(finish_reason=reason))
 
 
 def test_a_base_url_without_a_scheme_is_refused() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any
 
 import orjson
@@ -15,16 +15,27 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
-from areal_agents.inference.embedded.protocol import Generation, answer, make_request, parse_generate
+from areal_agents.inference.embedded.grammar import TokenMatcher
+from areal_agents.inference.embedded.protocol import (
+    Generation,
+    answer,
+    make_request,
+    parse_generate,
+    text_of,
+)
 from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.service import EngineService
+from areal_agents.inference.embedded.streaming import DONE, EventWriter, event
 
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
-def create_app(service: EngineService) -> Starlette:
-    """The application; it starts and stops `service` with its lifespan."""
+def create_app(service: EngineService, *, incremental_streaming: bool = False) -> Starlette:
+    """The application; it starts and stops `service` with its lifespan.
+
+    Streamed chunks hold all tokens so far, or with `incremental_streaming` those that are new.
+    """
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -32,7 +43,7 @@ def create_app(service: EngineService) -> Starlette:
         yield
         await asyncio.to_thread(service.stop)
 
-    routes = Routes(service)
+    routes = Routes(service, incremental_streaming)
     posts: dict[str, Handler] = {
         "/generate": routes.generate,
         "/abort_request": routes.abort_request,
@@ -98,52 +109,57 @@ async def _body(http: HttpRequest) -> dict[str, Any]:
 class Routes:
     """The handlers, about ten lines each."""
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, incremental_streaming: bool) -> None:
         self._service = service
+        self._incremental = incremental_streaming
 
     async def generate(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         generations, batch, stream = parse_generate(body, self._service.limits)
+        matchers = [await self._service.matcher(generation.sampling) for generation in generations]
         if stream:
-            return StreamingResponse(self._stream(generations[0]), media_type="text/event-stream")
-        answers = self._run_all(generations)
-        done = await _unless_disconnected(http, answers)
+            events = self._stream(generations[0], matchers[0])
+            return StreamingResponse(events, media_type="text/event-stream")
+        done = await _unless_disconnected(http, self._run_all(generations, matchers))
         if done is None:
             return Response(status_code=499)
         return _json(done if batch else done[0])
 
-    async def _run_all(self, generations: list[Generation]) -> list[dict[str, Any]]:
-        tasks = [asyncio.ensure_future(self._run(generation)) for generation in generations]
+    async def _run_all(
+        self, generations: list[Generation], matchers: list[TokenMatcher | None]
+    ) -> list[dict[str, Any]]:
+        tasks = [
+            asyncio.ensure_future(self._run(generation, matcher))
+            for generation, matcher in zip(generations, matchers, strict=True)
+        ]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()  # the others of a batch in which one was refused
 
-    async def _run(self, generation: Generation) -> dict[str, Any]:
+    async def _run(self, generation: Generation, matcher: TokenMatcher | None) -> dict[str, Any]:
         started = time.perf_counter()
-        request = make_request(
-            generation, seed=self._service.next_seed(), streaming=False, notify=self._service.notify
-        )
+        request = self._request(generation, matcher, streaming=False)
         await self._service.run(request)
-        return answer(request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started)
+        progress = request.progress
+        assert progress is not None, "a request that has finished was published"
+        text = text_of(progress, generation, self._service.detokenizer)
+        return answer(request, generation, progress, text, latency_s=time.perf_counter() - started)
 
-    def _stream(self, generation: Generation) -> AsyncIterator[bytes]:
-        """Submit, and give server-sent events with cumulative ids and logprobs, SGLang's default."""
-        request = make_request(
-            generation, seed=self._service.next_seed(), streaming=True, notify=self._service.notify
+    def _request(self, generation: Generation, matcher: TokenMatcher | None, *, streaming: bool) -> Request:
+        return make_request(
+            generation,
+            seed=self._service.next_seed(),
+            streaming=streaming,
+            matcher=matcher,
+            notify=self._service.notify,
         )
-        return self._events(request, generation, self._service.stream(request))
 
-    async def _events(
-        self, request: Request, generation: Generation, progress: AsyncIterator[None]
-    ) -> AsyncIterator[bytes]:
-        started = time.perf_counter()
-        async for _ in progress:
-            chunk = answer(
-                request, generation, self._service.detokenizer, latency_s=time.perf_counter() - started
-            )
-            yield b"data: " + orjson.dumps(chunk) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+    def _stream(self, generation: Generation, matcher: TokenMatcher | None) -> AsyncIterator[bytes]:
+        """Submit, and give the server-sent events."""
+        request = self._request(generation, matcher, streaming=True)
+        writer = EventWriter(request, generation, self._service.detokenizer, incremental=self._incremental)
+        return _events(writer, self._service.stream(request))
 
     async def abort_request(self, _: HttpRequest, body: dict[str, Any]) -> Response:
         rid, everything = body.get("rid"), body.get("abort_all", False)
@@ -201,7 +217,7 @@ class Routes:
     async def health_generate(self, http: HttpRequest, body: dict[str, Any]) -> Response:
         probe = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
         generations, _, _ = parse_generate(probe, self._service.limits)
-        await self._run_all(generations)
+        await self._run_all(generations, [None])
         return Response(status_code=200)
 
     async def model_info(self, _: HttpRequest, __: dict[str, Any]) -> Response:
@@ -209,6 +225,18 @@ class Routes:
 
     async def server_info(self, _: HttpRequest, __: dict[str, Any]) -> Response:
         return _json(await self._service.server_info())
+
+
+async def _events(writer: EventWriter, steps: AsyncGenerator[None, None]) -> AsyncIterator[bytes]:
+    try:
+        async with aclosing(steps):
+            async for _ in steps:
+                if (chunk := writer.step()) is not None:
+                    yield chunk
+        yield writer.last()
+    except EngineUnavailable as error:  # the answer has begun: its status cannot say so any more
+        yield event({"error": {"message": str(error), "code": 503}})
+    yield DONE
 
 
 async def _unless_disconnected(

@@ -6,13 +6,14 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import repeat
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
-from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
+from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, TokenIds, as_token_ids
 from areal_agents.errors import RequestError
-from areal_agents.inference.embedded.request import Request
+from areal_agents.inference.embedded.grammar import TokenMatcher
+from areal_agents.inference.embedded.request import Finish, Progress, Request
 from areal_agents.inference.embedded.text import Detokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -25,9 +26,10 @@ _SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "stop", "stop_token_ids", "ignore_eos", "sampling_seed", "skip_special_tokens",
     "spaces_between_special_tokens", "no_stop_trim", "n", "repetition_penalty", "min_new_tokens",
+    "json_schema", "regex", "ebnf", "structural_tag",
 }  # fmt: skip
 # Known to SGLang and accepted here at the one value that changes nothing.
-_NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0, "top_logprobs_num": 0}
+_NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
         raise RequestError(f"sampling_params must be an object, got {params!r}")
     _check_fields(params, _SAMPLING_FIELDS, "sampling parameter")
     ids = _prompt_ids(prompt, limits)
-    sampling = _sampling(params)
+    sampling = _sampling(params, top_logprobs=_integer(body, "top_logprobs_num", 0, low=0))
     if len(ids) + sampling.max_new_tokens > limits.max_context:
         raise RequestError(
             f"{len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the context of "
@@ -94,6 +96,8 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
         )
     if sampling.stop and not limits.has_tokenizer:
         raise RequestError("stop strings need a tokenizer.json in the model folder; use stop_token_ids")
+    if sampling.grammar is not None and not limits.has_tokenizer:
+        raise RequestError(f"{sampling.grammar.kind} needs a tokenizer.json in the model folder")
     logprobs = _flag(body, "return_logprob", default=False)
     start = _integer(body, "logprob_start_len", -1, low=-1)
     return Generation(
@@ -122,7 +126,7 @@ def _prompt_ids(prompt: Any, limits: Limits) -> TokenIds:
     return as_token_ids(ids)
 
 
-def _sampling(params: dict[str, Any]) -> SamplingParams:
+def _sampling(params: dict[str, Any], *, top_logprobs: int) -> SamplingParams:
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     stop_ids = params.get("stop_token_ids") or []
@@ -145,9 +149,24 @@ def _sampling(params: dict[str, Any]) -> SamplingParams:
             stop_token_ids=tuple(stop_ids),
             ignore_eos=_flag(params, "ignore_eos", default=False),
             seed=None if seed is None else _integer(params, "sampling_seed", 0, low=0) % (MAX_SEED + 1),
+            grammar=_grammar(params),
+            top_logprobs=top_logprobs,
         )
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def _grammar(params: dict[str, Any]) -> Grammar | None:
+    """The grammar that is given, if any; an empty text is none, as for SGLang."""
+    given: list[GrammarKind] = [kind for kind in get_args(GrammarKind) if params.get(kind)]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise RequestError(f"only one of {', '.join(given)} can be set")
+    text = params[given[0]]
+    if not isinstance(text, str):
+        raise RequestError(f"{given[0]} must be a string, got {text!r}")
+    return Grammar(given[0], text)
 
 
 def _check_fields(given: dict[str, Any], known: set[str], what: str) -> None:
@@ -190,7 +209,12 @@ def _number(given: dict[str, Any], name: str, default: float) -> float:
 
 
 def make_request(
-    generation: Generation, *, seed: int, streaming: bool, notify: Callable[[Request], None]
+    generation: Generation,
+    *,
+    seed: int,
+    streaming: bool,
+    matcher: TokenMatcher | None,
+    notify: Callable[[Request], None],
 ) -> Request:
     """The scheduler's request for a parsed generation; `seed` is used where it brings none."""
     sampling = generation.sampling
@@ -202,44 +226,53 @@ def make_request(
         notify=notify,
         input_logprobs_from=generation.input_logprobs_from,
         streaming=streaming,
+        matcher=matcher,
     )
 
 
 def answer(
-    request: Request, generation: Generation, detokenizer: Detokenizer, *, latency_s: float
+    request: Request,
+    generation: Generation,
+    progress: Progress,
+    text: str,
+    *,
+    latency_s: float,
+    first: int = 0,
 ) -> dict[str, Any]:
-    """The JSON answer for what `request` has so far; finish_reason is null until it has finished."""
-    ids = request.output_ids
-    finish = request.finish
+    """The JSON answer for what `request` has so far; finish_reason is null until it has finished.
+
+    `first` tokens are left out, because they were sent; `text` is that of the others.
+    """
+    ids = progress.ids[first:].tolist()
     meta: dict[str, Any] = {
         "id": request.rid,
         "finish_reason": None,
         "prompt_tokens": len(request.prompt),
-        "completion_tokens": len(ids),
+        "completion_tokens": len(progress.ids),
         "cached_tokens": request.cached_tokens,
-        "weight_version": request.spans[-1].version,
+        "weight_version": progress.version,
         "num_retractions": request.retractions,
         "e2e_latency": latency_s,
     }
     if generation.logprobs:
-        meta["output_token_logprobs"] = list(
-            zip(request.output_logprobs.tolist(), ids.tolist(), repeat(None))
-        )  # noqa: B905
+        meta["output_token_logprobs"] = list(zip(progress.logprobs[first:].tolist(), ids, repeat(None)))  # noqa: B905
+        if generation.sampling.top_logprobs:
+            meta["output_top_logprobs"] = [
+                [(logprob, token, None) for logprob, token in best] for best in progress.ranked[first:]
+            ]
         if request.input_logprobs is not None:
             meta["input_token_logprobs"] = _input_logprobs(request)
-    if finish is not None:
-        meta["finish_reason"] = _finish_reason(request)
+    if progress.finish is not None:
+        meta["finish_reason"] = _finish_reason(progress.finish, len(progress.ids))
         meta["weight_versions"] = request.version_spans()
-    return {"text": _text(request, generation, detokenizer), "output_ids": ids.tolist(), "meta_info": meta}
+    return {"text": text, "output_ids": ids, "meta_info": meta}
 
 
-def _finish_reason(request: Request) -> dict[str, Any]:
-    finish = request.finish
-    assert finish is not None
+def _finish_reason(finish: Finish, count: int) -> dict[str, Any]:
     if finish.reason == "stop":
         return {"type": "stop", "matched": finish.matched}
     if finish.reason == "length":
-        return {"type": "length", "length": len(request.output_ids)}
+        return {"type": "length", "length": count}
     return {"type": "abort", "message": finish.message}
 
 
@@ -252,9 +285,9 @@ def _input_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
     return list(zip(values, request.prompt[start:].tolist(), repeat(None)))  # noqa: B905
 
 
-def _text(request: Request, generation: Generation, detokenizer: Detokenizer) -> str:
+def text_of(progress: Progress, generation: Generation, detokenizer: Detokenizer) -> str:
     """The completion's text, without the stop token or string that ended it."""
-    ids, finish = request.output_ids, request.finish
+    ids, finish = progress.ids, progress.finish
     matched = finish.matched if finish is not None and generation.trim_stop else None
     if isinstance(matched, int):
         ids = ids[:-1]

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from areal_agents.core.completion import FinishReason, SamplingParams, TokenIds
+
+if TYPE_CHECKING:
+    from areal_agents.inference.embedded.grammar import TokenMatcher
+
+RankedTokens = list[tuple[float, int]]  # (logprob, token id), best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,13 +33,25 @@ class Span:
     start: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Progress:
+    """What a request has sampled at one moment: ids and logprobs [N], and the best tokens of each where they
+    were asked for. `version` is the one that samples now."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    ranked: list[RankedTokens]
+    version: str
+    finish: Finish | None
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A generation in the scheduler's hands. Only the scheduler's thread changes it.
 
     `output_ids` and `output_logprobs` are complete when `finish` is set, and are current after a retraction;
     while the request runs, its tokens live in the slot table. `notify` is called with the request when it has
-    finished, and after every step if `streaming`.
+    finished, and after every step if `streaming`; `progress` is then what other threads may read.
     """
 
     rid: str
@@ -44,14 +61,25 @@ class Request:
     notify: Callable[[Request], None]
     input_logprobs_from: int = -1  # first prompt position whose logprob is wanted; -1: none
     streaming: bool = False
+    matcher: TokenMatcher | None = None  # what the output must match
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    output_ranked: list[RankedTokens] = field(default_factory=list)
     input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for or not yet computed
     prompt_scored: bool = False
     spans: list[Span] = field(default_factory=list)
     cached_tokens: int = 0
     retractions: int = 0
     finish: Finish | None = None
+    progress: Progress | None = None
+
+    def publish(self) -> None:
+        """Show what there is now, whole, and notify."""
+        ranked = self.output_ranked[: len(self.output_ids)]
+        self.progress = Progress(
+            self.output_ids, self.output_logprobs, ranked, self.spans[-1].version, self.finish
+        )
+        self.notify(self)
 
     def mark_version(self, version: str, sampled: int) -> None:
         """The next token, number `sampled`, will be drawn by `version`."""

@@ -70,6 +70,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32],
     return tokens.to("cpu", torch.int32).numpy(), chosen.cpu().numpy()
 
 
+@torch.inference_mode()
+def best_tokens(logits: Tensor, temperature: float, count: int) -> list[tuple[float, int]]:
+    """The `count` most likely tokens of a row of logits [V] with their logprobs, as `sample` takes them."""
+    logprobs = torch.log_softmax(logits / temperature if temperature else logits, dim=-1)
+    best = logprobs.topk(min(count, len(logprobs)))
+    return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:
     """Probabilities [M, V] in which the tokens that top-k, top-p and min-p exclude are zero.
 

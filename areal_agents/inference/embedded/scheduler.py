@@ -19,6 +19,7 @@ import torch
 from areal_agents.inference.embedded.batch import SlotSampling
 from areal_agents.inference.embedded.request import Finish, Request
 from areal_agents.inference.embedded.runner import Rows, Runner
+from areal_agents.inference.embedded.sampling import best_tokens
 from areal_agents.inference.embedded.slots import SlotTable
 from areal_agents.inference.engine import PauseMode
 
@@ -58,6 +59,8 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._watched: set[int] = set()  # slots whose requests stream or have stop strings
         self._scored: set[int] = set()  # slots whose prompt logprobs are still being computed
+        self._constrained: set[int] = set()  # slots whose requests must match a grammar
+        self._ranked: set[int] = set()  # slots whose requests want the best tokens at each position
         self._when_idle: deque[Callable[[], None]] = deque()
 
     @property
@@ -85,7 +88,7 @@ class Scheduler:
             self._waiting.remove(request)
             request.mark_version(self.version, len(request.output_ids))
             request.finish = Finish("abort", message="aborted")
-            request.notify(request)
+            request.publish()
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; see Engine.pause."""
@@ -169,6 +172,10 @@ class Scheduler:
             self._running[place.slot] = request
             if request.streaming or request.sampling.stop:
                 self._watched.add(place.slot)
+            if request.matcher is not None:
+                self._constrained.add(place.slot)
+            if request.sampling.top_logprobs:
+                self._ranked.add(place.slot)
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
         """Slots of this step and how many tokens each computes: decodes, then prompts within the budget."""
@@ -233,13 +240,19 @@ class Scheduler:
     def _commit(self, slots: np.ndarray, logits: torch.Tensor) -> None:
         """Sample for `slots` [M] from logits [M, V]; append, and finish what has ended."""
         table, sampling = self._table, self._sampling
-        tokens, logprobs = self._runner.sample(
-            sampling.penalised(slots, logits, table), sampling.batch(slots, table.length[slots])
-        )
+        logits = sampling.penalised(slots, logits, table)
+        if self._constrained:
+            self._constrain(slots, logits)
+        batch = sampling.batch(slots, table.length[slots])
+        tokens, logprobs = self._runner.sample(logits, batch)
+        if self._ranked:
+            self._rank(slots, logits, batch.temperature)
         table.tokens[slots, table.length[slots]] = tokens
         sampling.logprobs[slots, table.length[slots] - sampling.prompt_length[slots]] = logprobs
         table.length[slots] += 1
         stopped = sampling.stops(slots, tokens)
+        if self._constrained:
+            stopped |= self._advance(slots, tokens, logprobs)
         ended = stopped | (table.length[slots] >= sampling.limit[slots]) | ~np.isfinite(logprobs)
         for i in np.flatnonzero(ended):
             self._finish(
@@ -248,9 +261,42 @@ class Scheduler:
         if self._watched:
             self._watch(slots)
 
+    def _constrain(self, slots: np.ndarray, logits: torch.Tensor) -> None:
+        """Exclude, in place, the tokens with which a constrained output cannot go on."""
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self._constrained:
+                matcher = self._running[slot].matcher
+                assert matcher is not None
+                matcher.exclude(logits[row])
+
+    def _advance(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """[M] whether a constrained output has ended with its token, which only a stop token does."""
+        ended = np.zeros(len(slots), np.bool_)
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self._constrained and np.isfinite(logprobs[row]):
+                matcher = self._running[slot].matcher
+                assert matcher is not None
+                matcher.accept(int(tokens[row]))
+                ended[row] = matcher.ended
+                if matcher.stuck:
+                    logprobs[row] = np.nan
+        return ended
+
+    def _rank(self, slots: np.ndarray, logits: torch.Tensor, temperature: np.ndarray) -> None:
+        """The best tokens of the distribution that each token was drawn from, where they are wanted."""
+        for row, slot in enumerate(slots.tolist()):
+            if slot in self._ranked:
+                request = self._running[slot]
+                request.output_ranked.append(
+                    best_tokens(logits[row], float(temperature[row]), request.sampling.top_logprobs)
+                )
+
     def _reason(self, slot: int, token: int, stopped: bool, logprob: float) -> Finish:
         if not np.isfinite(logprob):
             self._table.length[slot] -= 1  # the token was drawn from garbage
+            matcher = self._running[slot].matcher
+            if matcher is not None and matcher.stuck:
+                return Finish("abort", message="no token of the vocabulary goes on with the grammar")
             return Finish("abort", message="the model's logits are not finite")
         if stopped:
             return Finish("stop", matched=token)
@@ -269,7 +315,7 @@ class Scheduler:
                 self._finish(slot, Finish("stop", matched=matched))
             elif request.streaming:
                 request.output_ids, request.output_logprobs = self._output(slot)
-                request.notify(request)
+                request.publish()
 
     def _output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
         """Copies of the ids and logprobs that `slot` has sampled."""
@@ -280,7 +326,7 @@ class Scheduler:
     def _finish(self, slot: int, finish: Finish) -> None:
         request = self._leave(slot)
         request.finish = finish
-        request.notify(request)
+        request.publish()
 
     def _retract(self, slot: int) -> None:
         request = self._leave(slot)
@@ -292,6 +338,8 @@ class Scheduler:
         request = self._running.pop(slot)
         self._watched.discard(slot)
         self._scored.discard(slot)
+        self._constrained.discard(slot)
+        self._ranked.discard(slot)
         request.output_ids, request.output_logprobs = self._output(slot)
         self._table.release(slot)
         return request

@@ -52,7 +52,7 @@ def serve(config: EmbeddedEngineConfig) -> None:
     service = build_service(config)
     server = _Server(
         uvicorn.Config(
-            create_app(service),
+            create_app(service, incremental_streaming=config.incremental_streaming),
             loop="uvloop",
             http="httptools",
             lifespan="on",

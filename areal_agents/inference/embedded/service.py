@@ -8,14 +8,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineUnavailable, RequestError
 from areal_agents.inference.embedded.architecture import Architecture
+from areal_agents.inference.embedded.grammar import Grammars, TokenMatcher
 from areal_agents.inference.embedded.protocol import MAX_SEED, Limits
 from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.runner import Runner
@@ -24,6 +27,8 @@ from areal_agents.inference.embedded.text import Detokenizer
 from areal_agents.inference.embedded.weights import Weights, load_weights
 from areal_agents.inference.embedded.worker import EngineThread
 from areal_agents.inference.engine import PauseMode
+
+COMPILE_LIMIT_S = 60.0
 
 
 class EngineService:
@@ -43,6 +48,8 @@ class EngineService:
     ) -> None:
         self.detokenizer = detokenizer
         self.limits = Limits(arch.vocab_size, max_context, detokenizer.available)
+        self._grammars = Grammars(detokenizer.tokenizer, arch.vocab_size, arch.eos_ids)
+        self._compilers = ThreadPoolExecutor(2, "grammars")
         self._scheduler = scheduler
         self._runner = runner
         self._arch = arch
@@ -63,7 +70,8 @@ class EngineService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort what runs and end the threads."""
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._thread.stop()
 
     def check(self) -> None:
@@ -84,7 +92,21 @@ class EngineService:
             self._thread.submit(lambda scheduler: scheduler.abort(request.rid))
             raise
 
-    def stream(self, request: Request) -> AsyncIterator[None]:
+    async def matcher(self, sampling: SamplingParams) -> TokenMatcher | None:
+        """What an output has to match, compiled; RequestError if it cannot be."""
+        if sampling.grammar is None:
+            return None
+        compiling = asyncio.get_running_loop().run_in_executor(
+            self._compilers, self._grammars.matcher, sampling.grammar, sampling.stop_token_ids
+        )
+        try:
+            return await asyncio.wait_for(compiling, COMPILE_LIMIT_S)
+        except TimeoutError as error:
+            raise RequestError(
+                f"{sampling.grammar.kind} is too large: it was not compiled within {COMPILE_LIMIT_S:g} s"
+            ) from error
+
+    def stream(self, request: Request) -> AsyncGenerator[None, None]:
         """Submit, and yield whenever `request` has new tokens, the last time when it has finished."""
         future = self._submit(request)
         event = self._streams[request.rid] = asyncio.Event()
@@ -93,7 +115,7 @@ class EngineService:
 
     async def _progress(
         self, request: Request, future: asyncio.Future[None], event: asyncio.Event
-    ) -> AsyncIterator[None]:
+    ) -> AsyncGenerator[None, None]:
         try:
             while not future.done():
                 await event.wait()

@@ -23,6 +23,11 @@ class Detokenizer:
                 raise ConfigError(f"model: {path} cannot be read: {error}") from error
 
     @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer itself."""
+        return self._tokenizer
+
+    @property
     def available(self) -> bool:
         """Whether there is a tokenizer."""
         return self._tokenizer is not None
@@ -43,3 +48,26 @@ class Detokenizer:
         text = self.text(tail)
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         return min(found)[1] if found else None
+
+
+class TextStream:
+    """The text of a growing output in pieces; half a character is held back until the rest of it has come."""
+
+    def __init__(self, detokenizer: Detokenizer, *, skip_special_tokens: bool) -> None:
+        self._detokenizer = detokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._start = 0  # first id that the next text may depend on
+        self._shown = 0  # ids whose text was given
+        self.length = 0  # characters given
+
+    def feed(self, ids: np.ndarray) -> str:
+        """What the output `ids` [N] says beyond what was given."""
+        before, now = self._text(ids[self._start : self._shown]), self._text(ids[self._start :])
+        if now.endswith("\ufffd") or len(now) <= len(before):
+            return ""
+        self._start, self._shown = self._shown, len(ids)
+        self.length += len(now) - len(before)
+        return now[len(before) :]
+
+    def _text(self, ids: np.ndarray) -> str:
+        return self._detokenizer.text(ids, skip_special_tokens=self._skip_special_tokens)
