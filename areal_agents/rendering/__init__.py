@@ -1,6 +1,7 @@
 """Messages to token ids and back, in the model's own chat format. No torch, no transformers."""
 
 from areal_agents.rendering.chat import ChatRenderer
+from areal_agents.rendering.streaming import Delta, ReplyStream
 from areal_agents.rendering.tokenizer import Tokenizer
 
-__all__ = ["ChatRenderer", "Tokenizer"]
+__all__ = ["ChatRenderer", "Delta", "ReplyStream", "Tokenizer"]

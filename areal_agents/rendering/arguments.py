@@ -49,7 +49,7 @@ def _members(raw: str) -> dict[str, str]:
             position = _skip(raw, end)
             if raw[position : position + 1] == ",":
                 position = _skip(raw, position + 1)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested beyond any real call
         return {}
     return members
 

@@ -6,46 +6,47 @@ completion, is a prompt in which every earlier token stands unchanged.
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import renderers
 
-from areal_agents.core.completion import TokenIds, as_token_ids
-from areal_agents.core.messages import Message, ToolCall
+from areal_agents.core.completion import Grammar, TokenIds, as_token_ids
+from areal_agents.core.messages import Message
 from areal_agents.errors import ConfigError, RenderingError
-from areal_agents.rendering.arguments import arguments_text
-from areal_agents.rendering.families import renderer_config
+from areal_agents.rendering.families import make_format, renderer_config
+from areal_agents.rendering.forcing import Forcing
+from areal_agents.rendering.formats import ChatFormat
+from areal_agents.rendering.replies import ReplyReader
+from areal_agents.rendering.streaming import ReplyStream
+from areal_agents.rendering.tails import tail_start
 from areal_agents.rendering.tokenizer import Tokenizer
 
 
 class ChatRenderer:
     """One model's chat format. Stateless after construction, so threads may share it.
 
-    Rendering is CPU-bound: about 0.1 ms per 50 tokens of new text, and as much again per thousand
-    tokens of history; an event loop hands long ones to a thread.
+    Rendering is CPU-bound: the cost of a bridge or a parse follows the new text and the last reply, not
+    the history; a full render follows the whole conversation. An event loop hands long ones to a thread.
 
     Attributes:
         tokenizer: of the model folder.
+        family: the name of the chat format.
         stop_token_ids: the tokens that end the model's turn.
         vocab_size: ids at or above it do not exist.
     """
 
-    def __init__(self, tokenizer: Tokenizer, config: Any) -> None:
-        """Wrap the family that `config` (of the `renderers` library) names. ConfigError if it cannot."""
-        try:
-            self._renderer = renderers.create_renderer(tokenizer, config)
-        except Exception as error:  # each family asserts its own special tokens
-            raise ConfigError(
-                f"the tokenizer in {tokenizer.name_or_path} does not fit family {config.name}: {error}"
-            ) from error
+    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat, *, family: str) -> None:
+        """Wrap a format that is already made; `from_folder` and `from_config` make one."""
         self.tokenizer = tokenizer
-        self.family: str = config.name
-        self.stop_token_ids: tuple[int, ...] = tuple(self._renderer.get_stop_token_ids())
+        self.family = family
+        self.stop_token_ids: tuple[int, ...] = tuple(chat_format.get_stop_token_ids())
         self.vocab_size = tokenizer.vocab_size
+        self._format = chat_format
+        self._reader = ReplyReader(tokenizer, chat_format, family=family)
+        self._forcing = Forcing(chat_format, tokenizer, family=family)
+        self._source: tuple[Path, str, dict[str, Any]] | None = None
 
     @classmethod
     def from_folder(
@@ -61,16 +62,60 @@ class ChatRenderer:
         Raises:
             ConfigError: no such folder, unknown family, or an option that the family does not have.
         """
+        # The config first: of a folder that is no model's, it gives the clearer error.
         config = renderer_config(path, family=family, options=options or {})
-        return cls(Tokenizer.from_folder(path), config)
+        return cls._made(Tokenizer.from_folder(path), config, Path(path), family, options or {})
 
-    def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> TokenIds:
-        """[P] the whole prompt, up to where the model's reply begins. RenderingError if impossible."""
+    @classmethod
+    def from_config(cls, tokenizer: Tokenizer, config: Any) -> ChatRenderer:
+        """The format that a config stands for: see `families.make_format`. ConfigError if it does not fit."""
+        return cls(tokenizer, make_format(tokenizer, config), family=config.name)
+
+    @classmethod
+    def _made(
+        cls, tokenizer: Tokenizer, config: Any, path: Path, family: str, options: Mapping[str, Any]
+    ) -> ChatRenderer:
+        renderer = cls.from_config(tokenizer, config)
+        renderer._source = (path, family, dict(options))
+        return renderer
+
+    def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
+        """The same model with other template options on top of this renderer's. It shares the tokenizer.
+
+        Raises:
+            ConfigError: an option that the family does not have, or a renderer without a model folder.
+        """
+        if self._source is None:
+            raise ConfigError("only a renderer that was made from a model folder takes other options")
+        path, family, given = self._source
+        merged = {**given, **options}
+        config = renderer_config(path, family=family, options=merged)
+        return self._made(self.tokenizer, config, path, family, merged)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        generation_prompt: bool = True,
+    ) -> TokenIds:
+        """[P] the whole prompt, up to where the model's reply begins.
+
+        Args:
+            messages: at least one.
+            tools: OpenAI chat function tools.
+            generation_prompt: False ends after the last message, for example to compare renderings.
+
+        Raises:
+            RenderingError: no message, or a conversation that the family cannot express.
+        """
         if not messages:
             raise RenderingError("a conversation needs at least one message")
         plain = [_to_library(message) for message in messages]
         try:
-            ids = self._renderer.render_ids(plain, tools=list(tools) or None, add_generation_prompt=True)
+            ids = self._format.render_ids(
+                plain, tools=list(tools) or None, add_generation_prompt=generation_prompt
+            )
         except Exception as error:  # a template may fail in any way on what it does not know
             raise RenderingError(f"family {self.family} cannot express this conversation: {error}") from error
         return as_token_ids(ids)
@@ -88,17 +133,17 @@ class ChatRenderer:
         None where this template cannot extend: it would strip or rewrite earlier tokens (reasoning
         before a new user turn), or the completion goes on after the end of its turn.
         """
-        before = [*np.asarray(prompt_ids).tolist(), *np.asarray(completion_ids).tolist()]
+        prompt = self._tail(prompt_ids)
+        completion = np.asarray(completion_ids).tolist()
         plain = [_to_library(message) for message in new_messages]
         try:
-            rendered = self._renderer.bridge_to_next_turn(
-                before[: len(prompt_ids)], before[len(prompt_ids) :], plain, tools=list(tools) or None
-            )
+            rendered = self._format.bridge_to_next_turn(prompt, completion, plain, tools=list(tools) or None)
         except Exception as error:  # a template may fail in any way on what it does not know
             raise RenderingError(f"family {self.family} cannot extend this conversation: {error}") from error
         if rendered is None:
             return None
         ids = rendered.token_ids if hasattr(rendered, "token_ids") else list(rendered)
+        before = [*prompt, *completion]
         # The library drops, without a word, tokens sampled after the end of the turn.
         if len(ids) <= len(before) or ids[: len(before)] != before:
             return None
@@ -109,45 +154,48 @@ class ChatRenderer:
     ) -> Message:
         """The assistant message that a completion means.
 
-        Tool calls get ids minted here. A call that is malformed (no JSON, no name, arguments that
-        are no object, unclosed) stays in the content as sampled, so that agent and reward see it.
+        Reasoning and content come without the whitespace around them. Tool calls get ids minted here.
+        A call that is malformed (no JSON, no name, arguments that are no object, unclosed) stays in the
+        content as sampled, so that agent and reward see it.
         """
         ids = np.asarray(completion_ids).tolist()
-        try:
-            parsed = self._renderer.parse_response(
-                ids, tools=list(tools) or None, prompt_ids=np.asarray(prompt_ids).tolist()
-            )
-        except RecursionError:  # brackets nested beyond any real call: text, as sampled
-            text = self.tokenizer.decode([token for token in ids if token not in self.stop_token_ids])
-            return Message("assistant", text)
-        except Exception as error:  # no completion may kill an episode unexplained
-            raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
-        calls = [call for call in parsed.tool_calls if _is_usable(call)]
-        broken = [self._sampled_text(ids, call) for call in parsed.tool_calls if not _is_usable(call)]
-        return Message(
-            role="assistant",
-            content="\n".join(text for text in (parsed.content, *broken) if text),
-            reasoning=parsed.reasoning_content or "",
-            tool_calls=tuple(
-                ToolCall(_mint_id(), call.name, arguments_text(call.raw, call.arguments)) for call in calls
-            ),
-        )
+        return self._reader.read(self._tail(prompt_ids), ids, tools).message()
 
-    def _sampled_text(self, ids: list[int], call: Any) -> str:
-        """A call's block with its delimiters where the library knows its span, else its inside."""
-        if call.token_span is None:
-            return call.raw
-        start, end = call.token_span
-        return self.tokenizer.decode(ids[start:end])
+    def reply_stream(self, prompt_ids: TokenIds, tools: Sequence[dict[str, Any]] = ()) -> ReplyStream:
+        """A reader of the reply to this prompt that takes tokens as they are sampled."""
+        return ReplyStream(self._reader, self._tail(prompt_ids), tools)
 
+    def reply_grammar(
+        self,
+        tools: Sequence[dict[str, Any]],
+        *,
+        calls: Literal["auto", "none", "required"] = "auto",
+        named: str | None = None,
+        parallel: bool = True,
+        output: Grammar | None = None,
+    ) -> Grammar | None:
+        """What a reply must match, behind the reasoning that the template allows; None for anything.
 
-def _is_usable(call: Any) -> bool:
-    ok = call.status == renderers.ToolCallParseStatus.OK
-    return ok and isinstance(call.name, str) and isinstance(call.arguments, dict)
+        Args:
+            tools: OpenAI chat function tools.
+            calls: "required": tool calls and nothing else, so that `output` plays no part; "auto": `output`,
+                or tool calls beside it where there are tools.
+            named: with "required", the one tool that must be called; None for any of them.
+            parallel: whether several calls may follow each other; False is exactly one.
+            output: the JSON schema that the content must fit, or None.
 
+        Raises:
+            RenderingError: this family's calls cannot be forced, its content cannot be JSON, or a keyword of
+                the schema cannot be enforced.
+            ValueError: a forced call without a tool, or `named` is none of them.
+        """
+        return self._forcing.grammar(tools, calls=calls, named=named, parallel=parallel, output=output)
 
-def _mint_id() -> str:
-    return f"call_{secrets.token_hex(12)}"
+    def _tail(self, prompt_ids: TokenIds) -> list[int]:
+        """The end of the prompt, as far back as this format looks."""
+        prompt = np.asarray(prompt_ids)
+        start = tail_start(prompt, self._format, self.family, self.stop_token_ids)
+        return prompt[start:].tolist()
 
 
 def _to_library(message: Message) -> dict[str, Any]:

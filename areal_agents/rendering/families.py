@@ -1,12 +1,14 @@
-"""Which of the `renderers` library's families renders a model folder.
+"""Which chat format renders a model folder: a family of the `renderers` library, or its own chat template.
 
-A wrong template trains the model on a format that it is never served with, so an unknown family is
-an error with the list of known ones, never a guess.
+A wrong template trains the model on a format that it is never served with, so a family is never guessed: a
+model type that the library does not know is rendered by the template in its folder, and without one it is
+an error with the list of known families.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,7 +16,12 @@ import pydantic
 import renderers
 
 from areal_agents.errors import ConfigError
-from areal_agents.rendering.tokenizer import read_json
+from areal_agents.rendering.formats import ChatFormat, library_format
+from areal_agents.rendering.generic import TemplateFormat
+from areal_agents.rendering.template import template_sources
+from areal_agents.rendering.tokenizer import Tokenizer, read_json
+
+TEMPLATE = "template"  # the family that is the model folder's own chat template
 
 # config.json's model_type → family. Types that several families share are told apart by name below.
 _BY_MODEL_TYPE = {
@@ -51,31 +58,63 @@ _BY_NAME = {
     "qwen3_5_moe": (("qwen3.6", "qwen3.6"), ("qwen3.8", "qwen3.8")),
 }
 
+# Model types that many unlike formats share: the library's family is for templates with this text alone.
+_SIGN_OF_FAMILY = {"llama": "<|start_header_id|>"}
+
 # "auto" would look the name up on a hub, "default" needs transformers, "custom" runs foreign code.
 _NOT_OFFERED = {"auto", "default", "custom"}
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateConfig:
+    """The config of a model folder that is rendered by its own chat template."""
+
+    folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = TEMPLATE
+
+
 def known_families() -> list[str]:
     """The families that `family=` accepts, sorted."""
+    return sorted({*_library_families(), TEMPLATE})
+
+
+def make_format(tokenizer: Tokenizer, config: Any) -> ChatFormat:
+    """The chat format that a config of `renderer_config` stands for.
+
+    A template is probed here, some 200 ms.
+
+    Raises:
+        ConfigError: the tokenizer does not fit, the template is unusable, or it reads no such option.
+    """
+    if isinstance(config, TemplateConfig):
+        return TemplateFormat.from_folder(config.folder, tokenizer, config.options)
+    return library_format(tokenizer, config)
+
+
+def _library_families() -> set[str]:
     configs = get_args(get_args(renderers.RendererConfig)[0])
-    return sorted({config.model_fields["name"].default for config in configs} - _NOT_OFFERED)
+    return {config.model_fields["name"].default for config in configs} - _NOT_OFFERED
 
 
 def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]) -> Any:
-    """The library's typed config for a model folder.
+    """The config for a model folder: the library's typed one, or a `TemplateConfig`. Both have a `name`.
 
     Args:
         path: the model folder; its config.json decides when `family` is "auto".
-        family: "auto" or one of `known_families()`.
-        options: fields of that family's config, for example `{"enable_thinking": False}`.
+        family: "auto", one of the library's families, or "template" for the folder's own chat template.
+        options: fields of that family's config, for example `{"enable_thinking": False}`, or variables of
+            the template, which are checked when it is read.
 
     Raises:
-        ConfigError: no model folder, unknown family or model type, or an option that the family does
-            not have.
+        ConfigError: no model folder, unknown family, unknown model type without a chat template, or an
+            option that the family does not have.
     """
     name = _detect(Path(path)) if family == "auto" else family
     if name not in known_families():
         raise ConfigError(f"unknown renderer family {name!r}; known are {', '.join(known_families())}")
+    if name == TEMPLATE:
+        return TemplateConfig(Path(path), dict(options))
     config_class = type(renderers.config_from_name(name))
     try:
         return config_class(**options)
@@ -97,9 +136,14 @@ def _detect(folder: Path) -> str:
     for part, family in _BY_NAME.get(model_type or "", ()):
         if part in name:
             return family
-    if model_type in _BY_MODEL_TYPE:
+    sources = template_sources(folder)
+    sign = _SIGN_OF_FAMILY.get(model_type or "", "")
+    other_format = bool(sources) and not any(sign in source for source in sources.values())
+    if model_type in _BY_MODEL_TYPE and not other_format:
         return _BY_MODEL_TYPE[model_type]
+    if sources:
+        return TEMPLATE
     raise ConfigError(
-        f"no renderer is known for {folder} (model_type {model_type!r} in config.json); "
-        f"name its chat format with family: one of {', '.join(known_families())}"
+        f"no renderer is known for {folder} (model_type {model_type!r} in config.json), and it has no chat "
+        f"template; name its chat format with family: one of {', '.join(known_families())}"
     )

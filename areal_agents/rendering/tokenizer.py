@@ -7,13 +7,14 @@ renders needs neither torch nor transformers.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from areal_agents.errors import ConfigError
+from areal_agents.rendering.byte_bpe import proven_byte_bpe
 
 
 class Tokenizer:
@@ -23,6 +24,9 @@ class Tokenizer:
         name_or_path: the folder it was read from.
         eos_token_id, pad_token_id, unk_token_id: None where the folder names no such token.
         vocab_size: one more than the largest token id, added tokens included.
+        added_token_ids: tokens that no merge crosses: what stands before and after one is encoded apart.
+        special_token_ids: those of them that are marked special: ends of turns, headers, padding.
+        special_tokens: the texts that the folder's settings name, by role: `{"eos_token": "</s>", …}`.
     """
 
     def __init__(
@@ -33,13 +37,26 @@ class Tokenizer:
         eos_token: str | None = None,
         pad_token: str | None = None,
         unk_token: str | None = None,
+        special_tokens: Mapping[str, str] | None = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """Wrap the library's tokenizer.
+
+        Args:
+            special_tokens: see the attribute.
+            settings: its `tokenizer.json`: by it a faster encoding that is proven to be equal is looked for.
+        """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
         backend.no_truncation()
         backend.no_padding()
+        self._fast = None if settings is None else proven_byte_bpe(backend, settings)
         self.name_or_path = name_or_path
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        added = backend.get_added_tokens_decoder()
+        self.added_token_ids = frozenset(added)
+        self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = dict(special_tokens or {})
         self.eos_token_id = self._id(eos_token)
         self.pad_token_id = self._id(pad_token)
         self.unk_token_id = self._id(unk_token)
@@ -55,16 +72,24 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
-        settings = read_json(folder / "tokenizer_config.json")
-        names = {key: _token_text(settings.get(key)) for key in ("eos_token", "pad_token", "unk_token")}
-        return cls(backend, name_or_path=str(folder), **names)
+        names = _special_tokens(folder)
+        known = {key: names.get(key) for key in ("eos_token", "pad_token", "unk_token")}
+        return cls(backend, name_or_path=str(folder), special_tokens=names, settings=read_json(file), **known)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their single ids."""
+        if self._fast is not None and not add_special_tokens:
+            ids = self._fast.encode(text)
+            if ids is not None:
+                return ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of `token_ids`, exactly: no clean-up of spaces."""
+        if self._fast is not None and not skip_special_tokens:
+            text = self._fast.decode(token_ids)
+            if text is not None:
+                return text
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
@@ -73,6 +98,18 @@ class Tokenizer:
             token_id = self._backend.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def added_token_id(self, text: str) -> int | None:
+        """The id of an added token, None where `text` is none: then it may be encoded as several."""
+        token_id = self._backend.token_to_id(text)
+        return token_id if token_id in self.added_token_ids else None
+
+    def token_text(self, token_id: int) -> str:
+        """How an added token is written in a text. ValueError if there is no such token."""
+        text = self._backend.id_to_token(token_id)
+        if text is None:
+            raise ValueError(f"token ids are below {self.vocab_size}, got {token_id}")
+        return text
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
@@ -91,6 +128,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _token_text(value: Any) -> str | None:
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens by role. Older folders name them in a file of their own."""
+    settings = {
+        **read_json(folder / "special_tokens_map.json"),
+        **read_json(folder / "tokenizer_config.json"),
+    }
+    texts = {key: _token_text(value) for key, value in settings.items() if key.endswith("_token")}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+
+def _token_text(value: Any) -> Any:
     """A special token is written as its text, or as an object with a `content`."""
     return value.get("content") if isinstance(value, dict) else value

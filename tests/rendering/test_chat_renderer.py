@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from renderers.configs import Qwen3RendererConfig
 
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.errors import RenderingError
+from areal_agents.errors import ConfigError, RenderingError
 from areal_agents.rendering import ChatRenderer
 
 SEARCH = {
@@ -122,7 +123,7 @@ def test_a_truncated_turn_is_closed_as_prompt(renderer: ChatRenderer) -> None:
 
 def test_reasoning_that_was_cut_off_is_closed_too(renderer: ChatRenderer) -> None:
     prompt, cut = renderer.render(QUESTION, TOOLS), sampled(renderer, "<think>\nfor ever and")
-    assert renderer.parse(prompt, cut, TOOLS).reasoning.strip() == "for ever and"
+    assert renderer.parse(prompt, cut, TOOLS).reasoning == "for ever and"
     suffix = renderer.bridge(prompt, cut, [Message("tool", "ok")], TOOLS)
     assert suffix is not None
     assert renderer.tokenizer.decode(suffix).startswith("</think><|im_end|>\n")
@@ -143,6 +144,37 @@ def test_keeping_all_thinking_bridges_user_turns(model_folder) -> None:  # type:
     assert suffix is not None
     turn = "\n<|im_start|>user\nAnd Paris?<|im_end|>\n<|im_start|>assistant\n"
     assert keep.tokenizer.decode(suffix) == turn
+
+
+def test_other_options_make_another_renderer_of_the_same_model(renderer: ChatRenderer) -> None:
+    quiet = renderer.with_options({"enable_thinking": False})
+    assert quiet.tokenizer is renderer.tokenizer
+    opening = "<|im_start|>assistant\n"
+    assert quiet.tokenizer.decode(quiet.render(QUESTION)).endswith(f"{opening}<think>\n\n</think>\n\n")
+    assert renderer.tokenizer.decode(renderer.render(QUESTION)).endswith(opening)
+    both = quiet.with_options({"thinking_retention": "all"})
+    done = sampled(both, "France.<|im_end|>")
+    suffix = both.bridge(both.render(QUESTION), done, [Message("user", "And Paris?")])
+    assert suffix is not None and both.tokenizer.decode(suffix).endswith("</think>\n\n")
+    with pytest.raises(ConfigError, match="'thinking'.*enable_thinking"):
+        renderer.with_options({"thinking": True})
+    with pytest.raises(ConfigError, match="'thinking_retention'.*'all'"):
+        renderer.with_options({"thinking_retention": "some"})
+    bare = ChatRenderer.from_config(renderer.tokenizer, Qwen3RendererConfig())
+    with pytest.raises(ConfigError, match="from a model folder"):
+        bare.with_options({})
+
+
+def test_a_rendering_may_end_after_the_last_message(renderer: ChatRenderer) -> None:
+    prompt = renderer.render(QUESTION)
+    shorter = renderer.render(QUESTION, generation_prompt=False)
+    assert renderer.tokenizer.decode(prompt[len(shorter) :]) == "<|im_start|>assistant\n"
+    assert np.array_equal(prompt[: len(shorter)], shorter)
+
+
+def test_whitespace_around_reasoning_and_content_is_no_part_of_them(renderer: ChatRenderer) -> None:
+    reply = renderer.parse(renderer.render(QUESTION), sampled(renderer, "<think>\n for ever "))
+    assert (reply.reasoning, reply.content) == ("for ever", "")
 
 
 def test_an_empty_conversation_is_an_error(renderer: ChatRenderer) -> None:

@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from chat_templates import CHATML, OPTION, write_folder
 
+from areal_agents.core.messages import Message
 from areal_agents.errors import ConfigError
 from areal_agents.rendering import ChatRenderer, Tokenizer
 from areal_agents.rendering.families import known_families, renderer_config
@@ -36,14 +38,47 @@ def test_an_unknown_model_names_the_known_families(tmp_path: Path) -> None:
         ChatRenderer.from_folder(tmp_path / "m", family="qwen33")
 
 
+def test_an_unknown_model_is_rendered_by_its_own_template(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", CHATML, config={"model_type": "mamba"})
+    assert renderer_config(folder, family="auto", options={}).name == "template"
+    renderer = ChatRenderer.from_folder(folder)
+    assert renderer.family == "template"
+    text = renderer.tokenizer.decode(renderer.render([Message("user", "hi")]))
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_known_model_keeps_its_family_unless_its_own_template_is_asked_for(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "m", CHATML, config={"model_type": "qwen3"})
+    assert renderer_config(folder, family="auto", options={}).name == "qwen3"
+    assert ChatRenderer.from_folder(folder, family="template").family == "template"
+    with pytest.raises(ConfigError, match="has no chat template"):
+        ChatRenderer.from_folder(write_folder(tmp_path / "n", None), family="template")
+
+
+def test_a_model_type_of_many_formats_is_told_apart_by_its_template(tmp_path: Path) -> None:
+    llama = {"model_type": "llama"}
+    other = write_folder(tmp_path / "smol", CHATML, config=llama)
+    assert renderer_config(other, family="auto", options={}).name == "template"
+    third = write_folder(tmp_path / "third", "<|start_header_id|>" + CHATML, config=llama)
+    assert renderer_config(third, family="auto", options={}).name == "llama-3"
+    assert detected(tmp_path / "bare", **llama) == "llama-3"
+
+
+def test_other_options_of_a_template_make_another_renderer(tmp_path: Path) -> None:
+    renderer = ChatRenderer.from_folder(write_folder(tmp_path / "m", OPTION))
+    terse = renderer.with_options({"style": "terse"})
+    assert terse.tokenizer is renderer.tokenizer
+    assert terse.tokenizer.decode(terse.render([Message("user", "hi")])).startswith("Be terse.\n")
+    with pytest.raises(ConfigError, match="'thinking' is not read by this chat template; it has style"):
+        renderer.with_options({"thinking": True})
+
+
 def test_every_known_family_has_a_config(tmp_path: Path) -> None:
     names = [renderer_config(tmp_path, family=family, options={}).name for family in known_families()]
     assert names == known_families() and "auto" not in names
 
 
 def test_options_reach_the_template_and_wrong_ones_are_named(model_folder: Path) -> None:
-    from areal_agents.core.messages import Message
-
     quiet = ChatRenderer.from_folder(model_folder, options={"enable_thinking": False})
     text = quiet.tokenizer.decode(quiet.render([Message("user", "hi")]))
     assert text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
@@ -77,5 +112,10 @@ def test_special_tokens_and_sizes(renderer: ChatRenderer) -> None:
     tokenizer = renderer.tokenizer
     assert renderer.stop_token_ids == (tokenizer.eos_token_id, tokenizer.pad_token_id)
     assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<none>"]) == [tokenizer.eos_token_id, None]
+    assert tokenizer.added_token_id("<think>") in tokenizer.added_token_ids - tokenizer.special_token_ids
+    assert tokenizer.added_token_id("a") is None and tokenizer.added_token_id("<none>") is None
+    assert tokenizer.token_text(tokenizer.eos_token_id) == "<|im_end|>"
+    with pytest.raises(ValueError, match=f"below {tokenizer.vocab_size}, got 999999"):
+        tokenizer.token_text(999_999)
     assert renderer.vocab_size == tokenizer.convert_tokens_to_ids("</think>") + 1
     assert tokenizer.decode(tokenizer.encode("  a , b ")) == "  a , b "

@@ -76,9 +76,11 @@ class Transcriber:
             tokenizer, name_or_path="search-agent", eos_token=TURN_END, pad_token=END_OF_TEXT
         )
         self._turn_end = marker_id(tokenizer, TURN_END)
-        self._renderer = ChatRenderer(self._tokenizer, Qwen3RendererConfig())
+        self._renderer = ChatRenderer.from_config(self._tokenizer, Qwen3RendererConfig())
         # A drill asks several questions in one conversation; only a template that keeps history bridges that.
-        self._drill_renderer = ChatRenderer(self._tokenizer, Qwen3RendererConfig(thinking_retention="all"))
+        self._drill_renderer = ChatRenderer.from_config(
+            self._tokenizer, Qwen3RendererConfig(thinking_retention="all")
+        )
 
     @property
     def prefix(self) -> list[int]:

@@ -1,0 +1,210 @@
+"""Byte-level byte-pair encoding by `tiktoken`: several times as fast as the `tokenizers` library, same ids.
+
+Used only for a vocabulary on which the two provably agree (`proven_byte_bpe`), and only for texts on which
+they do: for any other text `encode` answers None, and the library has to encode it.
+
+Why they agree. Both merge, of all neighbours, the pair of the lowest rank first. The library merges the pairs
+that are listed; tiktoken any pair whose joined bytes are a token, and takes a piece that is a token as it
+stands. Within the bytes of one token, everything below its rank merges in one way only. So the two differ in
+nothing if ids rise along the list of merges and either every token comes out of its own bytes by merging,
+or the library too takes pieces that are tokens as they stand and lists every split of every token.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tiktoken
+import tokenizers
+
+from areal_agents.rendering.byte_bpe_patterns import SAMPLE, split_pattern
+
+_MAX_CHARACTERS = 500_000  # longer texts go to the library: the regex of tiktoken has limits of its own
+_ALL_NORMAL = "\u0300"  # below it every character is in normal form C, whatever stands beside it
+
+
+def _byte_letters() -> list[str]:
+    """The letter that stands for each byte: printable Latin-1 as itself, the rest from letter 256 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
+
+
+_LETTERS = _byte_letters()
+_BYTES = {letter: byte for byte, letter in enumerate(_LETTERS)}
+
+
+class ByteBpe:
+    """Texts to ids and back. Stateless after construction, so threads may share it."""
+
+    def __init__(self, encoding: tiktoken.Encoding, added: Mapping[str, int], *, composed: bool) -> None:
+        """Wrap an encoding whose special tokens are `added`.
+
+        Args:
+            added: texts that become one id wherever they stand, the longest first.
+            composed: whether the library brings texts into normal form C.
+        """
+        self._encoding = encoding
+        self._added = dict(added)
+        longest_first = sorted(self._added, key=len, reverse=True)
+        self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
+        self._unsure = _unsure_characters() if composed else None
+
+    def encode(self, text: str) -> list[int] | None:
+        """The ids of `text`, or None for a text that is the library's to encode."""
+        if len(text) > _MAX_CHARACTERS or not self._is_normal(text):
+            return None
+        try:
+            raw = text.encode()
+        except UnicodeEncodeError:  # a lone surrogate
+            return None
+        if self._split is None:
+            ids = self._encoding.encode_ordinary(text)
+        else:
+            parts = self._split.split(text)  # every second one is an added token
+            ids = self._encoding.encode_ordinary(parts[0])
+            for token, part in zip(parts[1::2], parts[2::2], strict=True):
+                ids.append(self._added[token])
+                ids += self._encoding.encode_ordinary(part)
+        # A pattern may leave characters unmatched: tiktoken drops them, the library does not.
+        return ids if self._encoding.decode_bytes(ids) == raw else None
+
+    def decode(self, token_ids: Sequence[int]) -> str | None:
+        """The text of `token_ids`; None if one of them is no token."""
+        try:
+            return self._encoding.decode_bytes(token_ids).decode("utf-8", errors="replace")
+        except (KeyError, OverflowError):
+            return None
+
+    def _is_normal(self, text: str) -> bool:
+        """Whether normal form C, by any version of Unicode, leaves `text` as it is."""
+        if self._unsure is None or text.isascii() or max(text) < _ALL_NORMAL:
+            return True
+        return self._unsure.search(text) is None and unicodedata.is_normalized("NFC", text)
+
+
+def proven_byte_bpe(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> ByteBpe | None:
+    """The fast equal of a tokenizer, None where it is not proven to be equal. Under a second of work.
+
+    Args:
+        backend: the library's tokenizer.
+        settings: its `tokenizer.json`.
+    """
+    pattern = split_pattern(settings.get("pre_tokenizer"))
+    normalizer = (settings.get("normalizer") or {}).get("type")
+    added = _added_tokens(settings.get("added_tokens") or [])
+    decodes_bytes = (settings.get("decoder") or {}).get("type") == "ByteLevel"
+    if pattern is None or normalizer not in (None, "NFC") or added is None or not decodes_bytes:
+        return None
+    ranks = _ranks(settings["model"], added, backend)
+    if ranks is None:
+        return None
+    encoding = tiktoken.Encoding("byte_bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
+    ranks.clear()  # it has tables of its own
+    fast = ByteBpe(encoding, added, composed=normalizer == "NFC")
+    return fast if _agree(fast, backend) else None
+
+
+def _added_tokens(tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
+    """Added tokens by text; None if some are more than plain texts that are found in one go."""
+    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
+        return None
+    if len({token["normalized"] for token in tokens}) > 1:
+        return None
+    added = {token["content"]: token["id"] for token in tokens}
+    # The library's decoder takes a text of nothing but the bytes' letters for those bytes.
+    plain = all(text.isascii() or _raw(text) is None for text in added)
+    normal = all(unicodedata.is_normalized("NFC", text) for text in added)
+    unique = len(set(added.values())) == len(tokens)
+    return added if plain and normal and unique and "" not in added else None
+
+
+def _ranks(
+    model: Mapping[str, Any], added: Mapping[str, int], backend: tokenizers.Tokenizer
+) -> dict[bytes, int] | None:
+    """The id of each token's bytes; None if merging by id could differ from the library's merging."""
+    options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
+    if model.get("type") != "BPE" or any(model.get(option) for option in options):
+        return None
+    ranks: dict[bytes, int] = {}
+    for token, token_id in model["vocab"].items():
+        if token in added:
+            if added[token] != token_id:
+                return None
+            continue
+        raw = _raw(token)
+        if not raw:
+            return None
+        ranks[raw] = token_id
+    if not all(bytes([byte]) in ranks for byte in range(256)):
+        return None
+    if set(ranks.values()) & set(added.values()):
+        return None
+    pairs = _pairs(model["merges"])
+    if not _rises(pairs, ranks):
+        return None
+    if model.get("ignore_merges"):
+        return ranks if _is_every_split(pairs, ranks) else None
+    bpe = backend.model
+    comes_out = all(len(bpe.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
+    return ranks if comes_out else None
+
+
+def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
+    """The merges, which older files write as one text with a space."""
+    return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]  # type: ignore[misc]
+
+
+def _rises(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:
+    """Whether ids rise along the merges, and every token of several bytes is a merge's result."""
+    last, made = -1, 0
+    for left, right in pairs:
+        joined, a, b = _raw(left + right), _raw(left), _raw(right)
+        if not joined or a not in ranks or b not in ranks or joined not in ranks:
+            return False
+        rank = ranks[joined]
+        parts = [ranks[part] for part in (a, b) if part is not None and len(part) > 1]
+        if rank < last or any(part >= rank for part in parts):
+            return False
+        made += rank != last
+        last = rank
+    return made == len(ranks) - 256
+
+
+def _is_every_split(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:
+    """Whether the merges are all splits of all tokens into two tokens. Each of them is one, see `_rises`."""
+    splits = sum(raw[:i] in ranks and raw[i:] in ranks for raw in ranks for i in range(1, len(raw)))
+    return splits == len(set(pairs)) == len(pairs)
+
+
+def _agree(fast: ByteBpe, backend: tokenizers.Tokenizer) -> bool:
+    """Whether both read and write the sample alike, as it is and in pieces."""
+    for text in (SAMPLE, *SAMPLE.split("\n"), *SAMPLE.split(" ")):
+        ids = backend.encode(text, add_special_tokens=False).ids
+        if fast.encode(text) not in (None, ids):
+            return False
+        cut = ids[1:]  # may begin in the middle of a character
+        if fast.decode(cut) != backend.decode(cut, skip_special_tokens=False):
+            return False
+    return True
+
+
+def _raw(token: str) -> bytes | None:
+    """The bytes that a token's letters stand for, None if one stands for none."""
+    try:
+        return bytes([_BYTES[letter] for letter in token])
+    except KeyError:
+        return None
+
+
+def _unsure_characters() -> re.Pattern[str]:
+    """Characters that a later Unicode than Python's may compose or reorder: those without a meaning here.
+
+    Beyond the first plane only emoji and Chinese characters, which nothing composes, are taken as sure.
+    """
+    unassigned = [chr(c) for c in range(0x300, 0x10000) if unicodedata.category(chr(c)) == "Cn"]
+    others = "\U00010000-\U0001efff\U0001fb00-\U0001ffff\U0002a6e0-\U0010ffff"
+    return re.compile(f"[{re.escape(''.join(unassigned))}{others}]")

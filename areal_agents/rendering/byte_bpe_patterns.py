@@ -1,0 +1,78 @@
+"""The regular expressions that cut a text before byte-pair encoding, as far as two engines agree on them.
+
+`tokenizers` and `tiktoken` run them on different engines. A pattern is taken only if it is made of the
+alternatives below, which tests compare on every character.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The longer before the shorter ones that they begin with.
+ALTERNATIVES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
+    r"[^\r\n\p{L}\p{N}]?\p{L}+",
+    r"[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+",
+    r"\p{L}+",
+    r"\p{N}{1,3}",
+    r"\p{N}",
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+    r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*",
+    r"[^\s\p{L}\p{N}]+",
+    r"\s*[\r\n]+",
+    r"\s+(?!\S)",
+    r"\s+",
+    r"\s",
+    r"\n",
+    " ",
+)
+
+SAMPLE = """\
+def pairs(rows: list[int]) -> dict[str, float]:
+\t\"\"\"It's what they've said; WE'LL see, I'd say 'S 'RE.\"\"\"
+    return {f"{row:03d}": row / 1_000.25e-7 for row in rows if row != 12345678 and row >= 0x7F}
+
+
+\t\t  #  runs   of    spaces      and \t tabs,\u00a0no-break\u2003em\u3000wide  \r\n\r\n   trailing   \n\n\n\n
+{"name": "search", "arguments": {"query": "pre-1990 \\"papers\\"", "k": 10, "tags": [null, true, -1.5e3]}}
+<tool_response>\nHTTP/1.1 200 OK\r\nContent-Type: text/html; charset=utf-8\r\n</tool_response><|im_end|>
+Größe, naïve, Ærøskøbing, İstanbul, ſtraße, ΑΒΓ άλφα, Привет мир, שלום, مرحبا ١٢٣, नमस्ते दुनिया, ไทย, ½ ² Ⅷ ㊿
+日本語のテキスト、漢字かな交じり文。한국어 문장입니다 中文字符，标点符号！ ＡＢＣ１２３
+cafe\u0301 e\u0323\u0301 \u1100\u1161 \u212b \u2126 'ſ 'K ﬁ ﬀ
+\u200b\u200d\ufeff\u2028\u2029\u0085\u180e\x00\x1f\x7f
+👩‍👩‍👧‍👦 🇩🇪 ❤️ 🤷🏽‍♀️ 😀😀😀 \U0002a6d6
+𝔘𝔫𝔦 𐐷
+$$$ *** ==== //// ---- !!?! ... (((([[[{{{<<<>>>}}}]]])))) &&||^^%%@@~~`` a1b2c3
+camelCaseWords SCREAMING_SNAKE
+"""
+
+
+def split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
+    """The pattern by which a `tokenizer.json` cuts texts into pieces of bytes; None if it does otherwise."""
+    if pre_tokenizer is None:
+        return None
+    if pre_tokenizer["type"] == "ByteLevel":
+        plain = pre_tokenizer["use_regex"] and not pre_tokenizer["add_prefix_space"]
+        return _GPT2 if plain else None
+    parts = pre_tokenizer.get("pretokenizers")
+    if pre_tokenizer["type"] != "Sequence" or parts is None or len(parts) != 2:
+        return None
+    split, byte_level = parts
+    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+        return None
+    if byte_level["type"] != "ByteLevel" or byte_level["use_regex"] or byte_level["add_prefix_space"]:
+        return None
+    pattern = split["pattern"].get("Regex")
+    return pattern if pattern is not None and _is_known(pattern) else None
+
+
+def _is_known(pattern: str) -> bool:
+    """Whether a pattern is a list of known alternatives."""
+    while pattern:
+        known = [one for one in ALTERNATIVES if pattern == one or pattern.startswith(one + "|")]
+        if not known:
+            return False
+        pattern = pattern[len(known[0]) + 1 :]
+    return True

@@ -1,0 +1,327 @@
+"""Grammars that a reply must match: tool calls in the markup of the model's family, JSON, or either.
+
+A marker that is one token of the vocabulary is demanded as that token: spelled in pieces it would be text
+to the parser, and no call. Reasoning may come first where the template's prompt lets the model think.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal, NoReturn
+
+from areal_agents.core.completion import Grammar
+from areal_agents.core.schemas import unenforced
+from areal_agents.errors import RenderingError
+from areal_agents.rendering.formats import ChatFormat
+from areal_agents.rendering.tokenizer import Tokenizer
+
+Node = dict[str, Any]  # one format of xgrammar's structural tag
+
+_ANY_OBJECT: dict[str, Any] = {"type": "object"}
+_PLAIN = {"qj": 1}  # an answer that means nothing to any format
+_MAX_WHITESPACE = 64  # between two parts of a JSON text, lest a small model writes nothing else
+_HERMES = frozenset({"qwen3", "qwen3-vl"})
+_QWEN_XML = frozenset(
+    {"nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8"}
+)
+_DEEPSEEK = "deepseek-v3"  # deepseek-r1 always reasons first, with markers that are plain text
+_KIMI = frozenset({"kimi-k2", "kimi-k2.5"})
+
+
+class Forcing:
+    """What replies in one chat format can be made to match. Stateless but for what it has found out."""
+
+    def __init__(self, chat_format: ChatFormat, tokenizer: Tokenizer, *, family: str) -> None:
+        self._format = chat_format
+        self._tokenizer = tokenizer
+        self._family = family
+
+    def grammar(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        calls: Literal["auto", "none", "required"],
+        named: str | None,
+        parallel: bool,
+        output: Grammar | None,
+    ) -> Grammar | None:
+        """See `ChatRenderer.reply_grammar`."""
+        if calls == "required":
+            return self._tag(self._calls(tools, named, parallel=parallel))
+        if output is None:
+            return None
+        answer = self._answer(output)
+        if not tools or calls == "none":
+            return self._tag(answer)
+        return self._tag(_one_of([answer, self._calls(tools, None, parallel=parallel, beside_json=True)]))
+
+    def _tag(self, reply: Node) -> Grammar:
+        root = _sequence(*self._reasoning, reply)
+        return Grammar("structural_tag", json.dumps({"type": "structural_tag", "format": root}))
+
+    def _calls(
+        self,
+        tools: Sequence[Mapping[str, Any]],
+        named: str | None,
+        *,
+        parallel: bool,
+        beside_json: bool = False,
+    ) -> Node:
+        functions = [tool["function"] for tool in tools]
+        names = [function["name"] for function in functions]
+        if not names or (named is not None and named not in names):
+            raise ValueError(f"a forced call needs one of the tools {names}, got {named!r}")
+        chosen = [f for f in functions if named is None or f["name"] == named]
+        markup = getattr(self._format, "markup", None)
+        # A template's calls are hermes calls.
+        family = next(iter(_HERMES)) if getattr(markup, "calls", False) else self._family
+        calls = _calls(family, self._words, chosen, parallel=parallel)
+        if calls is None and beside_json:
+            raise RenderingError(
+                f"a reply of the chat format {self._family} cannot be held to JSON or tool calls, so that "
+                "response_format and tools do not go together: leave out one of them, or set tool_choice none"
+            )
+        if calls is None:
+            raise RenderingError(
+                f"tool calls of the chat format {self._family} cannot be forced: use tool_choice auto"
+            )
+        return calls
+
+    def _answer(self, output: Grammar) -> Node:
+        """JSON that fits the schema, as content. RenderingError where it would not fit, or not be content."""
+        if output.kind != "json_schema":
+            raise ValueError(f"only JSON can be asked of a chat reply, got a grammar of kind {output.kind}")
+        schema = json.loads(output.text)
+        if (reason := unenforced(schema)) is not None:
+            raise RenderingError(f"the JSON schema cannot be enforced: {reason}")
+        if not self._is_content(_PLAIN, self._lead):
+            self._refuse("JSON")
+        if _may_have(schema, "name") and not self._is_content({"name": "qj"}, self._lead):
+            self._refuse("an object with a name")
+        return self._words.json(schema)
+
+    def _refuse(self, answer: str) -> NoReturn:
+        raise RenderingError(
+            f"{answer} is not read as the content of a reply in the chat format {self._family}, so that "
+            "response_format cannot ask for it"
+        )
+
+    def _is_content(self, value: Any, lead: str) -> bool:
+        """Whether a reply that is this JSON behind `lead` is read as content."""
+        text = json.dumps(value)
+        ids = [*self._tokenizer.encode(lead + text), *self._format.get_stop_token_ids()[:1]]
+        reply = self._format.parse_response(ids, tools=None, prompt_ids=self._prompt)
+        return reply.content.strip() == text and not reply.tool_calls
+
+    @cached_property
+    def _words(self) -> _Words:
+        return _Words(self._tokenizer)
+
+    @cached_property
+    def _prompt(self) -> list[int]:
+        question = [{"role": "user", "content": "x"}]
+        return self._format.render_ids(question, tools=None, add_generation_prompt=True)
+
+    @cached_property
+    def _thinking(self) -> tuple[int, int] | None:
+        """The tokens around reasoning, if the vocabulary has them."""
+        start, end = (self._tokenizer.convert_tokens_to_ids(text) for text in ("<think>", "</think>"))
+        return (start, end) if {start, end} <= self._tokenizer.added_token_ids else None
+
+    @cached_property
+    def _lead(self) -> str:
+        """The least reasoning that stands before content."""
+        if self._thinking is None:
+            return ""
+        opened, closed = (_last(self._prompt, token) for token in self._thinking)
+        if opened > closed:
+            return "x</think>\n\n"
+        # Some formats read all text as reasoning until it is closed.
+        may_think = closed < 0 and not self._is_content(_PLAIN, "")
+        return "<think>x</think>\n\n" if may_think else ""
+
+    @cached_property
+    def _reasoning(self) -> list[Node]:
+        """What may come first: reasoning where the prompt opened it, or left it to the model."""
+        if self._thinking is None:
+            return []
+        start, close = self._thinking
+        thought = {"type": "any_tokens", "exclude_tokens": sorted(self._tokenizer.added_token_ids)}
+        end = _sequence(thought, {"type": "token", "token": close}, _text("\n\n"))
+        whole = _sequence({"type": "token", "token": start}, end)
+        if self._lead:
+            return [whole if self._lead.startswith("<think>") else end]
+        return [] if close in self._prompt else [{"type": "optional", "content": whole}]
+
+
+class _Words:
+    """The nodes that call markup is made of, over one vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        texts = [tokenizer.decode([token]) for token in sorted(tokenizer.added_token_ids)]
+        # An added token in a string would be its marker to the parser.
+        self._excluded = [text for text in texts if text == text.strip() and text]
+
+    def token(self, text: str) -> Node | None:
+        """Exactly the token of this text; None where the vocabulary has none."""
+        token = self._tokenizer.convert_tokens_to_ids(text)
+        return {"type": "token", "token": token} if token in self._tokenizer.added_token_ids else None
+
+    def has(self, *texts: str) -> bool:
+        return all(self.token(text) is not None for text in texts)
+
+    def arguments(self, function: Mapping[str, Any], style: str = "json") -> Node:
+        """An object that fits the function's parameters."""
+        return self.json(function.get("parameters") or _ANY_OBJECT, style)
+
+    def json(self, schema: Mapping[str, Any], style: str = "json") -> Node:
+        """A value that fits the schema."""
+        node: Node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
+        if not _bounds_strings(schema):  # xgrammar would drop the bounds for the exclusion
+            node["excludes"] = self._excluded
+        return node if style == "json" else {**node, "style": style}
+
+
+def _calls(
+    family: str, words: _Words, functions: Sequence[Mapping[str, Any]], *, parallel: bool
+) -> Node | None:
+    if family in _HERMES and words.has("<tool_call>", "</tool_call>"):
+        return _tagged(words, functions, _hermes, parallel=parallel)
+    if family in _QWEN_XML and words.has("<tool_call>", "</tool_call>"):
+        return _tagged(words, functions, _qwen_xml, parallel=parallel)
+    if family == _DEEPSEEK:
+        return _deepseek(words, functions, parallel=parallel)
+    if family in _KIMI:
+        return _kimi(words, functions, parallel=parallel)
+    if family == "llama-3":
+        return _one_of([_llama(words, function) for function in functions])
+    return None
+
+
+def _tagged(
+    words: _Words,
+    functions: Sequence[Mapping[str, Any]],
+    body: Callable[[_Words, Mapping[str, Any]], Node],
+    *,
+    parallel: bool,
+) -> Node:
+    """<tool_call>…</tool_call>, a line each."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": words.token("<tool_call>"),
+            "content": body(words, function),
+            "end": words.token("</tool_call>"),
+        }
+        for function in functions
+    ]
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": "\n",
+        "at_least_one": True,
+        "stop_after_first": not parallel,
+    }
+
+
+def _hermes(words: _Words, function: Mapping[str, Any]) -> Node:
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return _sequence(_text(f'\n{{"name": {name}, "arguments": '), words.arguments(function), _text("}\n"))
+
+
+def _qwen_xml(words: _Words, function: Mapping[str, Any]) -> Node:
+    return _sequence(
+        _text(f"\n<function={function['name']}>\n"),
+        words.arguments(function, "qwen_xml"),
+        _text("\n</function>\n"),
+    )
+
+
+def _llama(words: _Words, function: Mapping[str, Any]) -> Node:
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return _sequence(_text(f'{{"name": {name}, "parameters": '), words.arguments(function), _text("}"))
+
+
+def _deepseek(words: _Words, functions: Sequence[Mapping[str, Any]], *, parallel: bool) -> Node:
+    def token(name: str) -> Node:
+        node = words.token(f"<｜tool▁{name}｜>")
+        assert node is not None  # the family asserts these tokens
+        return node
+
+    calls = [
+        _sequence(
+            token("call▁begin"),
+            _text("function"),
+            token("sep"),
+            _text(f"{function['name']}\n```json\n"),
+            words.arguments(function),
+            _text("\n```"),
+            token("call▁end"),
+        )
+        for function in functions
+    ]
+    more = [_star(_sequence(_text("\n"), _one_of(calls)))] if parallel else []
+    return _sequence(token("calls▁begin"), _one_of(calls), *more, token("calls▁end"))
+
+
+def _kimi(words: _Words, functions: Sequence[Mapping[str, Any]], *, parallel: bool) -> Node:
+    def token(name: str) -> Node:
+        node = words.token(f"<|tool_call{name}|>")
+        assert node is not None  # the family asserts these tokens
+        return node
+
+    def call(function: Mapping[str, Any], index: Node) -> Node:
+        name = _text(f"functions.{function['name']}:")
+        opening, inside = token("_begin"), token("_argument_begin")
+        return _sequence(opening, name, index, inside, words.arguments(function), token("_end"))
+
+    first = _one_of([call(function, _text("0")) for function in functions])
+    later: Node = {"type": "regex", "pattern": "[1-9][0-9]?"}
+    more = [_star(_one_of([call(function, later) for function in functions]))] if parallel else []
+    return _sequence(token("s_section_begin"), first, *more, token("s_section_end"))
+
+
+def _may_have(schema: Mapping[str, Any], key: str) -> bool:
+    """Whether an object that fits may have this key; also where that is hard to tell."""
+    if key in schema.get("properties", {}) or not isinstance(schema.get("type"), str):
+        return True
+    # An engine lets no key through that a schema with properties does not name, unless it says so.
+    more = schema.get("additionalProperties", "properties" not in schema)
+    return schema["type"] == "object" and more is not False
+
+
+def _bounds_strings(schema: Any) -> bool:
+    """Whether any text in the value has a shortest or longest length."""
+    return any("minLength" in inner or "maxLength" in inner for inner in _objects(schema))
+
+
+def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
+    """Every object in a JSON value."""
+    if isinstance(value, Mapping):
+        yield value
+    if isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects(inner)
+
+
+def _last(ids: Sequence[int], token: int) -> int:
+    return max((index for index, other in enumerate(ids) if other == token), default=-1)
+
+
+def _text(value: str) -> Node:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: Node) -> Node:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": list(elements)}
+
+
+def _one_of(nodes: Sequence[Node]) -> Node:
+    return nodes[0] if len(nodes) == 1 else {"type": "or", "elements": list(nodes)}
+
+
+def _star(node: Node) -> Node:
+    return {"type": "star", "content": node}

@@ -1,0 +1,92 @@
+"""What a chat format is to ChatRenderer: the surface of the `renderers` library's families.
+
+The generic format of unknown templates has the same surface, so that everything above it (exact
+suffixes, parsing, streaming) is written once.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Protocol
+
+import renderers
+
+from areal_agents.errors import ConfigError
+from areal_agents.rendering.tokenizer import Tokenizer
+
+_SHORT = 40  # characters of a text that is worth remembering
+
+
+class ChatFormat(Protocol):
+    """One model's chat format, in token ids. Messages are OpenAI chat messages, with `reasoning_content`."""
+
+    def render_ids(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> list[int]:
+        """The whole conversation as ids."""
+
+    def bridge_to_next_turn(
+        self,
+        previous_prompt_ids: list[int],
+        previous_completion_ids: list[int],
+        new_messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Any:
+        """Prompt + completion + what the new messages add, as ids or as an object with `token_ids`.
+
+        None where earlier tokens would have to change.
+        """
+
+    def parse_response(
+        self,
+        token_ids: list[int],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        prompt_ids: list[int] | None = None,
+    ) -> renderers.ParsedResponse:
+        """The content, reasoning and tool calls of a completion."""
+
+    def get_stop_token_ids(self) -> list[int]:
+        """The tokens that end the model's turn."""
+
+
+class ScaffoldTokenizer:
+    """A tokenizer that remembers the ids of short texts: a template writes the same few at every message."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._encode = lru_cache(maxsize=256)(self._encode_once)
+        self.name_or_path = tokenizer.name_or_path
+        self.eos_token_id = tokenizer.eos_token_id
+        self.pad_token_id = tokenizer.pad_token_id
+        self.unk_token_id = tokenizer.unk_token_id
+        self.decode = tokenizer.decode
+        self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """As the tokenizer encodes it; the list is the caller's."""
+        if len(text) > _SHORT or add_special_tokens:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return list(self._encode(text))
+
+    def _encode_once(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text))
+
+
+def library_format(tokenizer: Tokenizer, config: Any) -> ChatFormat:
+    """The family of the `renderers` library that `config` names.
+
+    Raises:
+        ConfigError: the tokenizer lacks what the family needs.
+    """
+    try:
+        return renderers.create_renderer(ScaffoldTokenizer(tokenizer), config)
+    except Exception as error:  # each family asserts its own special tokens
+        raise ConfigError(
+            f"the tokenizer in {tokenizer.name_or_path} does not fit family {config.name}: {error}"
+        ) from error

@@ -1,0 +1,148 @@
+"""What a sampled reply says, read once: reasoning, content, and calls with the text that was sampled.
+
+The one place that decides which calls are usable; a reply that is streamed and the same reply read at once
+go through it, so they cannot differ.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import renderers
+
+from areal_agents.core.messages import Message, ToolCall
+from areal_agents.errors import RenderingError
+from areal_agents.rendering.arguments import arguments_text
+from areal_agents.rendering.formats import ChatFormat
+from areal_agents.rendering.markers import Markers
+from areal_agents.rendering.tokenizer import Tokenizer
+
+_WORD = "qj"  # in no marker
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply without the ids of its calls.
+
+    Attributes:
+        spoken: the content apart from malformed calls.
+        broken: the malformed calls, as sampled.
+        calls: (name, arguments as JSON text) of each usable call.
+    """
+
+    reasoning: str
+    spoken: str
+    broken: tuple[str, ...] = ()
+    calls: tuple[tuple[str, str], ...] = field(default=())
+
+    @property
+    def content(self) -> str:
+        """All content: malformed calls stay visible behind what was said."""
+        return "\n".join(text for text in (self.spoken, *self.broken) if text)
+
+    def message(self, minted: Sequence[ToolCall] = ()) -> Message:
+        """The assistant message. Calls that already have an id keep it; the others get one here."""
+        fresh = [mint_call(name, arguments) for name, arguments in self.calls[len(minted) :]]
+        return Message("assistant", self.content, self.reasoning, (*minted, *fresh))
+
+
+def mint_call(name: str, arguments: str) -> ToolCall:
+    """A call with an id that no other call has."""
+    return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
+
+
+class ReplyReader:
+    """Reads completions in one chat format. Stateless."""
+
+    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat, *, family: str) -> None:
+        self.tokenizer = tokenizer
+        self.format = chat_format
+        self.family = family
+        self.markers = Markers(tokenizer, chat_format, family=family)
+        self.stop_token_ids = frozenset(chat_format.get_stop_token_ids())
+        header = ("<|start_header_id|>", "<|end_header_id|>") if family == "llama-3" else ()
+        self._header_ids = [tokenizer.convert_tokens_to_ids(text) for text in header]
+        self.continuations = self._continuations()
+
+    def read(self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()) -> Reply:
+        """The reply that `ids` are. RenderingError if the format cannot read them."""
+        if self._header_ids:
+            ids = self._without_headers(ids)
+        try:
+            parsed = self.format.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt_tail)
+        except RecursionError:
+            return self._nested_too_deep(prompt_tail, ids, tools)
+        except Exception as error:  # no completion may kill an episode unexplained
+            raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
+        if not parsed.tool_calls:
+            return Reply((parsed.reasoning_content or "").strip(), parsed.content.strip())
+        calls = [call for call in parsed.tool_calls if _is_usable(call)]
+        broken = [self._sampled_text(ids, call) for call in parsed.tool_calls if not _is_usable(call)]
+        return Reply(
+            reasoning=(parsed.reasoning_content or "").strip(),
+            spoken=parsed.content.strip(),
+            broken=tuple(broken),
+            calls=tuple((call.name, arguments_text(call.raw, call.arguments)) for call in calls),
+        )
+
+    def _continuations(self) -> list[list[int]]:
+        """The markers that may give earlier tokens another meaning, each as ids.
+
+        A marker that reads like any word, after every other marker, is one in name only; so is the end of
+        the turn, behind which nothing is read.
+        """
+        plain, word = self.markers.plain, self.tokenizer.encode(_WORD)
+        named = [ids for ids in self.markers.named if self.stop_token_ids.isdisjoint(ids)]
+        beginnings = [[], plain, *([*ids, *plain] for ids in named)]
+
+        def reads_like_a_word(ids: list[int]) -> bool:
+            text = self.tokenizer.decode(ids)
+            return all(
+                self.read([], [*before, *ids, *plain])
+                == _with_text(self.read([], [*before, *word, *plain]), text)
+                for before in beginnings
+            )
+
+        return [ids for ids in named if not reads_like_a_word(ids)]
+
+    def _without_headers(self, ids: list[int]) -> list[int]:
+        """Without header tokens out of place, at which the library would drop all text before them."""
+        start, end = self._header_ids
+        body = ids.index(end) + 1 if ids[:1] == [start] and end in ids else 0
+        return ids[:body] + [token for token in ids[body:] if token not in (start, end)]
+
+    def _nested_too_deep(
+        self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]]
+    ) -> Reply:
+        """Brackets nested beyond any real call: what precedes is read, the call itself stays text."""
+        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        cut = next((i for i in range(end - 1, -1, -1) if ids[i] in self.markers.ids), 0)
+        before = self.read(prompt_tail, ids[:cut], tools)
+        rest = self.tokenizer.decode(ids[cut:end])
+        if not before.broken:
+            return Reply(before.reasoning, "\n".join(t for t in (before.spoken, rest) if t), (), before.calls)
+        last = before.broken[-1] + rest
+        return Reply(before.reasoning, before.spoken, (*before.broken[:-1], last), before.calls)
+
+    def _sampled_text(self, ids: list[int], call: Any) -> str:
+        """A call's block with its delimiters where the library knows its span, else its inside."""
+        if call.token_span is None:
+            return call.raw
+        start, end = call.token_span
+        return self.tokenizer.decode(ids[start:end])
+
+
+def _with_text(reply: Reply, text: str) -> Reply:
+    """The reply with another text in place of the word."""
+    broken = tuple(one.replace(_WORD, text) for one in reply.broken)
+    calls = tuple((n.replace(_WORD, text), a.replace(_WORD, text)) for n, a in reply.calls)
+    spoken, reasoning = reply.spoken.replace(_WORD, text), reply.reasoning.replace(_WORD, text)
+    return Reply(reasoning, spoken, broken, calls)
+
+
+def _is_usable(call: Any) -> bool:
+    ok = call.status == renderers.ToolCallParseStatus.OK
+    return ok and bool(call.name) and isinstance(call.name, str) and isinstance(call.arguments, dict)

@@ -1,0 +1,58 @@
+"""How far back a chat format looks into a prompt to extend it or to read the reply to it.
+
+A format looks for the end of the turn before the reply: whether the prompt itself opened reasoning, and
+where the assistant's header stands. What lies before that end changes neither the suffix nor the reply,
+so it is not handed over and a long history costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# These read the prompt only back to the last token that ends a turn. For any other family the whole prompt
+# is handed over.
+_BACK_TO_STOP = frozenset(
+    {
+        "deepseek-r1",
+        "deepseek-v3",
+        "deepseek-v4",
+        "glm-4.5",
+        "glm-5",
+        "glm-5.1",
+        "glm-5.3",
+        "hy3",
+        "kimi-k2",
+        "llama-3",
+        "minimax-m2",
+        "nemotron-3",
+        "prime-qwen3",
+        "qwen3",
+        "qwen3-vl",
+        "qwen3.5",
+        "qwen3.6",
+        "qwen3.8",
+    }
+)
+_NEAR, _WINDOW = 32, 4096  # tokens looked at in one step
+
+
+def tail_start(prompt: npt.NDArray[Any], chat_format: Any, family: str, stop_token_ids: Sequence[int]) -> int:
+    """The index in `prompt`, [P], from which the format must see it; 0 for the whole prompt."""
+    if family not in _BACK_TO_STOP and not getattr(chat_format, "reads_only_last_turn", False):
+        return 0
+    if getattr(getattr(chat_format, "config", None), "add_vision_id", False):
+        return 0  # it counts the pictures of the whole conversation
+    near = prompt[-_NEAR:].tolist()  # nearly always the header of the reply stands here alone
+    for back, token in enumerate(reversed(near), start=1):
+        if token in stop_token_ids:
+            return len(prompt) - back
+    for end in range(len(prompt), 0, -_WINDOW):
+        start = max(end - _WINDOW, 0)
+        found = np.flatnonzero(np.isin(prompt[start:end], stop_token_ids))
+        if len(found):
+            return int(start + found[-1])
+    return 0
