@@ -26,6 +26,17 @@ class Admission:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_queued = max_queued
         self._queued = 0
+        self._held = 0
+
+    @property
+    def waiting(self) -> int:
+        """Calls in the queue."""
+        return self._queued
+
+    @property
+    def running(self) -> int:
+        """Calls that hold a slot."""
+        return self._held
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
@@ -45,9 +56,11 @@ class Admission:
                 self._queued -= 1
         else:
             await self._slots.acquire()
+        self._held += 1
         try:
             yield
         finally:
+            self._held -= 1
             self._slots.release()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Mapping
 
 import orjson
 from starlette.applications import Starlette
@@ -14,43 +13,96 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Engine
-from areal_agents.proxy import chat
-from areal_agents.proxy.admission import read_object
 from areal_agents.proxy.auth import Authenticator
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
 from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
+from areal_agents.proxy.forwarding import WorkerDoor
 from areal_agents.proxy.housekeeping import Housekeeping
-from areal_agents.proxy.implicit import ImplicitEpisodes, session_name
+from areal_agents.proxy.implicit import ImplicitEpisodes
+from areal_agents.proxy.logs import log_call
+from areal_agents.proxy.metrics import CONTENT_TYPE, Metrics
+from areal_agents.proxy.model_calls import Endpoint, ModelCalls
+from areal_agents.proxy.observe import CallRecord, Observer
+from areal_agents.proxy.ownership import Ownership
+from areal_agents.proxy.passthrough import PassThrough
+from areal_agents.proxy.placement import Placement
 from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.workers import Workers
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
 
-LABEL_HEADER = "x-episode-label"
 
+def create_app(
+    *,
+    store: Store,
+    engine: Engine,
+    renderer: ChatRenderer,
+    config: ProxyConfig,
+    observer: Observer | None = None,
+    workers: Workers | None = None,
+) -> ASGIApp:
+    """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards.
 
-def create_app(*, store: Store, engine: Engine, renderer: ChatRenderer, config: ProxyConfig) -> Starlette:
-    """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards."""
-    sessions = Sessions(store)
-    implicit = ImplicitEpisodes(store, sessions, split=config.implicit_split)
+    `observer` is told of every model call when it has ended. With `workers` it is one of several on one
+    store, and forwards what belongs to another.
+    """
+    ownership = Ownership(store, workers) if workers is not None else None
+    sessions = Sessions(store, ownership.owner if ownership is not None else None)
+    implicit = ImplicitEpisodes(store, sessions, split=config.implicit_split, ownership=ownership)
     auth = Authenticator(config)
     completer = Completer(store=store, engine=engine, renderer=renderer, config=config)
-    calls = ModelCalls(
-        sessions=sessions, implicit=implicit, auth=auth, completer=completer, renderer=renderer, config=config
+    pass_through = PassThrough(config)
+    metrics = Metrics(
+        waiting=lambda: completer.waiting,
+        running=lambda: completer.running,
+        open_episodes=lambda: len(sessions),
     )
-    control = Control(store=store, sessions=sessions, implicit=implicit, auth=auth, config=config)
-    housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+    told = (metrics.observe, log_call if config.log_calls else None, observer)
+    observers = [tell for tell in told if tell is not None]
+
+    def observe(record: CallRecord) -> None:
+        for tell in observers:
+            tell(record)
+
+    calls = ModelCalls(
+        sessions=sessions,
+        implicit=implicit,
+        auth=auth,
+        completer=completer,
+        renderer=renderer,
+        pass_through=pass_through,
+        config=config,
+        observer=observe,
+    )
+    control = Control(
+        store=store,
+        sessions=sessions,
+        implicit=implicit,
+        auth=auth,
+        config=config,
+        own_port=workers.port if workers is not None else None,
+    )
+    housekeeping = Housekeeping(
+        store=store, sessions=sessions, implicit=implicit, config=config, ownership=ownership
+    )
 
     async def health(request: Request) -> Response:
         return _json({"status": "ok"})
 
     async def ready(request: Request) -> Response:
         served = await engine.model_info()
+        metrics.served_version(served.version)
         return _json({"status": "ok", "version": served.version})
+
+    async def read_metrics(request: Request) -> Response:
+        auth.require_admin(request)
+        return Response(metrics.exposition(), media_type=CONTENT_TYPE)
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -59,15 +111,14 @@ def create_app(*, store: Store, engine: Engine, renderer: ChatRenderer, config: 
         yield
         sweeping.cancel()
         completer.close()
+        await pass_through.aclose()
 
-    return Starlette(
+    app = Starlette(
         routes=[
-            Route("/v1/chat/completions", calls.chat_completions, methods=["POST"]),
-            Route("/e/{key}/v1/chat/completions", calls.chat_completions, methods=["POST"]),
-            Route("/v1/models", calls.models, methods=["GET"]),
-            Route("/e/{key}/v1/models", calls.models, methods=["GET"]),
+            *calls.routes(),
             Route("/health", health, methods=["GET"]),
             Route("/ready", ready, methods=["GET"]),
+            Route("/metrics", read_metrics, methods=["GET"]),
             *control.routes(),
         ],
         exception_handlers={
@@ -78,63 +129,55 @@ def create_app(*, store: Store, engine: Engine, renderer: ChatRenderer, config: 
         middleware=[Middleware(InternalErrors)],
         lifespan=lifespan,
     )
+    served = FrontDoor(app, calls.endpoints)
+    if workers is None or ownership is None:
+        return served
+    placement = Placement(
+        workers=workers,
+        ownership=ownership,
+        store=store,
+        sessions=sessions,
+        implicit=implicit,
+        auth=auth,
+        dialects=calls.dialects,
+        config=config,
+    )
+    return WorkerDoor(
+        served,
+        workers=workers,
+        placement=placement,
+        anthropic=calls.dialects["/v1/messages"],
+        max_body_bytes=int(config.max_body_mb * 2**20),
+    )
 
 
-class ModelCalls:
-    """The routes that agents call."""
+class FrontDoor:
+    """Takes model calls straight to their endpoint; everything else goes through the routes.
 
-    def __init__(
-        self,
-        *,
-        sessions: Sessions,
-        implicit: ImplicitEpisodes,
-        auth: Authenticator,
-        completer: Completer,
-        renderer: ChatRenderer,
-        config: ProxyConfig,
-    ) -> None:
-        self._sessions = sessions
-        self._implicit = implicit
-        self._auth = auth
-        self._completer = completer
-        self._tokenizer = renderer.tokenizer
-        self._max_messages = config.max_messages
-        self._max_body_bytes = int(config.max_body_mb * 2**20)
+    A model call needs none of the routing, and it is the one request that comes thousands of times.
+    """
 
-    async def chat_completions(self, request: Request) -> Response:
-        """POST /v1/chat/completions."""
-        caller = self._auth.identify(request)
-        body = await read_object(request, self._max_body_bytes)
-        label = request.headers.get(LABEL_HEADER, "")
-        asked = chat.parse_request(body, max_messages=self._max_messages, label=label)
-        if caller.episode_key is not None:
-            session = await self._sessions.by_key(caller.episode_key)
-        else:
-            session = await self._implicit.session(caller, session_name(request.headers, body), asked)
-        done = await self._completer.complete(session, asked, lambda: _hang_up(request))
-        if session.id in self._implicit:
-            self._implicit.record(session, caller, asked, done.turn)
-        return Response(chat.build_response(body, done, self._tokenizer), media_type="application/json")
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
 
-    async def models(self, request: Request) -> Response:
-        """GET /v1/models: the policy. Any other name is served by it too."""
-        caller = self._auth.identify(request)
-        if caller.episode_key is not None:
-            await self._sessions.by_key(caller.episode_key)
-        model = await self._completer.model_info()
-        name = Path(model.model_path).name or "policy"
-        return _json(
-            {
-                "object": "list",
-                "data": [{"id": name, "object": "model", "created": 0, "owned_by": "areal-agents"}],
-            }
-        )
-
-
-async def _hang_up(request: Request) -> None:
-    """Return when the client has closed the connection. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # some agents look whether their base_url is there
+            await Response()(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if path.startswith("/e/"):
+            key, _, rest = path[3:].partition("/")
+            path, scope["path_params"] = f"/{rest}", {"key": key}
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)
 
 
 def _json(data: object) -> Response:

@@ -7,20 +7,20 @@ was recorded is never tokenised again: the next prompt is these very ids plus th
 from __future__ import annotations
 
 import asyncio
-import secrets
+import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
-
-from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, Grammar, SamplingParams, TokenChunk
+from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
-from areal_agents.core.trajectory import Continuation, ForkReason, Turn
+from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import (
     EngineError,
+    EngineRejected,
     EngineUnavailable,
     RenderingError,
     RequestError,
@@ -28,29 +28,20 @@ from areal_agents.errors import (
 )
 from areal_agents.inference import Engine, ModelInfo
 from areal_agents.proxy.admission import Admission
+from areal_agents.proxy.asked import AskedStream, as_asked
+from areal_agents.proxy.calls import Call, Retry, answered_call
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.errors import ClientGone
+from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.sampling import Drawing, draw
 from areal_agents.proxy.sessions import Session
+from areal_agents.proxy.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
 
-T = TypeVar("T")
-HangUp = Callable[[], Awaitable[None]]  # returns when the client has closed the connection
+_logger = logging.getLogger(__name__)
 
-# Costs of rendering and parsing, roughly, to decide what leaves the event loop.
-_MS_PER_CHARACTER, _MS_PER_HISTORY_TOKEN, _MS_PER_SAMPLED_TOKEN = 5e-4, 1e-4, 6e-3
-_INLINE_MS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """The prompt of a turn: `ids` [P] is all of it, `new_ids` what its parent does not have."""
-
-    where: Continuation
-    ids: TokenIds
-    new_ids: TokenIds
+_HUNG_UP = "the client hung up"
 
 
 class Completer:
@@ -59,49 +50,56 @@ class Completer:
     def __init__(self, *, store: Store, engine: Engine, renderer: ChatRenderer, config: ProxyConfig) -> None:
         self._store = store
         self._engine = engine
-        self._renderer = renderer
         self._config = config
         self._admission = Admission(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
-        self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rendering")
+        self._prompts = Prompts(renderer)
         self._model: ModelInfo | None = None
 
     def close(self) -> None:
         """Stop the rendering threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._prompts.close()
 
-    async def complete(self, session: Session, request: ModelRequest, hang_up: HangUp) -> CompletedTurn:
-        """Draw the reply to a request, record it, and return it.
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a place in the engine."""
+        return self._admission.waiting
 
-        Raises RequestError for what the client did wrong or ran into, EngineError where the engine
-        fails, StoreError where the store does; ClientGone if the client hung up before the recording,
-        whose generation is aborted and not recorded.
+    @property
+    def running(self) -> int:
+        """Calls that hold a place in the engine."""
+        return self._admission.running
+
+    def call(self, session: Session, request: ModelRequest, *, retry: Retry, streamed: bool) -> Call:
+        """Draw and record the replies to a request, or find the call that already does or did.
+
+        The caller joins the call, and leaves it when it has been served or is gone. The task of the call
+        raises RequestError for what the client did wrong or ran into, EngineError where the engine fails,
+        StoreError where the store does.
         """
-        await self._refuse_over_limit(session)
-        session.pending_calls += 1
-        watch: asyncio.Future[None] | None = None  # done when the client has hung up
-        try:
-            model = await self.model_info()
-            prompt = await self._prompt(session, request, min(model.vocab_size, self._renderer.vocab_size))
-            drawing = await self._drawing(session, request, len(prompt.ids), model.max_context)
-            turn_id = f"chatcmpl-{secrets.token_hex(12)}"
-            async with self._admission.slot():
-                watch = asyncio.ensure_future(hang_up())
-                completion = await self._generate(session, turn_id, prompt.ids, drawing.params, watch)
-            turn = await self._turn(turn_id, request, prompt, drawing, completion)
-            if watch.done():
-                raise ClientGone
-            # From here on nothing may come between store and memory, not even a shutdown.
-            await asyncio.shield(asyncio.ensure_future(self._record(session, turn, prompt.ids)))
-            session.call_answered(request)
-        except (EngineError, StoreError):
-            session.call_lost(request)
-            raise
-        finally:
-            if watch is not None:
-                watch.cancel()
-            session.pending_calls -= 1
-            session.last_used = time.monotonic()
-        return CompletedTurn(turn, len(prompt.ids), time.time())
+        key = request.digest()
+        if (earlier := self._earlier(session, request, key, retry)) is not None:
+            return earlier
+        turn_ids = [new_turn_id() for _ in range(request.choices)]
+        call = Call(turn_ids, time.time(), lambda call: self._run(call, session, request, streamed))
+        names = [key, retry.idempotency_key.encode()] if retry.idempotency_key else [key]
+        for name in names:
+            session.in_flight[name] = call
+        if retry.idempotency_key:
+            session.remember_key(retry.idempotency_key, key, turn_ids)
+        call.task.add_done_callback(lambda _: session.landed(names, call))
+        return call
+
+    def discard(self, session: Session, call: Call) -> None:
+        """Note that nobody got the turns of a call that was recorded; a retry may still fetch them."""
+        for turn_id in call.turn_ids:
+            if turn_id in session.forest and turn_id not in session.undelivered:
+                session.undelivered.add(turn_id)
+                _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
+
+    async def count_tokens(self, forest: Forest, request: ModelRequest) -> int:
+        """Length of the prompt that a request would have after the recorded turns of `forest`."""
+        model = await self.model_info()
+        return len((await self._prompts.prompt(forest, request, model.vocab_size)).ids)
 
     async def model_info(self) -> ModelInfo:
         """What the engine serves; asked once."""
@@ -109,9 +107,89 @@ class Completer:
             self._model = await self._engine.model_info()
         return self._model
 
-    async def _refuse_over_limit(self, session: Session) -> None:
+    def _earlier(self, session: Session, request: ModelRequest, key: bytes, retry: Retry) -> Call | None:
+        """The call that a retry repeats: still under way, or recorded.
+
+        The same request without a sign of a retry is a second sample, unless nobody got the first.
+        """
+        if retry.idempotency_key:
+            known = session.key_of(retry.idempotency_key)
+            if known is not None and known.request != key:
+                raise RequestError(
+                    f"the Idempotency-Key {retry.idempotency_key!r} was used for another request",
+                    status=409,
+                    code="idempotency_key_reused",
+                )
+            if (running := session.in_flight.get(retry.idempotency_key.encode())) is not None:
+                return running
+            if known is not None and all(turn_id in session.forest for turn_id in known.turn_ids):
+                return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
+        if retry.count and (running := session.in_flight.get(key)) is not None:
+            return running
+        if not retry.count and not session.undelivered:
+            return None
+        turns = [
+            turn
+            for turn in self._prompts.answers(session.forest, request)
+            if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
+        ]
+        if len(turns) < request.choices:
+            return None
+        return self._answered(session, turns[-request.choices :])
+
+    def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
+        """Whether a reply keeps to what a request asks, which may not be what it was drawn for."""
+        limit, sampling = request.wish.max_tokens, turn.sampling
+        return (
+            (limit is None or len(turn.completion) <= limit)
+            and sampling.stop == request.wish.stop
+            and sampling.grammar == _grammar(request, self._prompts.renderer)
+            and as_asked(turn.reply, request) == turn.reply
+        )
+
+    def _answered(self, session: Session, turns: list[Turn]) -> Call:
+        for turn in turns:
+            if turn.id in session.undelivered:
+                session.undelivered.discard(turn.id)
+                _log_failure(self._store.discard_turn(turn.id, None), turn.id)
+        return answered_call([_completed(session, turn, session.row.created_at) for turn in turns])
+
+    async def _run(
+        self, call: Call, session: Session, request: ModelRequest, streamed: bool
+    ) -> tuple[CompletedTurn, ...]:
+        await self._refuse_over_limit(session, request.choices)
+        session.pending_calls += request.choices
+        try:
+            model = await self.model_info()
+            prompt = await self._prompts.prompt(
+                session.forest, request, model.vocab_size, session.context_after
+            )
+            drawing = await self._drawing(session, request, prompt, model.max_context)
+            draws = [
+                self._draw(call, choice, session, request, prompt, drawing, streamed)
+                for choice in range(request.choices)
+            ]
+            turns = [await draws[0]] if len(draws) == 1 else await _all(draws)
+            # From here on nothing may come between store and memory, not even a shutdown.
+            recording = asyncio.ensure_future(self._record(session, turns, prompt))
+            try:
+                await asyncio.shield(recording)
+            except asyncio.CancelledError:
+                recording.add_done_callback(lambda _: self.discard(session, call))
+                raise
+            session.call_answered(request)
+        except (EngineError, StoreError):
+            session.call_lost(request)
+            raise
+        finally:
+            session.pending_calls -= request.choices
+            session.last_used = time.monotonic()
+        reused = len(prompt.ids) - len(prompt.new_ids)
+        return tuple(CompletedTurn(turn, len(prompt.ids), call.created_at, reused) for turn in turns)
+
+    async def _refuse_over_limit(self, session: Session, choices: int) -> None:
         limits, calls = session.limits, len(session.forest) + session.pending_calls
-        if limits.max_turns is not None and calls >= limits.max_turns:
+        if limits.max_turns is not None and calls + choices > limits.max_turns:
             limit, text = "max_turns", f"{limits.max_turns} model calls"
         elif limits.max_tokens is not None and session.sampled_tokens >= limits.max_tokens:
             limit, text = "max_tokens", f"{limits.max_tokens} sampled tokens"
@@ -124,32 +202,8 @@ class Completer:
             f"episode {session.id} has reached its limit of {text}", status=403, code="episode_limit"
         )
 
-    async def _prompt(self, session: Session, request: ModelRequest, vocab_size: int) -> Prompt:
-        """The recorded ids plus the new messages; a full rendering where there is nothing to extend."""
-        forest, tools = session.forest, request.tools
-        where = forest.continuation(request.messages, request.tools_id)
-        if where.parent is not None:
-            context = session.context_after(where.parent)
-            split = len(context) - len(where.parent.completion)
-            new_ids = await self._off_loop(
-                _characters(where.new_messages) * _MS_PER_CHARACTER + len(context) * _MS_PER_HISTORY_TOKEN,
-                lambda: self._renderer.bridge(context[:split], context[split:], where.new_messages, tools),
-            )
-            if new_ids is not None:
-                _check_vocabulary(new_ids, vocab_size)
-                return Prompt(where, np.concatenate([context, new_ids]), new_ids)
-            reason = _why_not_extended(where.new_messages)
-            where = forest.fork(where.parent, request.messages, where.new_messages, reason)
-        ids = await self._off_loop(
-            _characters(request.messages) * _MS_PER_CHARACTER,
-            lambda: self._renderer.render(request.messages, tools),
-        )
-        _check_vocabulary(ids, vocab_size)
-        return Prompt(where, ids, ids)
-
-    async def _drawing(
-        self, session: Session, request: ModelRequest, prompt_tokens: int, limit: int
-    ) -> Drawing:
+    async def _drawing(self, session: Session, request: ModelRequest, prompt: Prompt, limit: int) -> Drawing:
+        prompt_tokens, most = len(prompt.ids), self._config.max_completion_tokens
         if self._config.context_length is not None:
             limit = min(limit, self._config.context_length)
         if prompt_tokens >= limit:
@@ -159,8 +213,13 @@ class Completer:
                 f"{prompt_tokens} tokens. Please reduce the length of the messages.",
                 code="context_length_exceeded",
                 param="messages",
+                details={"tokens": prompt_tokens, "limit": limit},
             )
-        bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens]
+        if most is not None and (request.wish.max_tokens or 0) > most:
+            raise RequestError(
+                f"at most {most} tokens may be asked for, got {request.wish.max_tokens}", param="max_tokens"
+            )
+        bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens, most]
         bounds.append(session.limits.max_completion_tokens)
         if session.limits.max_tokens is not None:
             bounds.append(max(1, session.limits.max_tokens - session.sampled_tokens))
@@ -169,76 +228,99 @@ class Completer:
             split=session.row.split,
             episode_sampling=session.row.sampling,
             lifted=self._config.lifted_pins,
-            stop_token_ids=self._renderer.stop_token_ids,
+            stop_token_ids=prompt.renderer.stop_token_ids,
             max_new_tokens=min(bound for bound in bounds if bound is not None),
+            grammar=_grammar(request, prompt.renderer),
         )
 
-    async def _generate(
+    async def _draw(
         self,
+        call: Call,
+        choice: int,
         session: Session,
-        rid: str,
-        input_ids: TokenIds,
-        params: SamplingParams,
-        watch: asyncio.Future[None],
-    ) -> Completion:
-        session.refuse_if_sealed()  # it may have been while this call waited for its slot
-        call = asyncio.ensure_future(self._engine.generate(rid, input_ids, params))
-        watch.add_done_callback(lambda _: call.cancel())  # which aborts it in the engine
-        session.calls.add(call)
-        try:
-            async with asyncio.timeout(self._config.generate_timeout_s):
-                completion = await call
-        except TimeoutError:
-            raise EngineUnavailable(f"no completion within {self._config.generate_timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            if watch.done():
-                raise ClientGone from None
-            session.refuse_if_sealed()
-            raise
-        finally:
-            session.calls.discard(call)
-        if completion.finish_reason == "abort":
-            raise EngineUnavailable("the engine aborted the generation")
-        return completion
-
-    async def _turn(
-        self, turn_id: str, request: ModelRequest, prompt: Prompt, drawing: Drawing, completion: Completion
+        request: ModelRequest,
+        prompt: Prompt,
+        drawing: Drawing,
+        streamed: bool,
     ) -> Turn:
+        """Sample one reply and read it; streamed, its pieces go into the call as they come."""
+        params = drawing.params
+        if params.seed is not None and choice:
+            params = replace(params, seed=params.seed + choice)  # siblings with one seed would be one reply
+        stream = _ReplyFeed(call, choice, prompt, request, self._prompts) if streamed else None
+        async with self._admission.slot():
+            completion = await self._generate(session, call.turn_ids[choice], prompt, params, stream)
         try:
-            reply = await self._off_loop(
-                len(completion) * _MS_PER_SAMPLED_TOKEN,
-                lambda: self._renderer.parse(prompt.ids, completion.token_ids, request.tools),
-            )
+            if stream is not None:
+                reply = stream.finish()
+            else:
+                whole = await self._prompts.read_reply(prompt, completion.token_ids, request)
+                reply = as_asked(whole, request)
         except RenderingError as error:
             raise EngineError(f"its completion cannot be read: {error}") from error
-        where = prompt.where
+        where, fork = prompt.where, prompt.where.fork
+        if choice and where.parent is None:
+            fork = Fork(call.turn_ids[0], "resampled", len(request.messages))
         return Turn(
-            id=turn_id,
+            id=call.turn_ids[choice],
             parent=where.parent.id if where.parent is not None else None,
             new_messages=where.new_messages,
             new_prompt_ids=prompt.new_ids,
             completion=completion,
-            reply=_as_asked(reply, request),
-            sampling=drawing.params,
+            reply=reply,
+            sampling=params,
             tools_id=request.tools_id,
             label=request.label,
-            forked_from=where.fork,
+            forked_from=fork,
             constrained=drawing.constrained,
             overrides=drawing.overrides,
+            has_instructions=request.has_instructions,
         )
 
-    async def _record(self, session: Session, turn: Turn, prompt_ids: TokenIds) -> None:
+    async def _generate(
+        self, session: Session, rid: str, prompt: Prompt, params: SamplingParams, stream: _ReplyFeed | None
+    ) -> Completion:
+        session.refuse_if_sealed()  # it may have been while this call waited for its slot
+        feed = stream.feed if stream is not None else None
+        drawing = asyncio.current_task()
+        assert drawing is not None
+        session.calls.add(drawing)  # the end of the episode cancels it
         try:
-            await asyncio.wrap_future(self._store.add_turn(session.id, turn))
-        except Conflict as error:  # sealed while this call was under way
-            raise RequestError(str(error), status=409, code="episode_sealed") from None
-        session.record(turn, prompt_ids)
+            async with asyncio.timeout(self._config.generate_timeout_s):
+                completion = await self._engine.generate(rid, prompt.ids, params, feed)
+        except TimeoutError:
+            raise EngineUnavailable(f"no completion within {self._config.generate_timeout_s:g} s") from None
+        except EngineRejected as error:
+            if params.grammar is None:
+                raise
+            raise RequestError(
+                f"the engine cannot constrain its output so: {error}", code="unsupported_parameter"
+            ) from None
+        except asyncio.CancelledError:
+            session.refuse_if_sealed()
+            raise
+        finally:
+            session.calls.discard(drawing)
+        if completion.finish_reason == "abort":
+            raise EngineUnavailable("the engine aborted the generation")
+        return completion
+
+    async def _record(self, session: Session, turns: list[Turn], prompt: Prompt) -> None:
+        writes = [self._store.add_turn(session.id, turn) for turn in turns]
+        if self._config.durability == "batched":
+            for turn, write in zip(turns, writes, strict=True):
+                session.watch_write(write, turn)
+        else:
+            try:
+                for write in writes:
+                    await asyncio.wrap_future(write)
+            except Conflict as error:  # sealed while this call was under way
+                raise RequestError(str(error), status=409, code="episode_sealed") from None
+        for turn in turns:
+            session.record(turn, prompt.ids)
         limit = session.limits.max_tokens
-        if (
-            limit is not None
-            and turn.completion.finish_reason == "length"
-            and session.sampled_tokens >= limit
-        ):
+        cut_off = any(turn.completion.finish_reason == "length" for turn in turns)
+        if limit is not None and cut_off and session.sampled_tokens >= limit:
             await self._mark_limit(session, "max_tokens")
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
@@ -246,44 +328,65 @@ class Completer:
             session.limit_reached = limit
             await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
 
-    async def _off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
-        """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it."""
-        if estimate_ms < _INLINE_MS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+class _ReplyFeed:
+    """Turns the tokens of one choice into pieces of its reply, for the clients of the call."""
+
+    def __init__(
+        self, call: Call, choice: int, prompt: Prompt, request: ModelRequest, prompts: Prompts
+    ) -> None:
+        self._call, self._choice, self._request = call, choice, request
+        self._stream = prompts.reply_stream(prompt, request)
+        self._asked = AskedStream(request)
+
+    def feed(self, chunk: TokenChunk) -> None:
+        """Pass on what the next tokens mean."""
+        self._call.put(self._choice, self._asked.feed(self._stream.feed(chunk.token_ids)))
+
+    def finish(self) -> Message:
+        """Pass on the rest; the whole reply. RenderingError if it cannot be read."""
+        rest = self._stream.finish()
+        self._call.put(self._choice, [*self._asked.feed(rest), *self._asked.finish()])
+        return as_asked(self._stream.message, self._request)
 
 
-def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
-    """An id outside the vocabulary kills a whole SGLang server."""
-    if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
-        outside = int(ids.max() if ids.max() >= vocab_size else ids.min())
-        raise RequestError(
-            f"the prompt has token id {outside}, outside the model's vocabulary of {vocab_size}",
-            code="token_out_of_vocabulary",
+def _grammar(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
+    """What the reply must match. RequestError 400 if this model's replies cannot be held to it."""
+    if request.raw_prompt is not None:
+        return request.output
+    try:
+        return renderer.reply_grammar(
+            request.tools,
+            calls=request.calls,
+            named=request.named_tool,
+            parallel=request.parallel_calls,
+            output=request.output,
         )
+    except RenderingError as error:
+        param = "tool_choice" if request.calls == "required" else "response_format"
+        raise RequestError(str(error), code="unsupported_parameter", param=param) from None
 
 
-def _characters(messages: Sequence[Message]) -> int:
-    return sum(
-        len(m.content) + len(m.reasoning) + sum(len(c.arguments) for c in m.tool_calls) for m in messages
-    )
+async def _all(draws: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """What every draw returns; if one fails, the others are ended."""
+    tasks = [asyncio.ensure_future(one) for one in draws]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
-def _why_not_extended(new_messages: Sequence[Message]) -> ForkReason:
-    if any(message.role == "assistant" for message in new_messages):
-        return "edited"  # the client puts words into the model's mouth
-    # Templates rewrite the past at a new user turn, where they drop earlier reasoning.
-    if any(message.role == "user" for message in new_messages):
-        return "template strips reasoning"
-    return "template cannot extend"
+def _completed(session: Session, turn: Turn, created_at: float) -> CompletedTurn:
+    prompt_tokens = len(session.forest.prompt_ids(turn.id))
+    reused = prompt_tokens - len(turn.new_prompt_ids)
+    return CompletedTurn(turn, prompt_tokens, created_at, reused)
 
 
-def _as_asked(reply: Message, request: ModelRequest) -> Message:
-    """The reply as the client gets it: cut before a stop string, and only the calls that it takes."""
-    for stop in request.wish.stop:
-        reasoning, found, _ = reply.reasoning.partition(stop)
-        content = "" if found else reply.content.partition(stop)[0]
-        reply = replace(reply, reasoning=reasoning, content=content)
-    if request.calls == "none":
-        return replace(reply, tool_calls=())
-    return reply if request.parallel_calls else replace(reply, tool_calls=reply.tool_calls[:1])
+def _log_failure(write: Future[None], turn_id: str) -> None:
+    def look(done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            _logger.error("turn %s could not be marked: %s", turn_id, error)
+
+    write.add_done_callback(look)

@@ -11,6 +11,16 @@ PinnedField = Literal[
 ]
 
 
+class Upstream(BaseModel):
+    """Another server with an API of its own: a judge, a simulated user, embeddings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    base_url: str = Field(description="For example https://host/v1.", pattern=r"^https?://")
+    key: str | None = Field(default=None, description="Its API key.")
+    model: str | None = Field(default=None, description="Its name of the model, if it is another one.")
+
+
 class ProxyConfig(BaseModel):
     """Settings of the proxy process."""
 
@@ -48,6 +58,30 @@ class ProxyConfig(BaseModel):
     default_max_tokens: int | None = Field(
         default=None, ge=1, description="Completion limit where the agent names none; by default what fits."
     )
+
+    max_completion_tokens: int | None = Field(
+        default=None, ge=1, description="Most tokens of one completion; a request for more is refused."
+    )
+    keepalive_s: float = Field(
+        default=10.0, gt=0, description="A stream that has nothing to say sends a comment this often."
+    )
+    durability: Literal["turn", "batched"] = Field(
+        default="turn",
+        description="'turn': a turn is in the store before its reply leaves; 'batched': within 50 ms.",
+    )
+    reasoning: Literal["template", "keep"] = Field(
+        default="template",
+        description="'template': earlier reasoning is shown as the chat template does; 'keep': it stays.",
+    )
+    models: dict[str, Upstream] = Field(
+        default_factory=dict,
+        description="Model names that other servers answer: passed through, counted, never trained.",
+    )
+
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="Form of the log on standard error: text, or one JSON object per line."
+    )
+    log_calls: bool = Field(default=False, description="Log every model call: its numbers, not its texts.")
 
     group_size: int = Field(default=16, ge=1, description="Places of a group that is opened without a size.")
     lifted_pins: tuple[PinnedField, ...] = Field(

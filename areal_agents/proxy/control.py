@@ -23,13 +23,17 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control_forms import describe, final_rewards_of, new_episode, rewards_of
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.turn_ids import turn_id_of
 from areal_agents.store import EpisodeRow, EpisodeState, SealedStatus, Store
 
 _CONTROL_BODY_BYTES = 8 * 2**20
 
 
 class Control:
-    """The routes of the control API over one store and the sessions of this process."""
+    """The routes of the control API over one store and the sessions of this process.
+
+    With several workers, `own_port` is the port at which this one is reached, and no other.
+    """
 
     def __init__(
         self,
@@ -39,12 +43,14 @@ class Control:
         implicit: ImplicitEpisodes,
         auth: Authenticator,
         config: ProxyConfig,
+        own_port: int | None = None,
     ) -> None:
         self._store = store
         self._sessions = sessions
         self._implicit = implicit
         self._auth = auth
         self._config = config
+        self._own_port = own_port
 
     def routes(self) -> list[Route]:
         """The routes, for the app."""
@@ -60,13 +66,14 @@ class Control:
         ]
 
     async def open(self, request: Request) -> Response:
-        """POST /episodes: open one."""
+        """POST /episodes: open one. `base_urls` are for clients of either API."""
         self._auth.require_admin(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
         key = new_episode_key()
         session = await self._sessions.open(new_episode(body, key, self._config.group_size))
-        base_url = f"{self._public_url(request)}/e/{key}/v1"
-        return _json({"id": session.id, "key": key, "base_url": base_url, "index": session.row.index})
+        root = f"{self._public_url(request)}/e/{key}"
+        urls = {"base_url": f"{root}/v1", "base_urls": {"openai": f"{root}/v1", "anthropic": root}}
+        return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
 
     async def list(self, request: Request) -> Response:
         """GET /episodes: summaries, by split, status and group."""
@@ -99,13 +106,14 @@ class Control:
         return _state(episode_id, await asyncio.wrap_future(writing))
 
     async def reward_completion(self, request: Request) -> Response:
-        """POST /rewards: reward a completion by its id, in whichever episode of the caller it is."""
+        """POST /rewards: reward a completion by its id in any API's form, in whichever episode it is."""
         caller = self._auth.identify(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
         completion_id = body.get("completion_id")
         if not isinstance(completion_id, str) or not completion_id:
             raise RequestError("completion_id is required", param="completion_id")
-        row = await asyncio.to_thread(self._store.episode_of_turn, completion_id)
+        turn_id = turn_id_of(completion_id) or completion_id
+        row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         if not _reaches(caller, row):
             raise _out_of_reach()
         writing = self._store.set_rewards(row.id, rewards_of(body))
@@ -156,7 +164,10 @@ class Control:
         return episode_id
 
     def _public_url(self, request: Request) -> str:
-        return (self._config.public_url or str(request.base_url)).rstrip("/")
+        if self._config.public_url is not None:
+            return self._config.public_url.rstrip("/")
+        url = request.base_url if self._own_port is None else request.base_url.replace(port=self._own_port)
+        return str(url).rstrip("/")
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:

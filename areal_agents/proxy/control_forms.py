@@ -16,6 +16,7 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.sampling import PINS
 from areal_agents.proxy.sessions import Limits
+from areal_agents.proxy.turn_ids import turn_id_of
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
 _MOST_PLACES = 65_536  # of a group
@@ -111,7 +112,10 @@ def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
-    """The rewards of a request: a number, or an object by completion id or by name. RequestError 400."""
+    """The rewards of a request: a number, or an object by completion id or by name. RequestError 400.
+
+    A completion id may be in the form of any API.
+    """
     value, name = body.get("reward"), body.get("name", "return")
     completion_id = body.get("completion_id")
     scope = body.get("scope", "turn" if completion_id else "episode")
@@ -123,14 +127,15 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         raise RequestError(
             f"scope must be one of {_SCOPES} and fit completion_id, got {scope!r}", param="scope"
         )
+    target = turn_id_of(completion_id) or completion_id or ""
     if value == {}:
         raise RequestError("reward must not be an empty object", param="reward")
     if not isinstance(value, dict):
-        rewards = [Reward(scope, completion_id or "", name, _finite(value))]
-    elif completion_id is None and all(key.startswith("chatcmpl-") for key in value):
-        rewards = [Reward("turn", key, name, _finite(item)) for key, item in value.items()]
+        rewards = [Reward(scope, target, name, _finite(value))]
+    elif completion_id is None and all(turn_id_of(key) or key.startswith("chatcmpl-") for key in value):
+        rewards = [Reward("turn", turn_id_of(key) or key, name, _finite(v)) for key, v in value.items()]
     else:
-        rewards = [Reward(scope, completion_id or "", key, _finite(item)) for key, item in value.items()]
+        rewards = [Reward(scope, target, key, _finite(item)) for key, item in value.items()]
     if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
         raise RequestError(
             f"the name {DEFAULT_REWARD_NAME!r} is reserved for the score of truncated episodes", param="name"

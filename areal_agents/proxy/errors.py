@@ -1,4 +1,4 @@
-"""Every failure as the answer that an OpenAI client understands; never a stack trace.
+"""Every failure as an answer that clients understand; never a stack trace.
 
 A client must not retry what cannot succeed, so final errors carry `x-should-retry: false`; what may
 succeed later carries Retry-After.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,16 +21,12 @@ from areal_agents.errors import (
     RequestError,
     StoreError,
 )
+from areal_agents.proxy.dialects.building import openai_error
+from areal_agents.proxy.dialects.messages import Messages
 from areal_agents.store import Conflict, NotFound, NoTurn
 
 _logger = logging.getLogger(__name__)
 
-_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 _RETRY_AFTER_S = 1.0
 
 
@@ -89,33 +84,37 @@ class InternalErrors:
         except Exception as error:
             if scope["type"] != "http":
                 raise
-            request = Request(scope)
-            _logger.exception("a bug in %s %s", request.method, _masked(request))
-            await error_response(request, error)(scope, receive, send)
+            await error_response(Request(scope), error)(scope, receive, send)
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """The OpenAI form of an error; Starlette's exception handler."""
+    """An error in the form of the API that the path belongs to; Starlette's exception handler."""
     refusal = as_request_error(error)
-    if refusal.status >= 500 and refusal.code != "internal_error":
-        _logger.error("%s %s: %d %s", request.method, _masked(request), refusal.status, error)
-    kind = _TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
-    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    log_refusal(request, refusal, error)
+    form = Messages().error if "/v1/messages" in request.url.path else openai_error
     return Response(
-        orjson.dumps({"error": body}),
+        form(refusal),
         status_code=refusal.status,
-        headers=_headers(refusal, getattr(error, "headers", None)),
+        headers={**(getattr(error, "headers", None) or {}), **headers_of(refusal)},
         media_type="application/json",
     )
 
 
-def _headers(refusal: RequestError, given: dict[str, str] | None) -> dict[str, str]:
-    headers = dict(given or {})
+def log_refusal(request: Request, refusal: RequestError, error: Exception) -> None:
+    """Log what is not the client's fault: a bug with its trace, everything else in a line."""
+    if refusal.code == "internal_error":
+        _logger.error("a bug in %s %s", request.method, _masked(request), exc_info=error)
+    elif refusal.status >= 500 and refusal.status != 501:
+        _logger.error("%s %s: %d %s", request.method, _masked(request), refusal.status, error)
+
+
+def headers_of(refusal: RequestError) -> dict[str, str]:
+    """The headers that tell a client whether to try again, and when."""
     if refusal.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, round(refusal.retry_after_s)))
-    elif refusal.status < 500 or refusal.code in ("engine_rejected", "internal_error"):
-        headers["x-should-retry"] = "false"
-    return headers
+        return {"retry-after": str(max(1, round(refusal.retry_after_s)))}
+    if refusal.status <= 501 or refusal.code == "engine_rejected":
+        return {"x-should-retry": "false"}
+    return {}
 
 
 def _masked(request: Request) -> str:

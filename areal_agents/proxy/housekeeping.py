@@ -10,8 +10,9 @@ import time
 from areal_agents.errors import StoreError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.implicit import ImplicitEpisodes
+from areal_agents.proxy.ownership import Ownership
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.store import Conflict, Store
+from areal_agents.store import Conflict, OpenEpisode, Store
 
 _logger = logging.getLogger(__name__)
 
@@ -20,15 +21,25 @@ _MEMORY_IDLE_S = 900.0
 
 
 class Housekeeping:
-    """Sweeps at intervals. An episode of an earlier process counts as used when it is first met."""
+    """Sweeps at intervals. An episode of an earlier process counts as used when it is first met.
+
+    Of several workers, each sweeps its own episodes, and the first of them those that nobody living owns.
+    """
 
     def __init__(
-        self, *, store: Store, sessions: Sessions, implicit: ImplicitEpisodes, config: ProxyConfig
+        self,
+        *,
+        store: Store,
+        sessions: Sessions,
+        implicit: ImplicitEpisodes,
+        config: ProxyConfig,
+        ownership: Ownership | None = None,
     ) -> None:
         self._store = store
         self._sessions = sessions
         self._implicit = implicit
         self._config = config
+        self._ownership = ownership
         self._last_used: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -61,16 +72,24 @@ class Housekeeping:
     async def _close_idle(self) -> None:
         now = time.monotonic()
         in_memory = self._sessions.last_used()
-        open_ids = await asyncio.to_thread(self._store.open_episodes)
+        found = await asyncio.to_thread(self._store.open_episodes)
+        if self._ownership is not None:
+            found = [episode for episode in found if self._ownership.sweeps(episode.owner)]
         self._last_used = {
-            episode_id: in_memory.get(episode_id, self._last_used.get(episode_id, now))
-            for episode_id, _ in open_ids
+            episode.id: in_memory.get(episode.id, self._last_used.get(episode.id, now)) for episode in found
         }
-        for episode_id, is_implicit in open_ids:
-            idle_s = now - self._last_used[episode_id]
-            with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
-                if is_implicit and idle_s > self._config.implicit_idle_s:
-                    await self._sessions.seal(episode_id, "finished")
-                    self._implicit.forget(episode_id)
-                elif not is_implicit and idle_s > self._config.idle_timeout_s:
-                    await self._sessions.seal(episode_id, "failed", error=f"idle for {idle_s:.0f} s")
+        for episode in found:
+            idle_s = now - self._last_used[episode.id]
+            limit_s = self._config.implicit_idle_s if episode.is_implicit else self._config.idle_timeout_s
+            if idle_s > limit_s:
+                with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
+                    await self._close(episode, idle_s)
+
+    async def _close(self, episode: OpenEpisode, idle_s: float) -> None:
+        if self._ownership is not None and not await self._ownership.claim(episode.id, episode.owner):
+            return  # somebody is using it after all
+        if episode.is_implicit:
+            await self._sessions.seal(episode.id, "finished")
+            self._implicit.forget(episode.id)
+        else:
+            await self._sessions.seal(episode.id, "failed", error=f"idle for {idle_s:.0f} s")

@@ -11,13 +11,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_agents.core.messages import Message, extend_digest, history_digests
+from areal_agents.core.messages import Message, empty_history, extend_digest, history_digests
 from areal_agents.core.rollout import Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
+from areal_agents.proxy.ownership import Ownership, elsewhere
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
-from areal_agents.store import NewEpisode, Store
+from areal_agents.store import Conflict, EpisodeRow, NewEpisode, Store
 
 _HEADERS = ("session-id", "x-claude-code-session-id")
 _BY_ROOT = "root"
@@ -32,49 +33,90 @@ def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | N
     return f"prompt_cache_key:{cache_key}" if isinstance(cache_key, str) and cache_key else None
 
 
+def implicit_key(caller: Caller, name: str | None) -> str:
+    """What the store knows the implicit episodes of a caller and a session name by."""
+    return f"{caller.identity}/{name or _BY_ROOT}"
+
+
+def is_named(key: str) -> bool:
+    """Whether an implicit key has a session name, so that at most one open episode has it."""
+    return key.partition("/")[2] != _BY_ROOT
+
+
+def home_key(key: str, messages: Sequence[Message]) -> bytes:
+    """What decides which worker has an implicit episode: the same for all calls of a conversation.
+
+    With a session name the name does; else the messages before the first reply, which stay while the
+    conversation goes on.
+    """
+    if is_named(key):
+        return key.encode()
+    identity = key.partition("/")[0]
+    roles = [message.role for message in messages]
+    leading = messages[: roles.index("assistant")] if "assistant" in roles else messages
+    return history_digests(leading, identity)[-1] if leading else empty_history(identity)
+
+
+def home_key_of(row: EpisodeRow, turns: Sequence[Turn]) -> bytes:
+    """`home_key` of an implicit episode in the store."""
+    root = next((turn for turn in turns if turn.parent is None), None)
+    return home_key(str(row.implicit_key), root.new_messages if root is not None else ())
+
+
 class ImplicitEpisodes:
     """The open implicit episodes: by session name, and by each conversation that they hold.
 
     Callers are told apart: the same session name under another key is another episode.
     """
 
-    def __init__(self, store: Store, sessions: Sessions, *, split: Split) -> None:
+    def __init__(
+        self, store: Store, sessions: Sessions, *, split: Split, ownership: Ownership | None = None
+    ) -> None:
         self._store = store
+        self._ownership = ownership
         self._sessions = sessions
         self._split = split
         self._by_name: dict[str, str] = {}  # implicit key → episode id
         self._by_conversation: dict[bytes, str] = {}  # digest of history and reply → episode id
         self._digests: dict[str, list[bytes]] = {}  # episode id → its entries in the above
+        self._by_turn: dict[str, str] = {}  # turn id → episode id
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._digests
 
     async def restore(self) -> None:
-        """Load the implicit episodes that an earlier process left open."""
+        """Load the implicit episodes that an earlier process left open; of several workers, each its own."""
         for row, turns in await asyncio.to_thread(self._store.open_implicit_episodes):
-            session = self._sessions.add(Session(row, turns))
-            self._remember(session)
-            caller = str(row.implicit_key).partition("/")[0]
-            for turn in turns:
-                self._index(session.id, caller, session.forest.history(turn.id), turn)
+            key = home_key_of(row, turns)
+            if self._ownership is None or await self._ownership.claim_at_home(key, row.id, row.owner):
+                self._load(row, turns)
+
+    async def adopt(self, episode_id: str) -> None:
+        """Load an implicit episode that this worker has claimed, unless it is in memory or has ended."""
+        async with self._opening:
+            if episode_id in self:
+                return
+            row = await asyncio.to_thread(self._store.episode_row, episode_id)
+            if row.status == "open":
+                self._load(row, await asyncio.to_thread(self._store.turns_of, episode_id))
+
+    def find(self, caller: Caller, name: str | None, turn_id: str | None) -> Session | None:
+        """The open session that a bare call names, or that holds a turn which it refers to."""
+        found = self._by_name.get(f"{caller.identity}/{name}") if name else self._by_turn.get(turn_id or "")
+        session = self._sessions.get(found) if found is not None else None
+        if session is None or str(session.row.implicit_key).partition("/")[0] != caller.identity:
+            return None
+        return session
 
     async def session(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
         """The session that a bare call belongs to, opened if there is none."""
-        key = f"{caller.identity}/{name or _BY_ROOT}"
+        key = implicit_key(caller, name)
         async with self._opening:  # two first calls of one session must not open it twice
             found = self._by_name.get(key) if name else self._continued(caller, request)
             session = self._sessions.get(found) if found is not None else None
             if session is None:
-                secret = new_episode_key()
-                session = await self._sessions.open(
-                    NewEpisode(
-                        id=f"implicit-{secrets.token_hex(8)}",
-                        key_hash=key_hash(secret),
-                        split=self._split,
-                        implicit_key=key,
-                    )
-                )
+                session = await self._open(key)
                 self._remember(session)
         return session
 
@@ -84,11 +126,33 @@ class ImplicitEpisodes:
 
     def forget(self, episode_id: str) -> None:
         """Let go of an episode that is sealed."""
+        for turn_id in [turn_id for turn_id, held in self._by_turn.items() if held == episode_id]:
+            del self._by_turn[turn_id]
         for digest in self._digests.pop(episode_id, ()):
             if self._by_conversation.get(digest) == episode_id:
                 del self._by_conversation[digest]
         for key in [key for key, held in self._by_name.items() if held == episode_id]:
             del self._by_name[key]
+
+    async def _open(self, key: str) -> Session:
+        new = NewEpisode(
+            id=f"implicit-{secrets.token_hex(8)}",
+            key_hash=key_hash(new_episode_key()),
+            split=self._split,
+            implicit_key=key,
+            only_one=self._ownership is not None and is_named(key),
+        )
+        try:
+            return await self._sessions.open(new)
+        except Conflict as error:  # another worker was first
+            raise elsewhere(str(error)) from None
+
+    def _load(self, row: EpisodeRow, turns: list[Turn]) -> None:
+        session = self._sessions.add(Session(row, turns))
+        self._remember(session)
+        caller = str(row.implicit_key).partition("/")[0]
+        for turn in turns:
+            self._index(session.id, caller, session.forest.history(turn.id), turn)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
         digests = history_digests(request.messages, caller.identity)
@@ -100,11 +164,12 @@ class ImplicitEpisodes:
     def _remember(self, session: Session) -> None:
         self._digests.setdefault(session.id, [])
         key = str(session.row.implicit_key)
-        if key.partition("/")[2] != _BY_ROOT:
+        if is_named(key):
             self._by_name[key] = session.id
 
     def _index(self, episode_id: str, identity: str, history: Sequence[Message], turn: Turn) -> None:
         # Tools are left out: a conversation that changes them is still the same one.
         digest = extend_digest(history_digests(history, identity)[-1], turn.reply)
         self._by_conversation[digest] = episode_id
+        self._by_turn[turn.id] = episode_id
         self._digests.setdefault(episode_id, []).append(digest)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_agents.core.messages import Message, history_digests
+from areal_agents.core.completion import Grammar
+from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+
+CallPolicy = Literal["auto", "none", "required"]
+RAW_TOOLS_ID = "raw prompt"  # stands for the tools of a call that no chat template renders
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,7 @@ class SamplingWish:
     logit_bias: bool | None = None  # whether any bias is asked for
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    top_logprobs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +37,23 @@ class ModelRequest:
     """One call of the model, whatever its dialect.
 
     Attributes:
-        messages: at least one.
-        tools: OpenAI function tools as they came, in order.
-        tools_id: digest of `tools`.
+        messages: at least one. A replayed reply carries the handle of its turn where the client kept it.
+        tools: OpenAI chat function tools ({"type": "function", "function": {…}}), in order, whatever the
+            dialect they came in.
+        tools_id: digest of `tools` and `template_options`; "" without either.
         wish: the sampling that is asked for.
-        calls: "none": the reply's tool calls are withheld from the client.
+        calls: "none": the reply's tool calls are withheld from the client; "required": the reply is forced
+            to be a call.
+        named_tool: with calls "required", the one tool that must be called; None for any.
         parallel_calls: False: only the first tool call of the reply is handed out.
+        output: a grammar that the reply must match (response_format), or None.
+        choices: how many replies to draw (`n`), at least 1.
+        template_options: options of the chat template that this request sets, for example
+            {"enable_thinking": False}.
+        has_instructions: the first message came from the `instructions` of the Responses API, which a
+            response that continues this one does not inherit.
+        raw_prompt: a text or token ids that are the prompt itself, without a chat template; the messages and
+            `tools_id` RAW_TOOLS_ID stand for it then.
         label: who calls within the episode, for example a sub-agent.
     """
 
@@ -43,13 +61,23 @@ class ModelRequest:
     tools: tuple[dict[str, Any], ...]
     tools_id: str
     wish: SamplingWish
-    calls: Literal["auto", "none"] = "auto"
+    calls: CallPolicy = "auto"
+    named_tool: str | None = None
     parallel_calls: bool = True
+    output: Grammar | None = None
+    choices: int = 1
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    has_instructions: bool = False
+    raw_prompt: str | tuple[int, ...] | None = None
     label: str = ""
 
     def digest(self) -> bytes:
-        """The same for two calls with the same conversation and tools."""
-        return history_digests(self.messages, self.tools_id)[-1]
+        """The same for two calls that ask for the same."""
+        digest = hashlib.blake2b(self.tools_id.encode(), digest_size=16)
+        digest.update(b"".join(message.digest for message in self.messages))
+        asked = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
+        digest.update(repr((asked, self.raw_prompt)).encode(errors="surrogatepass"))
+        return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +86,14 @@ class CompletedTurn:
 
     Attributes:
         prompt_tokens: length of the whole prompt.
+        reused_tokens: prompt tokens that are recorded ids of earlier turns, not rendered anew.
         created_at: seconds since the epoch.
     """
 
     turn: Turn
     prompt_tokens: int
     created_at: float
+    reused_tokens: int = 0
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_agents.core.completion import SamplingParams
+from areal_agents.core.completion import Grammar, SamplingParams
 from areal_agents.core.rollout import Split
 from areal_agents.errors import RequestError
 from areal_agents.proxy.request import SamplingWish
@@ -36,7 +36,7 @@ class Drawing:
     Attributes:
         params: for the engine.
         overrides: the parameters of the request that were replaced.
-        constrained: a pin was lifted, so that the turn is not trained by default.
+        constrained: a pin was lifted or there is a grammar, so that the turn is not trained by default.
     """
 
     params: SamplingParams
@@ -52,6 +52,7 @@ def draw(
     lifted: Collection[str],
     stop_token_ids: tuple[int, ...],
     max_new_tokens: int,
+    grammar: Grammar | None = None,
 ) -> Drawing:
     """Decide how a turn is drawn.
 
@@ -62,6 +63,7 @@ def draw(
         lifted: pins that the configuration lifts.
         stop_token_ids: the tokens that end the model's turn.
         max_new_tokens: what fits, at least 1.
+        grammar: what the reply must match.
 
     Raises:
         RequestError: a value out of range, or a logit bias that would be granted.
@@ -83,8 +85,13 @@ def draw(
         raise RequestError("logit_bias is not supported", code="unsupported_parameter", param="logit_bias")
     try:
         params = SamplingParams(
-            max_new_tokens=max_new_tokens, stop=wish.stop, stop_token_ids=stop_token_ids, **chosen
+            max_new_tokens=max_new_tokens,
+            stop=wish.stop,
+            stop_token_ids=stop_token_ids,
+            grammar=grammar,
+            top_logprobs=wish.top_logprobs,
+            **chosen,
         )
     except ValueError as error:
         raise RequestError(str(error), code="invalid_value") from None
-    return Drawing(params, tuple(overrides), constrained)
+    return Drawing(params, tuple(overrides), constrained or grammar is not None)

@@ -16,12 +16,14 @@ from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
-from starlette.applications import Starlette
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.workers import Workers
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store, StoreConfig
 
@@ -60,9 +62,10 @@ def serve(
         raise ConfigError(f"one engine URL is supported for now, got {len(engine_urls)}")
     refuse_open_access(config)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_as(config.log_format))
         listener = stack.enter_context(listen(config.host, config.port))
         stack.enter_context(exit_on_sigterm())
-        renderer = ChatRenderer.from_folder(model, family=config.family, options=config.template_options)
+        renderer = make_renderer(model, config)
         settings = durability or StoreConfig()
         opened = stack.enter_context(Store.open(store, settings.durability))
         if engine_urls:
@@ -73,21 +76,34 @@ def serve(
         serve_with_engine(listener, engine_url=engine_url, store=opened, renderer=renderer, config=config)
 
 
+def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
+    """The renderer of a model folder under a configuration. ConfigError if its template cannot do that."""
+    options = dict(config.template_options)
+    if config.reasoning == "keep":
+        options["thinking_retention"] = "all"
+    return ChatRenderer.from_folder(model, family=config.family, options=options)
+
+
 def serve_with_engine(
-    listener: socket.socket,
-    *,
+    *listeners: socket.socket,
     engine_url: str,
     store: Store,
     renderer: ChatRenderer,
     config: ProxyConfig,
+    workers: Workers | None = None,
+    on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve on a bound socket, with a running engine, until SIGTERM or Ctrl-C."""
+    """Serve on bound sockets, with a running engine, until SIGTERM or Ctrl-C.
+
+    `workers` is given to one of several processes; `on_ready` is called when requests are answered.
+    """
     engine = SGLangEngine(engine_url, request_timeout_s=config.generate_timeout_s)
-    app = create_app(store=store, engine=engine, renderer=renderer, config=config)
+    app = create_app(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
+    served = app if on_ready is None else _telling(app, on_ready)
 
     async def run() -> None:
         try:
-            await serve_app(app, listener)
+            await serve_app(served, *listeners)
         finally:
             await engine.aclose()
 
@@ -95,17 +111,20 @@ def serve_with_engine(
         runner.run(run())
 
 
-async def serve_app(app: Starlette, listener: socket.socket) -> None:
-    """Serve an app on a bound socket until SIGTERM or SIGINT."""
-    await build_server(app).serve(sockets=[listener])
+async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
+    """Serve an app on bound sockets until SIGTERM or SIGINT."""
+    await build_server(app).serve(sockets=list(listeners))
 
 
-def build_server(app: Starlette) -> uvicorn.Server:
+def build_server(app: ASGIApp) -> uvicorn.Server:
     """The HTTP server of the proxy; setting its `should_exit` ends it."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
             http="httptools",
+            ws="none",
+            proxy_headers=False,
+            date_header=False,
             lifespan="on",
             access_log=False,  # paths hold keys
             log_level="warning",
@@ -115,6 +134,18 @@ def build_server(app: Starlette) -> uvicorn.Server:
             backlog=_BACKLOG,
         )
     )
+
+
+def _telling(app: ASGIApp, on_ready: Callable[[], None]) -> ASGIApp:
+    async def watched(scope: Scope, receive: Receive, send: Send) -> None:
+        async def tell(message: Message) -> None:
+            await send(message)
+            if message["type"] == "lifespan.startup.complete":
+                on_ready()
+
+        await app(scope, receive, tell if scope["type"] == "lifespan" else send)
+
+    return watched
 
 
 def listen(host: str, port: int) -> socket.socket:

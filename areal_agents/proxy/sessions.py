@@ -8,23 +8,39 @@ acknowledged.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from areal_agents.core.completion import TokenIds
+from areal_agents.core.forest import Forest
 from areal_agents.core.rollout import EpisodeStatus
-from areal_agents.core.trajectory import Forest, Turn
+from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.calls import Call
+from areal_agents.proxy.dialects.memo import MessageMemo
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, SealedStatus, Store
 
+_logger = logging.getLogger(__name__)
+
 _CONTEXTS_KEPT = 4
+_KEYS_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """What an Idempotency-Key named: the digest of the request, and the turns that answer it."""
+
+    request: bytes
+    turn_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +84,13 @@ class Session:
         self.status: EpisodeStatus = row.status
         self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
+        self.in_flight: dict[bytes, Call] = {}  # by what was asked, and by Idempotency-Key
+        self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
+        self.memo = MessageMemo()
+        self.main_session = ""  # the session header of the agent itself; others are its sub-agents'
         self.last_used = time.monotonic()
         self._contexts: OrderedDict[str, TokenIds] = OrderedDict()
+        self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[bytes] = set()
 
     @property
@@ -92,6 +113,33 @@ class Session:
         self._contexts[turn.id] = np.concatenate([prompt_ids, turn.completion.token_ids])
         if len(self._contexts) > _CONTEXTS_KEPT:
             self._contexts.popitem(last=False)
+
+    def landed(self, names: Sequence[bytes], call: Call) -> None:
+        """Note that a call is no longer in flight."""
+        for name in names:
+            if self.in_flight.get(name) is call:
+                del self.in_flight[name]
+
+    def remember_key(self, key: str, request: bytes, turn_ids: Sequence[str]) -> None:
+        """Note which request an Idempotency-Key named, and the turns that will answer it."""
+        self._keys[key] = KnownKey(request, tuple(turn_ids))
+        if len(self._keys) > _KEYS_KEPT:
+            self._keys.popitem(last=False)
+
+    def key_of(self, key: str) -> KnownKey | None:
+        """What an Idempotency-Key named."""
+        return self._keys.get(key)
+
+    def watch_write(self, write: Future[None], turn: Turn) -> None:
+        """Fail the episode if the write of a turn, whose reply did not wait for it, fails."""
+        loop = asyncio.get_running_loop()
+
+        def look(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                _logger.error("turn %s of episode %s was not recorded: %s", turn.id, self.id, error)
+                loop.call_soon_threadsafe(self._lost_calls.add, turn.id.encode())
+
+        write.add_done_callback(look)
 
     def call_lost(self, request: ModelRequest) -> None:
         """Note that the engine failed on a call. Unless it is answered later, the episode has failed."""
@@ -120,10 +168,14 @@ class Session:
 
 
 class Sessions:
-    """The sessions of this process, by episode and by key."""
+    """The sessions of this process, by episode and by key.
 
-    def __init__(self, store: Store) -> None:
+    With several workers, `owner` is the name under which this one opens episodes.
+    """
+
+    def __init__(self, store: Store, owner: str | None = None) -> None:
         self._store = store
+        self._owner = owner
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._loading: dict[str, asyncio.Task[Session]] = {}
@@ -133,7 +185,7 @@ class Sessions:
 
     async def open(self, new: NewEpisode) -> Session:
         """Open an episode in the store and in memory. Conflict if its group has no place for it."""
-        row = await asyncio.wrap_future(self._store.open_episode(new))
+        row = await asyncio.wrap_future(self._store.open_episode(replace(new, owner=self._owner)))
         return self.add(Session(row, []))
 
     async def by_key(self, key: str) -> Session:
@@ -150,6 +202,10 @@ class Sessions:
         session.last_used = time.monotonic()
         session.refuse_if_sealed()
         return session
+
+    def holds(self, key: str) -> bool:
+        """Whether the session of a key is in memory."""
+        return key_hash(key) in self._by_key
 
     def get(self, episode_id: str) -> Session | None:
         """The session of an episode if it is in memory."""

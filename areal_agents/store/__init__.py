@@ -9,6 +9,7 @@ from areal_agents.store.rows import (
     EpisodeState,
     EpisodeSummary,
     NewEpisode,
+    OpenEpisode,
     OpenGroup,
     VersionRow,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "NewEpisode",
     "NoTurn",
     "NotFound",
+    "OpenEpisode",
     "OpenGroup",
     "SealedStatus",
     "Store",

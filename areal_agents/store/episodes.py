@@ -34,10 +34,12 @@ _INSERT_TURN_IF_OPEN = sa.insert(turns).from_select(
 def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     """Open an episode, and its group and task if they are new.
 
-    Raises Conflict if the group is full, over, of another size, task or split, or if its place is
-    held by an episode that did not fail.
+    Raises Conflict if the group is full, over, of another size, task or split, if its place is held by
+    an episode that did not fail, or if it must be the only open one of its implicit key and is not.
     """
     now = time.time()
+    if new.only_one:
+        _refuse_second(connection, new)
     if new.group_id is None:
         index = new.index or 0
         task = new.task or Task(id=new.id, input={})
@@ -60,6 +62,7 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
         "implicit_key": new.implicit_key,
         "created_at": now,
         "ended_at": None,
+        "owner": new.owner,
     }
     connection.execute(sa.insert(episodes).values(**row, task_uid=task_uid))
     return EpisodeRow(task_id=task.id, **row)
@@ -80,6 +83,20 @@ def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
 def discard_turn(connection: sa.Connection, turn_id: str, reason: str | None) -> None:
     """Note why a turn never reached its client; None takes it back, when a retry fetches it after all."""
     connection.execute(sa.update(turns).where(turns.c.id == turn_id).values(discarded=reason))
+
+
+def claim_episode(connection: sa.Connection, episode_id: str, expected_owner: str | None, owner: str) -> bool:
+    """Make `owner` the owner of an open episode if `expected_owner` still is; whether it was."""
+    claimed = connection.execute(
+        sa.update(episodes)
+        .where(
+            episodes.c.id == episode_id,
+            episodes.c.status == "open",
+            episodes.c.owner.is_not_distinct_from(expected_owner),
+        )
+        .values(owner=owner)
+    )
+    return claimed.rowcount == 1
 
 
 def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
@@ -162,6 +179,16 @@ def fail_unrewarded(connection: sa.Connection, ended_before: float) -> list[str]
             sa.update(episodes).where(episodes.c.id.in_(chunk)).values(status="failed", error="no_reward")
         )
     return ids
+
+
+def _refuse_second(connection: sa.Connection, new: NewEpisode) -> None:
+    found = connection.execute(
+        sa.select(episodes.c.id).where(
+            episodes.c.implicit_key == new.implicit_key, episodes.c.status == "open"
+        )
+    ).first()
+    if found is not None:
+        raise Conflict(f"episode {found.id} is open for the same session")
 
 
 def _ensure_task(connection: sa.Connection, task: Task) -> str:

@@ -13,7 +13,15 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import decode_turn
 from areal_agents.store.errors import NotFound
-from areal_agents.store.rows import GROUP_STATES, LIVE, SCORED, EpisodeRow, EpisodeSummary, OpenGroup
+from areal_agents.store.rows import (
+    GROUP_STATES,
+    LIVE,
+    SCORED,
+    EpisodeRow,
+    EpisodeSummary,
+    OpenEpisode,
+    OpenGroup,
+)
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
 
 _EPISODES = sa.select(episodes, tasks.c.id.label("task_id"), tasks.c.input).join(
@@ -52,10 +60,18 @@ def open_implicit_episodes(connection: sa.Connection) -> list[EpisodeRow]:
     return [_episode_row(row) for row in connection.execute(query.order_by(episodes.c.seq))]
 
 
-def open_episodes(connection: sa.Connection) -> list[tuple[str, bool]]:
-    """(id, whether a bare call opened it) of every open episode, oldest first."""
-    query = sa.select(episodes.c.id, episodes.c.implicit_key).where(episodes.c.status == "open")
-    return [(row[0], row[1] is not None) for row in connection.execute(query.order_by(episodes.c.seq))]
+def open_implicit_episode(connection: sa.Connection, implicit_key: str) -> EpisodeRow | None:
+    """The newest open episode that bare calls opened under a key, None without one."""
+    query = _EPISODES.where(episodes.c.implicit_key == implicit_key, episodes.c.status == "open")
+    row = connection.execute(query.order_by(episodes.c.seq.desc()).limit(1)).one_or_none()
+    return _episode_row(row) if row is not None else None
+
+
+def open_episodes(connection: sa.Connection) -> list[OpenEpisode]:
+    """Every open episode, oldest first."""
+    query = sa.select(episodes.c.id, episodes.c.implicit_key, episodes.c.owner)
+    query = query.where(episodes.c.status == "open").order_by(episodes.c.seq)
+    return [OpenEpisode(row[0], row[1] is not None, row[2]) for row in connection.execute(query)]
 
 
 def turns_of(connection: sa.Connection, episode_id: str) -> list[Turn]:

@@ -25,6 +25,8 @@ class NewEpisode:
         index: place in the group; None takes the first free one.
         limits, sampling, metadata: kept as they are, JSON.
         implicit_key: set when a bare call opened it.
+        only_one: refuse (Conflict) while another episode with this `implicit_key` is open.
+        owner: the proxy worker that opens it; None with a single one.
     """
 
     id: str
@@ -38,6 +40,8 @@ class NewEpisode:
     limits: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] = field(default_factory=dict)
     implicit_key: str | None = None
+    only_one: bool = False
+    owner: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,16 @@ class EpisodeRow:
     implicit_key: str | None
     created_at: float  # seconds since the epoch
     ended_at: float | None
+    owner: str | None  # the proxy worker that has it in memory
+
+
+@dataclass(frozen=True, slots=True)
+class OpenEpisode:
+    """An open episode, as housekeeping looks at it."""
+
+    id: str
+    is_implicit: bool
+    owner: str | None
 
 
 @dataclass(frozen=True, slots=True)

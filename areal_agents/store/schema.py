@@ -60,10 +60,12 @@ episodes = sa.Table(
     sa.Column("limits", sa.JSON, nullable=False),
     sa.Column("sampling", sa.JSON, nullable=False),
     sa.Column("implicit_key", sa.Text),  # set on episodes that a bare call opened
+    sa.Column("owner", sa.Text),  # the proxy worker that has it in memory; null with a single one
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
     sa.Index("episodes_by_group", "group_id"),
     sa.Index("episodes_by_status", "status", "split"),
+    sa.Index("episodes_by_implicit_key", "implicit_key"),
 )
 
 turns = sa.Table(

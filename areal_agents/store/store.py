@@ -28,6 +28,7 @@ from areal_agents.store.rows import (
     EpisodeState,
     EpisodeSummary,
     NewEpisode,
+    OpenEpisode,
     OpenGroup,
     VersionRow,
 )
@@ -45,6 +46,11 @@ class Store:
         """Open or create a store. StoreError if it is unusable, foreign or of another schema."""
         url = store_url(url_or_path)
         return cls(Database(url, durability), url)
+
+    @property
+    def path(self) -> Path:
+        """The file that holds it; what belongs to it in other files lies beside."""
+        return Path(str(sa.make_url(self.url).database))
 
     def close(self) -> None:
         """Commit what is queued and let go of the file. Idempotent."""
@@ -92,6 +98,10 @@ class Store:
             return episodes.state_of(connection, episode_id)
 
         return self._database.submit(write)
+
+    def claim_episode(self, episode_id: str, expected_owner: str | None, owner: str) -> Future[bool]:
+        """Make `owner` the owner of an open episode if `expected_owner` still is; whether it was."""
+        return self._database.submit(lambda c: episodes.claim_episode(c, episode_id, expected_owner, owner))
 
     def mark_limit(self, episode_id: str, limit: str) -> Future[None]:
         """Note the limit that the policy ran into: finishing then makes the episode truncated."""
@@ -236,22 +246,37 @@ class Store:
         with self._database.read() as connection:
             return reads.episode_row(connection, id=episode_id)
 
+    def episode_row_by_key(self, key_hash: str) -> EpisodeRow:
+        """The episode that has a key, without its turns. NotFound if there is none."""
+        with self._database.read() as connection:
+            return reads.episode_row(connection, key_hash=key_hash)
+
     def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
         """The episode that has a key, and its turns. NotFound if there is none."""
         with self._database.read() as connection:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
 
-    def open_episodes(self) -> list[tuple[str, bool]]:
-        """(id, whether it is implicit) of every open episode, oldest first."""
+    def open_episodes(self) -> list[OpenEpisode]:
+        """Every open episode, oldest first."""
         with self._database.read() as connection:
             return reads.open_episodes(connection)
+
+    def open_implicit_episode(self, implicit_key: str) -> EpisodeRow | None:
+        """The open episode that bare calls opened under a key, None without one."""
+        with self._database.read() as connection:
+            return reads.open_implicit_episode(connection, implicit_key)
 
     def open_implicit_episodes(self) -> list[tuple[EpisodeRow, list[Turn]]]:
         """The open episodes that bare calls opened, and their turns."""
         with self._database.read() as connection:
             rows = reads.open_implicit_episodes(connection)
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
+
+    def turns_of(self, episode_id: str) -> list[Turn]:
+        """The turns of one episode, in the order of recording."""
+        with self._database.read() as connection:
+            return reads.turns_of(connection, episode_id)
 
     def episode_of_turn(self, turn_id: str) -> EpisodeRow:
         """The episode that a completion belongs to. NotFound if it is unknown."""

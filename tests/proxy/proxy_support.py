@@ -17,7 +17,7 @@ import numpy as np
 import uvloop
 from openai import OpenAI
 
-from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenChunk, TokenIds
 from areal_agents.inference import ModelInfo, PauseMode, SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
@@ -48,6 +48,7 @@ class EngineCall:
     input_ids: TokenIds
     sampling: SamplingParams
     completion: Completion | None = None
+    streamed: bool = False
 
 
 Script = Callable[[EngineCall], str | list[int] | Completion | Exception]
@@ -62,6 +63,7 @@ class ScriptedEngine:
     max_context: int = 4096
     version: int = 0
     delay_s: float = 0.0
+    token_delay_s: float = 0.0
     seed: int = 0
     calls: list[EngineCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -71,8 +73,14 @@ class ScriptedEngine:
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
-    async def generate(self, rid: str, input_ids: TokenIds, sampling: SamplingParams) -> Completion:
-        call = EngineCall(rid, np.array(input_ids), sampling)
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: Callable[[TokenChunk], None] | None = None,
+    ) -> Completion:
+        call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
         self.calls.append(call)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -87,7 +95,18 @@ class ScriptedEngine:
         if isinstance(answer, Exception):
             raise answer
         call.completion = answer if isinstance(answer, Completion) else self._completion(answer, sampling)
+        if on_tokens is not None:
+            await self._stream(call.completion, on_tokens)
         return call.completion
+
+    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
+        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        start = 0
+        while start < len(ids):
+            end = start + self.rng.randrange(1, 4)
+            on_tokens(TokenChunk(tuple(ids[start:end]), tuple(logprobs[start:end])))
+            start = end
+            await asyncio.sleep(self.token_delay_s)
 
     def _completion(self, answer: str | list[int], sampling: SamplingParams) -> Completion:
         ids = list(answer) if isinstance(answer, list) else self.renderer.tokenizer.encode(answer)
@@ -129,10 +148,16 @@ class RecordingEngine(SGLangEngine):
         self.renderer = renderer
         self.calls: list[EngineCall] = []
 
-    async def generate(self, rid: str, input_ids: TokenIds, sampling: SamplingParams) -> Completion:
-        call = EngineCall(rid, np.array(input_ids), sampling)
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: Callable[[TokenChunk], None] | None = None,
+    ) -> Completion:
+        call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
         self.calls.append(call)
-        call.completion = await super().generate(rid, input_ids, sampling)
+        call.completion = await super().generate(rid, input_ids, sampling, on_tokens)
         return call.completion
 
 

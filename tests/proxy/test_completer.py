@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from proxy_support import ScriptedEngine
 
+from areal_agents.algorithms.credit import is_trained
 from areal_agents.core.messages import Message, tools_digest
+from areal_agents.errors import RequestError
 from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.completer import Completer
-from areal_agents.proxy.errors import ClientGone
 from areal_agents.proxy.request import ModelRequest, SamplingWish
 from areal_agents.proxy.sessions import Session, Sessions
 from areal_agents.rendering import ChatRenderer
@@ -36,7 +39,7 @@ async def session(store: Store) -> Session:
 @pytest.fixture
 async def completer(store: Store, renderer: ChatRenderer) -> AsyncIterator[Completer]:
     # A long reply is parsed in a thread: the event loop sees what happens meanwhile.
-    engine = ScriptedEngine(renderer, script=lambda call: "word " * 300)
+    engine = ScriptedEngine(renderer, script=lambda call: "word " * 2500)
     completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig())
     yield completer
     completer.close()
@@ -53,6 +56,26 @@ def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, happening: as
     monkeypatch.setattr(owner, name, method)
 
 
+def begin(completer: Completer, session: Session, *, count: int = 0, streamed: bool = False) -> Call:
+    """A call with one client."""
+    call = completer.call(session, ASKED, retry=Retry(count), streamed=streamed)
+    call.join()
+    return call
+
+
+async def hang_up(completer: Completer, session: Session, call: Call) -> None:
+    """Its client goes, and what runs for it comes to its end."""
+    if call.leave(served=False):
+        completer.discard(session, call)
+    await asyncio.wait([call.task], timeout=10)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 async def test_a_client_that_hangs_up_while_its_reply_is_parsed_leaves_no_turn(
     completer: Completer,
     session: Session,
@@ -60,19 +83,89 @@ async def test_a_client_that_hangs_up_while_its_reply_is_parsed_leaves_no_turn(
     renderer: ChatRenderer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    gone = asyncio.Event()
-    during(monkeypatch, renderer, "parse", gone)
-    with pytest.raises(ClientGone):
-        await completer.complete(session, ASKED, gone.wait)
-    assert gone.is_set()
+    parsing = asyncio.Event()
+    during(monkeypatch, renderer, "parse", parsing)
+    call = begin(completer, session)
+    await parsing.wait()
+    await hang_up(completer, session, call)
+    assert call.task.cancelled()
     assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.pending_calls == 0
 
 
-async def test_a_client_that_hangs_up_while_its_turn_is_recorded_changes_nothing(
+async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_retry_and_not_trained(
     completer: Completer, session: Session, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = asyncio.Event()
-    during(monkeypatch, store, "add_turn", gone)
-    done = await completer.complete(session, ASKED, gone.wait)
-    assert gone.is_set()
-    assert [turn.id for turn in store.load_episode("e").turns] == [done.turn.id]
+    recording = asyncio.Event()
+    during(monkeypatch, store, "add_turn", recording)
+    call = begin(completer, session)
+    await recording.wait()
+    await hang_up(completer, session, call)
+    await until(lambda: bool(session.undelivered))
+    await until(lambda: store.load_episode("e").turns[0].discarded != "")
+    [turn] = store.load_episode("e").turns
+    assert not is_trained(turn) and turn.id == call.turn_ids[0]
+    # The same request again, without a word about a retry: it gets the sample that nobody had.
+    again = begin(completer, session)
+    [done] = await again.task
+    assert done.turn.id == turn.id and again.is_repeated
+    assert done.prompt_tokens == len(session.forest.prompt_ids(turn.id))
+    await until(lambda: store.load_episode("e").turns[0].discarded == "")
+    assert len(store.load_episode("e").turns) == 1
+
+
+async def test_a_reply_that_its_client_did_not_wait_for_is_kept_for_a_retry(
+    completer: Completer, session: Session, store: Store
+) -> None:
+    call = begin(completer, session)
+    await call.task
+    await hang_up(completer, session, call)
+    assert session.undelivered == set(call.turn_ids)
+    await until(lambda: bool(store.load_episode("e").turns[0].discarded))
+    restored = Session(*store.episode_by_key("hash"))  # after a restart, it is still known
+    assert restored.undelivered == set(call.turn_ids)
+
+
+async def test_a_retry_joins_the_call_that_is_under_way(completer: Completer, session: Session) -> None:
+    first = begin(completer, session, streamed=True)
+    await asyncio.sleep(0)
+    retry = begin(completer, session, count=1, streamed=True)
+    assert retry is first
+    assert not first.leave(served=False)
+    [done] = await first.task  # still wanted by the retry
+    assert done.turn.id == first.turn_ids[0]
+    assert not first.leave(served=True)
+
+
+async def test_a_retry_of_a_recorded_call_gets_the_same_sample(
+    completer: Completer, session: Session
+) -> None:
+    [first] = await begin(completer, session).task
+    [retried] = await begin(completer, session, count=1).task
+    [another] = await begin(completer, session).task
+    assert retried.turn.id == first.turn.id != another.turn.id
+    fork = another.turn.forked_from
+    assert fork is not None and (fork.turn, fork.reason) == (first.turn.id, "resampled")
+
+
+async def test_an_idempotency_key_names_one_request(completer: Completer, session: Session) -> None:
+    def ask(asked: ModelRequest) -> Call:
+        return completer.call(session, asked, retry=Retry(0, "key"), streamed=False)
+
+    first = ask(ASKED)
+    assert ask(ASKED) is first
+    [done] = await first.task
+    [again] = await ask(ASKED).task
+    assert again.turn.id == done.turn.id
+    with pytest.raises(RequestError, match="another request") as caught:
+        ask(replace(ASKED, messages=(Message("user", "Else?"),)))
+    assert caught.value.status == 409
+
+
+async def test_several_replies_are_siblings(completer: Completer, session: Session, store: Store) -> None:
+    call = completer.call(session, replace(ASKED, choices=3), retry=Retry(), streamed=False)
+    done = await call.task
+    assert [item.turn.id for item in done] == list(call.turn_ids)
+    first, *others = store.load_episode("e").turns
+    assert first.forked_from is None
+    assert {turn.forked_from.turn for turn in others if turn.forked_from} == {first.id}
+    assert len({turn.completion.logprobs.tobytes() for turn in (first, *others)}) == 3

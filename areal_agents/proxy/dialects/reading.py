@@ -1,0 +1,152 @@
+"""What the dialects read alike: numbers, texts, parts, tools and limits, out of raw JSON.
+
+Requests are read as plain dicts, since typed parsing loses what real clients send; unknown fields pass.
+What is known and cannot be honoured is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from areal_agents.core.completion import Grammar
+from areal_agents.core.messages import tools_digest
+from areal_agents.errors import RequestError
+
+T = TypeVar("T")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_MAX_CHOICES = 128
+
+
+def refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
+    """Raise the RequestError 400 of a field."""
+    raise RequestError(message, code=code, param=param)
+
+
+def unsupported(message: str, param: str) -> NoReturn:
+    """Raise the RequestError 400 of a field that is known and not offered."""
+    raise RequestError(message, code="unsupported_parameter", param=param)
+
+
+def within_depth(read: Callable[[], T]) -> T:
+    """What `read` returns. RequestError 400 if the request is nested too deeply for it."""
+    try:
+        return read()
+    except RecursionError:
+        raise RequestError("the request is nested too deeply", code="invalid_json") from None
+
+
+def number(body: Mapping[str, Any], name: str) -> float | None:
+    """A finite number, or None where it is absent or null."""
+    value = body.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        refuse(f"{name} must be a number, got {value!r}", name)
+    return float(value)
+
+
+def integer(body: Mapping[str, Any], name: str) -> int | None:
+    """An integer, or None where it is absent or null."""
+    value = body.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        refuse(f"{name} must be an integer, got {value!r}", name)
+    return value
+
+
+def positive(body: Mapping[str, Any], name: str) -> int | None:
+    """An integer of at least 1, or None where it is absent or null."""
+    value = integer(body, name)
+    if value is not None and value < 1:
+        refuse(f"{name} must be at least 1, got {value}", name)
+    return value
+
+
+def flag(body: Mapping[str, Any], name: str) -> bool:
+    """A boolean; False where it is absent or null."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        refuse(f"{name} must be true or false, got {value!r}", name)
+    return bool(value)
+
+
+def choices(body: Mapping[str, Any]) -> int:
+    """`n`, from 1 to 128."""
+    value = positive(body, "n") or 1
+    if value > _MAX_CHOICES:
+        refuse(f"n must be at most {_MAX_CHOICES}, got {value}", "n")
+    return value
+
+
+def top_k(body: Mapping[str, Any]) -> int | None:
+    """`top_k`, where -1 and 0 both mean off."""
+    value = integer(body, "top_k")
+    return 0 if value == -1 else value
+
+
+def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
+    """Stop strings, given as a text or as a list of texts."""
+    found = [value] if isinstance(value, str) and value else (value or [])
+    if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
+        refuse(f"{param} must be a text or a list of texts, got {value!r}", param)
+    return tuple(found)
+
+
+def text(content: Any, where: str) -> str:
+    """A message's text: a text, null, or a list of text parts, in any role."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        refuse("content must be a text, null or a list of parts", where)
+    return "".join(text_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def text_part(part: Any, where: str) -> str:
+    """The text of one part; images, audio and files are refused, since the model reads text only."""
+    found = part if isinstance(part, str) else None
+    if isinstance(part, dict):
+        kind = part.get("type", "text")
+        if kind not in _TEXT_PARTS:
+            refuse(f"this model reads text only, got a part of type {kind!r}", where)
+        found = part.get("refusal" if kind == "refusal" else "text")
+    if not isinstance(found, str):
+        refuse("a text part needs a text", where)
+    return found
+
+
+def arguments_text(value: Any) -> str:
+    """The arguments of a replayed tool call, as JSON text: as they came where they are text."""
+    if isinstance(value, str):
+        return value
+    return "{}" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The chat template's options: `chat_template_kwargs`, and `enable_thinking` beside it."""
+    options = body.get("chat_template_kwargs")
+    if options is None:
+        options = {}
+    if not isinstance(options, dict):
+        refuse(f"chat_template_kwargs must be an object, got {options!r}", "chat_template_kwargs")
+    if "enable_thinking" in body:
+        options = {**options, "enable_thinking": flag(body, "enable_thinking")}
+    return options
+
+
+def context_digest(tools: tuple[dict[str, Any], ...], options: Mapping[str, Any]) -> str:
+    """The id of what stands around a conversation: its tools and its template options."""
+    return tools_digest([*tools, {"template": dict(options)}] if options else tools)
+
+
+def json_grammar(schema: Any, where: str) -> Grammar:
+    """The grammar of a JSON schema; RequestError 400 if it is no object."""
+    if not isinstance(schema, dict):
+        refuse("a JSON schema must be an object", where)
+    return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
+
+
+JSON_OBJECT = Grammar("json_schema", '{"type": "object"}')

@@ -1,0 +1,44 @@
+"""Which fields of a request have an effect, so that the others can be named to whoever looks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
+_COMMON = {"model", "stream", "chat_template_kwargs", "enable_thinking", *_SAMPLING}
+_HONOURED: Mapping[str, frozenset[str]] = {
+    "chat": frozenset(
+        {
+            *_COMMON, "messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "n",
+            "stop", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "logit_bias",
+            "stream_options", "prompt_cache_key",
+        }
+    ),
+    "completions": frozenset(
+        {*_COMMON, "prompt", "max_tokens", "n", "stop", "logprobs", "logit_bias", "stream_options"}
+    ),
+    "responses": frozenset(
+        {
+            *_COMMON, "input", "instructions", "previous_response_id", "tools", "tool_choice",
+            "parallel_tool_calls", "max_output_tokens", "text", "top_logprobs", "include", "prompt_cache_key",
+            "store", "metadata", "stop", "logit_bias",
+        }
+    ),
+    "messages": frozenset(
+        {
+            *_COMMON, "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences",
+            "output_config", "output_format",
+        }
+    ),
+}  # fmt: skip
+
+
+def ignored_fields(dialect: str, body: Mapping[str, Any]) -> tuple[str, ...]:
+    """The fields of a request that change nothing, sorted; null and empty ones are not counted."""
+    honoured = _HONOURED[dialect]
+    return tuple(
+        sorted(
+            name for name, value in body.items() if name not in honoured and value not in (None, [], {}, "")
+        )
+    )

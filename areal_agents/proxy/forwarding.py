@@ -1,0 +1,274 @@
+"""The door of one worker of several: a request of another worker's episode is answered by that worker.
+
+What the owner answers is passed on byte for byte as it comes, and a client that hangs up here is seen to
+hang up there. A request is forwarded at most once: a worker that is sent another's request says so, and the
+sender looks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import Any
+
+import aiohttp
+import yarl
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areal_agents.proxy.dialects.base import Dialect
+from areal_agents.proxy.dialects.building import openai_error
+from areal_agents.proxy.errors import as_request_error, headers_of, log_refusal
+from areal_agents.proxy.ownership import elsewhere
+from areal_agents.proxy.placement import Placement
+from areal_agents.proxy.workers import Workers
+
+_logger = logging.getLogger(__name__)
+
+_HOP = "x-areal-agents-hop"  # a request: the run's secret; an answer: that the sender should look again
+_MOVED = "moved"
+_CONNECT_S = 5.0
+_GIVE_UP_S = 15.0  # a killed worker is back long before
+_RETRY_S = 0.05
+_LOOK_S = 0.5  # how often a waiting sender looks whether the owner still lives
+_OUR_OWN = frozenset(
+    (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect")
+)
+_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # by aiohttp, unless told not to
+
+
+class WorkerDoor:
+    """An ASGI app before the proxy's own.
+
+    Args:
+        app: serves what is served here.
+        anthropic: writes the refusals of the Messages API.
+        max_body_bytes: of a request; a larger one goes to `app`, which refuses it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        workers: Workers,
+        placement: Placement,
+        anthropic: Dialect,
+        max_body_bytes: int,
+    ) -> None:
+        self._app = app
+        self._workers = workers
+        self._placement = placement
+        self._anthropic = anthropic
+        self._max_body_bytes = max_body_bytes
+        self._siblings = Siblings(workers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                await self._siblings.aclose()
+        elif scope["type"] != "http" or scope["method"] == "HEAD":
+            await self._app(scope, receive, send)
+        else:
+            request, body = Request(scope), KeptBody(receive, self._max_body_bytes)
+            try:
+                answer = await self._answer(request, body, send)
+            except Exception as error:
+                answer = self._refused(request, error)
+            if answer is not None:
+                await answer(scope, body.receive, send)
+
+    async def _answer(self, request: Request, body: KeptBody, send: Send) -> ASGIApp | None:
+        """What answers a request; None if a sibling has."""
+        forwarded = self._is_forwarded(request)
+        give_up_at = time.monotonic() + _GIVE_UP_S
+        while True:
+            index = await self._placement.place(request, body.read, forwarded=forwarded)
+            if index == self._workers.index or await body.read() is None:
+                return self._app
+            if forwarded:
+                return Response(status_code=421, headers={_HOP: _MOVED})
+            if self._workers.is_up(index) and await self._siblings.forward(index, request, body, send):
+                return None
+            if request.scope["path"] == "/episodes":  # it may be open, and a second one would be too many
+                raise elsewhere("the worker that was to open the episode has ended")
+            if time.monotonic() > give_up_at:
+                raise elsewhere(f"worker {index}, which has the episode, does not answer")
+            await asyncio.sleep(_RETRY_S)
+
+    def _is_forwarded(self, request: Request) -> bool:
+        return hmac.compare_digest(request.headers.get(_HOP, "").encode(), self._workers.secret.encode())
+
+    def _refused(self, request: Request, error: Exception) -> Response:
+        refusal = as_request_error(error)
+        log_refusal(request, refusal, error)
+        write = self._anthropic.error if "/v1/messages" in request.scope["path"] else openai_error
+        return Response(
+            write(refusal),
+            status_code=refusal.status,
+            headers=headers_of(refusal),
+            media_type="application/json",
+        )
+
+
+class KeptBody:
+    """The body of a request, kept so that it can be sent on, and again, or given to the app here."""
+
+    def __init__(self, receive: Receive, max_bytes: int) -> None:
+        self._receive = receive
+        self._max_bytes = max_bytes
+        self._messages: list[Message] = []
+        self._replayed = 0
+        self._whole: bytes | None = None
+
+    async def read(self) -> bytes | None:
+        """All of it; None if it is larger than allowed, or if the client hung up before its end."""
+        if self._whole is None and not self._messages:
+            self._whole = await self._read()
+        return self._whole
+
+    async def _read(self) -> bytes | None:
+        parts, size, more = [], 0, True
+        while more:
+            message = await self._receive()
+            self._messages.append(message)
+            if message["type"] != "http.request":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._max_bytes:
+                return None
+            more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def receive(self) -> Message:
+        """ASGI's `receive`: what was kept first, and then what comes."""
+        if self._replayed < len(self._messages):
+            self._replayed += 1
+            return self._messages[self._replayed - 1]
+        return await self._receive()
+
+    async def hang_up(self) -> None:
+        """Return when the client has closed the connection. The body must have been read."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+class Siblings:
+    """The connections to the other workers."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Close them."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def forward(self, index: int, request: Request, body: KeptBody, send: Send) -> bool:
+        """Let a sibling answer. False if no byte of an answer came and the sender should look again."""
+        gone = asyncio.ensure_future(body.hang_up())
+        asking = asyncio.ensure_future(self._ask(index, request, await body.read() or b""))
+        try:
+            if not await self._answered(index, asking, gone):
+                return gone.done()
+            answer = asking.result()
+            try:
+                return await self._pass_on(answer, gone, send)
+            finally:
+                answer.close() if gone.done() else answer.release()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            _logger.info("worker %d did not answer: %s", index, str(error) or type(error).__name__)
+            return False
+        finally:
+            await _end(asking, gone)
+
+    async def _answered(
+        self, index: int, asking: asyncio.Future[aiohttp.ClientResponse], gone: asyncio.Future[None]
+    ) -> bool:
+        """Wait for the answer's head; False if the client or the sibling has gone before.
+
+        There is no limit of time, as the sibling has its own for everything that it waits for.
+        """
+        while not asking.done() and not gone.done():
+            await asyncio.wait((asking, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done() and not self._workers.is_up(index):
+                return False  # its socket outlives it, so the connection alone does not tell
+        return asking.done()
+
+    async def _ask(self, index: int, request: Request, body: bytes) -> aiohttp.ClientResponse:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+                auto_decompress=False,
+            )
+        scope = request.scope
+        path = scope.get("raw_path") or scope["path"].encode()
+        query = b"?" + scope["query_string"] if scope["query_string"] else b""
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in _OUR_OWN and name != _HOP.encode()
+        ]
+        headers += [("Host", request.headers.get("host", "")), (_HOP, self._workers.secret)]
+        return await self._session.request(
+            request.method,
+            yarl.URL(self._workers.url(index) + (path + query).decode("latin-1"), encoded=True),
+            data=body or None,
+            headers=headers,
+            allow_redirects=False,
+            skip_auto_headers=_ADDED,
+        )
+
+    async def _pass_on(self, answer: aiohttp.ClientResponse, gone: asyncio.Future[None], send: Send) -> bool:
+        if answer.headers.get(_HOP) == _MOVED:
+            return False
+        headers = [(name.lower(), value) for name, value in answer.raw_headers]
+        start = {
+            "type": "http.response.start",
+            "status": answer.status,
+            "headers": [
+                (name, value) for name, value in headers if name == b"content-length" or name not in _OUR_OWN
+            ],
+        }
+        if answer.content_length is not None:
+            content = await answer.read()
+            await send(start)
+            await send({"type": "http.response.body", "body": content})
+            return True
+        streaming = asyncio.ensure_future(_stream(answer, start, send))
+        try:
+            await asyncio.wait((streaming, gone), return_when=asyncio.FIRST_COMPLETED)
+            if streaming.done():
+                streaming.result()
+        finally:
+            await _end(streaming)
+        return True
+
+
+async def _stream(answer: aiohttp.ClientResponse, start: Message, send: Send) -> None:
+    """Pass a body on as it comes. One that breaks off is left unfinished, so that the client sees it."""
+    await send(start)
+    try:
+        async for part in answer.content.iter_any():
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+    except aiohttp.ClientError as error:
+        _logger.warning("an answer of another worker broke off: %s", str(error) or type(error).__name__)
+        return
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _end(*futures: asyncio.Future[Any]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # seen by whoever waited for it, or of no interest to anybody by now

@@ -1,0 +1,121 @@
+"""What GET /metrics says: counted from the record of each model call, in a registry of one app's own.
+
+Label values are bounded (dialects, statuses, reasons, codes, configured models); no episode, key or text is
+ever one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+
+from areal_agents.core.trajectory import Turn
+from areal_agents.proxy.observe import CallRecord
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_DURATIONS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_LATEST_KEPT = 4096
+_FIRST_PIECES_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Counts the calls of one app. Its `observe` is an `Observer`."""
+
+    def __init__(
+        self,
+        *,
+        waiting: Callable[[], int],
+        running: Callable[[], int],
+        open_episodes: Callable[[], int],
+    ) -> None:
+        """The callables are asked when the metrics are read: calls in the queue, calls in the engine, and
+        episodes in memory."""
+        self._registry = CollectorRegistry()
+        calls = self._counter("calls", "Model calls.", "dialect", "streamed", "status", "split")
+        refusals = self._counter("refusals", "Model calls that were answered with an error.", "code")
+        repeated = self._counter("repeated_calls", "Retries answered with an earlier sample.", "dialect")
+        passed = self._counter("passed_through_calls", "Calls that an upstream answered.", "model", "status")
+        sampled = self._counter("sampled_tokens", "Tokens that the policy sampled, by their use.", "use")
+        forks = self._counter("forks", "Turns whose prompt could not go on from recorded ones.", "reason")
+        duration = self._histogram("call_duration_seconds", "To the end of the answer.", _DURATIONS_S)
+        first = self._histogram("first_piece_seconds", "To the first piece of a stream.", _FIRST_PIECES_S)
+        self._prompt = self._counter("prompt_tokens", "Tokens of whole prompts.")
+        self._reused = self._counter("reused_prompt_tokens", "Prompt tokens that were recorded ids.")
+        self._turns = self._counter("turns", "Turns that were recorded.")
+        self._version = Gauge(
+            "areal_agents_policy_version", "Latest that a reply was seen to have.", registry=self._registry
+        )
+        self._gauge("calls_waiting", "Calls that wait for a place in the engine.", waiting)
+        self._gauge("calls_running", "Calls that hold a place in the engine.", running)
+        self._gauge("open_episodes", "Open episodes in memory.", open_episodes)
+        self._latest: dict[str, None] = {}  # ids of turns, the oldest first
+        # Looking a child up by its labels costs more than counting.
+        self._calls, self._refusals = cache(calls.labels), cache(refusals.labels)
+        self._repeated, self._passed = cache(repeated.labels), cache(passed.labels)
+        self._sampled, self._forks = cache(sampled.labels), cache(forks.labels)
+        self._duration, self._first = cache(duration.labels), cache(first.labels)
+
+    def observe(self, record: CallRecord) -> None:
+        """Count a call that has ended."""
+        status = f"{record.status // 100}xx"
+        if record.code:
+            self._refusals(record.code).inc()
+        if record.upstream:
+            self._passed(record.upstream, status).inc()
+            return
+        self._calls(record.dialect, "yes" if record.streamed else "no", status, record.split or "none").inc()
+        self._duration(record.dialect).observe(record.duration_s)
+        if record.first_piece_s is not None:
+            self._first(record.dialect).observe(record.first_piece_s)
+        if record.repeated:
+            self._repeated(record.dialect).inc()
+        elif record.turns and not self._is_known(record.turns[0]):
+            self._prompt.inc(record.prompt_tokens)
+            self._reused.inc(record.reused_tokens)
+            for turn in record.turns:
+                self._count(turn, record.split)
+
+    def served_version(self, version: int) -> None:
+        """Note the policy version that the engine was seen to serve."""
+        self._version.set(version)
+
+    def exposition(self) -> bytes:
+        """Everything in Prometheus' text form, of media type `CONTENT_TYPE`."""
+        return generate_latest(self._registry)
+
+    def _is_known(self, turn: Turn) -> bool:
+        """Whether a turn was counted already: a retry that joined a call under way has the same turns."""
+        if turn.id in self._latest:
+            return True
+        self._latest[turn.id] = None
+        if len(self._latest) > _LATEST_KEPT:
+            del self._latest[next(iter(self._latest))]
+        return False
+
+    def _count(self, turn: Turn, split: str) -> None:
+        self._turns.inc()
+        use = "evaluation" if split != "train" else "constrained" if turn.constrained else "training"
+        self._sampled(use).inc(len(turn.completion))
+        if turn.forked_from is not None:
+            self._forks(turn.forked_from.reason).inc()
+        if len(turn.completion):
+            self.served_version(int(turn.completion.versions[-1]))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"areal_agents_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        full = f"areal_agents_{name}"
+        return Histogram(full, text, ("dialect",), buckets=buckets, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, value: Callable[[], int]) -> None:
+        Gauge(f"areal_agents_{name}", text, registry=self._registry).set_function(value)

@@ -1,0 +1,69 @@
+"""Who has an open episode in memory: at any time at most one living worker.
+
+A claim is one compare-and-set in the store, so of several workers that meet a dead owner's episode exactly
+one takes it over; the others go to that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from areal_agents.errors import RequestError
+from areal_agents.proxy.workers import Workers
+from areal_agents.store import EpisodeRow, Store
+
+_RETRY_AFTER_S = 1.0
+
+
+class Ownership:
+    """The episodes of the store as one worker may take them."""
+
+    def __init__(self, store: Store, workers: Workers) -> None:
+        self._store = store
+        self._workers = workers
+
+    @property
+    def owner(self) -> str:
+        """The name under which this process owns episodes."""
+        return self._workers.owner
+
+    async def claim(self, episode_id: str, owner: str | None) -> bool:
+        """Whether an open episode of `owner` is this worker's now: it was, or nobody living had it."""
+        if owner == self.owner:
+            return True
+        if owner is not None and self._workers.is_living(owner):
+            return False
+        return await asyncio.wrap_future(self._store.claim_episode(episode_id, owner, self.owner))
+
+    async def locate(self, find: Callable[[], EpisodeRow]) -> int:
+        """The worker that has an episode: this one, if nobody living had it or if it has ended.
+
+        `find` reads the episode in a thread; what it raises is raised. RequestError 503 if a living worker
+        of another run has it.
+        """
+        for _ in range(self._workers.count + 2):  # another try only after somebody else's claim
+            row = await asyncio.to_thread(find)
+            if row.status != "open" or await self.claim(row.id, row.owner):
+                return self._workers.index
+            index = self._workers.index_of(row.owner)
+            if row.owner is not None and self._workers.is_living(row.owner):
+                if index is None:
+                    raise elsewhere(f"episode {row.id} is open in a proxy that was started separately")
+                return index
+        raise elsewhere(f"episode {row.id} is changing hands")
+
+    async def claim_at_home(self, key: bytes, episode_id: str, owner: str | None) -> bool:
+        """`claim`, if this is the worker that the episode falls to by `key`."""
+        return self._workers.homes(key)[0] == self._workers.index and await self.claim(episode_id, owner)
+
+    def sweeps(self, owner: str | None) -> bool:
+        """Whether this worker looks after an episode of `owner`."""
+        if owner == self.owner:
+            return True
+        return self._workers.is_first() and (owner is None or not self._workers.is_living(owner))
+
+
+def elsewhere(message: str) -> RequestError:
+    """What a client is told that should try again, perhaps at another worker."""
+    return RequestError(message, status=503, code="episode_elsewhere", retry_after_s=_RETRY_AFTER_S)

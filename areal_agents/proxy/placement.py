@@ -1,0 +1,185 @@
+"""Which worker serves a request: the one that has its episode in memory.
+
+A request that no episode can be found for is served where it arrived, which then refuses it as a single
+worker would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+
+from areal_agents.core.forest import Forest
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import Authenticator, Caller, key_hash
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.dialects.base import Dialect, ReadContext
+from areal_agents.proxy.dialects.memo import MessageMemo
+from areal_agents.proxy.implicit import (
+    ImplicitEpisodes,
+    home_key,
+    home_key_of,
+    implicit_key,
+    is_named,
+    session_name,
+)
+from areal_agents.proxy.ownership import Ownership
+from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.workers import Workers
+from areal_agents.store import NotFound, Store
+
+ReadBody = Callable[[], Awaitable[bytes | None]]
+_ENDINGS = ("/finish", "/fail")
+
+
+class Placement:
+    """Finds the worker of each request that this one receives.
+
+    Args:
+        dialects: of the model calls, by path without an episode's key.
+    """
+
+    def __init__(
+        self,
+        *,
+        workers: Workers,
+        ownership: Ownership,
+        store: Store,
+        sessions: Sessions,
+        implicit: ImplicitEpisodes,
+        auth: Authenticator,
+        dialects: Mapping[str, Dialect],
+        config: ProxyConfig,
+    ) -> None:
+        self._workers = workers
+        self._ownership = ownership
+        self._store = store
+        self._sessions = sessions
+        self._implicit = implicit
+        self._auth = auth
+        self._dialects = dialects
+        self._config = config
+        self._memo = MessageMemo()
+        self._openings = itertools.count(workers.index)
+        self._here = workers.index
+
+    async def place(self, request: Request, read_body: ReadBody, *, forwarded: bool) -> int:
+        """The index of the worker.
+
+        Args:
+            request: its body has not been read.
+            read_body: the whole body; None if it is too large or the client has gone.
+            forwarded: whether a sibling sent it: what any worker may serve is then served here.
+
+        Raises:
+            RequestError: 503 if another run's worker has the episode.
+            StoreError: the store cannot be read.
+        """
+        path, is_post = request.scope["path"], request.method == "POST"
+        try:
+            if path.startswith("/e/"):
+                return await self._of_key(path[3:].partition("/")[0])
+            if is_post and path.startswith("/episodes/") and path.endswith(_ENDINGS):
+                return await self._of_id(request, path.split("/")[2])
+            if path.startswith("/v1/"):
+                return await self._of_bare_call(request, path, read_body, forwarded=forwarded)
+            if is_post and path == "/episodes" and not forwarded:
+                return self._next_opening()
+        except NotFound:
+            pass
+        return self._here
+
+    async def _of_key(self, key: str) -> int:
+        if self._sessions.holds(key):
+            return self._here
+        digest = key_hash(key)
+        return await self._ownership.locate(lambda: self._store.episode_row_by_key(digest))
+
+    async def _of_id(self, request: Request, episode_id: str) -> int:
+        if self._sessions.get(episode_id) is not None or self._caller(request) is None:
+            return self._here
+        return await self._ownership.locate(lambda: self._store.episode_row(episode_id))
+
+    def _next_opening(self) -> int:
+        """In turn, so that the workers share the episodes however the connections fall."""
+        for _ in range(self._workers.count):
+            index = next(self._openings) % self._workers.count
+            if index == self._here or self._workers.is_up(index):
+                return index
+        return self._here
+
+    async def _of_bare_call(
+        self, request: Request, path: str, read_body: ReadBody, *, forwarded: bool
+    ) -> int:
+        caller = self._caller(request)
+        if caller is None:
+            return self._here
+        if caller.episode_key is not None:
+            return await self._of_key(caller.episode_key)
+        dialect = self._dialects.get(path) if request.method == "POST" else None
+        if dialect is None or forwarded:
+            return self._here
+        body = _object(await read_body())
+        if body is None or body.get("model") in tuple(self._config.models):
+            return self._here
+        name, turn_id = session_name(request.headers, body), dialect.referenced_turn(body)
+        if self._implicit.find(caller, name, turn_id) is not None:
+            return self._here
+        if name is not None:
+            return await self._of_name(implicit_key(caller, name))
+        if turn_id is not None and (index := await self._of_turn(caller, turn_id)) is not None:
+            return index
+        try:
+            context = ReadContext(self._config.max_messages, "", Forest(), self._memo.reading())
+            messages = dialect.read(body, context).messages
+        except RequestError:
+            return self._here
+        return self._workers.homes(home_key(implicit_key(caller, None), messages))[0]
+
+    async def _of_name(self, key: str) -> int:
+        """Where a named session is open; else where it is to be opened: at its first home that lives."""
+        row = await asyncio.to_thread(self._store.open_implicit_episode, key)
+        if row is not None:
+            return await self._of_implicit(row.id)
+        homes = self._workers.homes(key.encode())
+        return next(index for index in homes if index == self._here or self._workers.is_up(index))
+
+    async def _of_turn(self, caller: Caller, turn_id: str) -> int | None:
+        """Where the implicit episode of a turn is; None if it is not one of the caller's."""
+        row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
+        key = row.implicit_key
+        if row.status != "open" or key is None or key.partition("/")[0] != caller.identity:
+            return None
+        if is_named(key):
+            return await self._of_implicit(row.id)
+        # A conversation without a name is only found at its home, so nobody else takes it.
+        index = self._workers.index_of(row.owner)
+        if index is None:
+            turns = await asyncio.to_thread(self._store.turns_of, row.id)
+            index = self._workers.homes(home_key_of(row, turns))[0]
+        return index
+
+    async def _of_implicit(self, episode_id: str) -> int:
+        index = await self._ownership.locate(lambda: self._store.episode_row(episode_id))
+        if index == self._here:
+            await self._implicit.adopt(episode_id)
+        return index
+
+    def _caller(self, request: Request) -> Caller | None:
+        try:
+            return self._auth.identify(request)
+        except RequestError:
+            return None
+
+
+def _object(body: bytes | None) -> dict[str, Any] | None:
+    try:
+        data = orjson.loads(body or b"")
+    except orjson.JSONDecodeError:
+        return None
+    return data if isinstance(data, dict) else None

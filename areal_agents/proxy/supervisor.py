@@ -1,0 +1,275 @@
+"""Several proxy processes on one store, and what keeps them running.
+
+The supervisor holds every socket, so a port stays the same and its clients only wait while its worker is
+started again. Whatever ends the supervisor, the workers end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import math
+import os
+import secrets
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.inference import running_engine
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.server import exit_on_sigterm, listen, refuse_open_access, url_of
+from areal_agents.proxy.worker_process import READY, Order
+from areal_agents.proxy.workers import WorkerSpec, forget_dead, locks_beside
+from areal_agents.store import Store, StoreConfig
+
+_logger = logging.getLogger(__name__)
+
+_MOST_WORKERS = 256
+_START_S = 120.0
+_STOP_S = 12.0  # of which a worker gives its running calls 5
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
+_STEADY_S = 30.0  # a worker that lived so long is started again at once
+
+
+def serve_workers(
+    model: str | Path,
+    config: ProxyConfig,
+    *,
+    workers: int,
+    store: str | Path,
+    durability: StoreConfig | None = None,
+    engine_urls: Sequence[str] = (),
+    engine_options: dict[str, Any] | None = None,
+    announce: Callable[[str], None] = print,
+) -> None:
+    """Serve a model with several processes until SIGTERM or Ctrl-C.
+
+    Args:
+        workers: how many processes, at least 2; they share `max_concurrent` and `max_queued` equally.
+
+    The other arguments, and what is raised, are those of `serve`; ArealAgentsError also if a worker does not
+    start.
+    """
+    if not 2 <= workers <= _MOST_WORKERS:
+        raise ConfigError(f"workers must be from 2 to {_MOST_WORKERS}, got {workers}")
+    if len(engine_urls) > 1:
+        raise ConfigError(f"one engine URL is supported for now, got {len(engine_urls)}")
+    refuse_open_access(config)
+    settings = durability or StoreConfig()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(logging_as(config.log_format))
+        main = stack.enter_context(listen(config.host, config.port))
+        own = [stack.enter_context(listen(config.host, 0)) for _ in range(workers)]
+        stack.enter_context(exit_on_sigterm())
+        with Store.open(store, settings.durability) as opened:  # created, or refused, before any worker is
+            folder = locks_beside(opened.path)
+        forget_dead(folder)
+        stack.callback(forget_dead, folder)
+        engine_url = (
+            engine_urls[0]
+            if engine_urls
+            else stack.enter_context(running_engine(model, **(engine_options or {})))
+        )
+        run, secret = secrets.token_hex(6), secrets.token_hex(24)
+        ports = tuple(int(listener.getsockname()[1]) for listener in own)
+
+        def order(index: int, life: int, ready_fd: int) -> Order:
+            return Order(
+                spec=WorkerSpec(folder, run, index, life, ports, _loopback(config.host), secret),
+                model=str(model),
+                engine_url=engine_url,
+                store=str(store),
+                durability=settings.durability,
+                config=_shared(config, workers).model_dump(),
+                listen_fds=(own[index].fileno(), main.fileno()),
+                ready_fd=ready_fd,
+            )
+
+        with contextlib.suppress(KeyboardInterrupt), WorkerProcesses(workers, order) as processes:
+            processes.start(time.monotonic() + _START_S)
+            own_urls = ", ".join(url_of(listener) for listener in own)
+            announce(
+                f"serving {Path(model).name} at {url_of(main)}/v1 (engine {engine_url}; "
+                f"{workers} workers at {own_urls})"
+            )
+            processes.keep()
+
+
+class WorkerProcesses:
+    """The workers by index. Leaving the with-block ends them all."""
+
+    def __init__(self, count: int, order: Callable[[int, int, int], Order]) -> None:
+        self._order = order
+        self._workers = [_Worker(index) for index in range(count)]
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> WorkerProcesses:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with _uninterrupted():
+            self._stop()
+
+    def start(self, deadline: float) -> None:
+        """Start every worker and return when all of them serve. ArealAgentsError if one does not."""
+        for worker in self._workers:
+            self._spawn(worker)
+        while not all(worker.is_ready for worker in self._workers):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ArealAgentsError(f"the workers did not start within {_START_S:g} s")
+            for worker in self._changed(left):
+                if worker.process is None:
+                    raise ArealAgentsError(
+                        f"worker {worker.index} ended before it served, with exit code {worker.exit_code}; "
+                        "what it said is above"
+                    )
+
+    def keep(self) -> None:
+        """Start again whatever ends, until interrupted."""
+        while True:
+            now = time.monotonic()
+            for worker in self._workers:
+                if worker.process is None and worker.start_at <= now:
+                    self._spawn(worker)
+            pauses = [worker.start_at - now for worker in self._workers if worker.process is None]
+            for worker in self._changed(max(0.0, min(pauses)) if pauses else None):
+                if worker.process is None:
+                    worker.plan_start()
+
+    def _spawn(self, worker: _Worker) -> None:
+        ready, ready_fd = os.pipe()
+        order = self._order(worker.index, worker.life, ready_fd)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "areal_agents.proxy.worker_process"],
+            stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+            pass_fds=[*order.listen_fds, ready_fd],
+            start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+        )
+        os.close(ready_fd)
+        worker.begin(process, ready)
+        self._selector.register(ready, selectors.EVENT_READ, worker)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and the other pipe says so
+            process.stdin.write(order.to_line())
+            process.stdin.flush()
+
+    def _changed(self, timeout_s: float | None) -> list[_Worker]:
+        """Wait until workers got ready or ended, and note it."""
+        changed = []
+        for key, _ in self._selector.select(timeout_s):
+            worker: _Worker = key.data
+            if os.read(worker.ready, len(READY)):
+                worker.is_ready = True
+            else:
+                self._selector.unregister(worker.ready)
+                worker.end()
+            changed.append(worker)
+        return changed
+
+    def _stop(self) -> None:
+        running = [worker for worker in self._workers if worker.process is not None]
+        for worker in running:
+            worker.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_S
+        for worker in running:
+            worker.end(max(0.0, deadline - time.monotonic()))
+        self._selector.close()
+
+
+class _Worker:
+    """One worker over all its lives."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.life = 0
+        self.process: subprocess.Popen[bytes] | None = None
+        self.ready = -1
+        self.is_ready = False
+        self.exit_code = 0
+        self.start_at = 0.0
+        self._started_at = 0.0
+        self._pause_s = 0.0
+
+    def begin(self, process: subprocess.Popen[bytes], ready: int) -> None:
+        """A life begins."""
+        self.process, self.ready, self.is_ready = process, ready, False
+        self._started_at = time.monotonic()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process."""
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def end(self, timeout_s: float = _STOP_S) -> None:
+        """A life ends, by force if it does not by itself."""
+        if self.process is None:
+            return
+        try:
+            self.exit_code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.exit_code = self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+        os.close(self.ready)
+        self.process, self.is_ready = None, False
+        self.life += 1
+
+    def plan_start(self) -> None:
+        """Set the time of the next life: at once, but later and later for one that keeps dying."""
+        lived_s = time.monotonic() - self._started_at
+        if lived_s > _STEADY_S or self._pause_s == 0.0:
+            self._pause_s, pause_s = _FIRST_PAUSE_S, 0.0
+        else:
+            pause_s = self._pause_s
+            self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self.start_at = time.monotonic() + pause_s
+        _logger.warning(
+            "worker %d ended with exit code %d after %.1f s; it is started again in %.2g s",
+            self.index, self.exit_code, lived_s, pause_s,
+        )  # fmt: skip
+
+
+def _shared(config: ProxyConfig, workers: int) -> ProxyConfig:
+    """The configuration of one worker: its part of what all of them may do at a time."""
+    return config.model_copy(
+        update={
+            "max_concurrent": math.ceil(config.max_concurrent / workers),
+            "max_queued": math.ceil(config.max_queued / workers),
+        }
+    )
+
+
+def _loopback(host: str) -> str:
+    """Where a worker that listens on `host` is reached from this machine."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host
+    if address.is_unspecified:
+        return "127.0.0.1" if address.version == 4 else "[::1]"
+    return host if address.version == 4 else f"[{host}]"
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)

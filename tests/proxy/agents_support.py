@@ -1,0 +1,635 @@
+"""Agents of every dialect over the real SDKs, a model that is not well behaved, and the invariant of the record.
+
+An agent keeps its conversation in the wire form of its API, as units: what a user said, a reply as its
+framework would send it back, the results of tools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from anthropic import Anthropic
+from proxy_support import SEARCH, EngineCall, RunningProxy, ScriptedEngine, tool_call
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.core.messages import ToolCall
+from areal_agents.core.trajectory import Trajectory
+from areal_agents.proxy.turn_ids import turn_id_of
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+FUNCTION = SEARCH["function"]
+RESPONSES_SEARCH = {"type": "function", "strict": False, **FUNCTION}
+MESSAGES_SEARCH = {
+    "name": FUNCTION["name"],
+    "description": FUNCTION["description"],
+    "input_schema": FUNCTION["parameters"],
+}
+
+
+@dataclass
+class ObservedEngine(ScriptedEngine):
+    """Fails or waits in the middle of a reply, and notes a generation that is cancelled there.
+
+    Attributes:
+        fail_after: pieces after which `failure` is raised; None for never.
+        hold_after: pieces after which it waits until it is cancelled or `go_on` is set; None for never.
+    """
+
+    fail_after: int | None = None
+    failure: Exception = field(default_factory=lambda: RuntimeError("unset"))
+    hold_after: int | None = None
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: Callable[[TokenChunk], None] | None = None,
+    ) -> Completion:
+        try:
+            return await super().generate(rid, input_ids, sampling, on_tokens)
+        except asyncio.CancelledError:
+            if rid not in self.cancelled:
+                self.cancelled.append(rid)
+            raise
+
+    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
+        pieces = 0
+
+        def count(chunk: TokenChunk) -> None:
+            nonlocal pieces
+            if self.fail_after is not None and pieces >= self.fail_after:
+                raise self.failure
+            pieces += 1
+            on_tokens(chunk)
+
+        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        for start in range(0, len(ids), 2):
+            if self.hold_after is not None and pieces >= self.hold_after:
+                async with asyncio.timeout(30):
+                    while not self.go_on.is_set():
+                        await asyncio.sleep(0.005)
+            count(TokenChunk(tuple(ids[start : start + 2]), tuple(logprobs[start : start + 2])))
+            await asyncio.sleep(0)
+
+    def reset(self) -> None:
+        """As new."""
+        self.script = lambda call: "ok"
+        self.delay_s, self.version, self.max_context = 0.0, 0, 4096
+        self.fail_after = self.hold_after = None
+        self.go_on.clear()
+        self.calls.clear()
+        self.cancelled.clear()
+
+
+def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[EngineCall], str | list[int]]:
+    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
+    texts = [
+        lambda: "plain answer",
+        lambda: "  padded \n answer\n\n",
+        lambda: "",
+        lambda: "naïve – ünïcode 日本 \U0001f600",
+        lambda: "<think>\nlet me see\n</think>\n\nthe answer",
+        lambda: "<think>\nnever closed",
+        lambda: tool_call(query="Lyon"),
+        lambda: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon", limit=2.0, z=1, a=[1, 2]),
+        lambda: tool_call(query="a") + "\n" + tool_call(query="b"),
+        lambda: "Let me look.\n" + tool_call(query="日本"),
+        lambda: '<tool_call>\n{"name":"search","arguments":{ "query" :"caf\\u00e9"}}\n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search", "arguments": {"query": \n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search"',
+        lambda: "text with a <tool marker, a </think> and a STOP word",
+    ]
+
+    def script(call: EngineCall) -> str | list[int]:
+        kind = rng.random()
+        if kind < 0.2:  # any ids at all, the special ones too, with or without an end
+            return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
+        text = rng.choice(texts)()
+        return renderer.tokenizer.encode(text) if kind < 0.3 and text else text  # 10%: cut off
+
+    return script
+
+
+def replies_by_prompt(seed: int, engine: ScriptedEngine) -> Callable[[EngineCall], Any]:
+    """Awkward replies that depend on the prompt and on how often it came, not on who comes first.
+
+    Some are drawn while the weights change: their versions rise within the reply.
+    """
+    asked: Counter[bytes] = Counter()
+
+    def script(call: EngineCall) -> Any:
+        prompt = call.input_ids.tobytes()
+        asked[prompt] += 1
+        digest = hashlib.blake2b(prompt + f"{seed}/{asked[prompt]}".encode(), digest_size=8).digest()
+        rng = random.Random(digest)
+        reply = awkward_replies(rng, engine.renderer)(call)
+        whole = engine._completion(reply, call.sampling)
+        versions = sorted(rng.randrange(9) for _ in range(len(whole)))
+        logprobs = [-rng.random() * 5 for _ in range(len(whole))]
+        return Completion(whole.token_ids, logprobs, versions, whole.finish_reason)
+
+    return script
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What a framework does to a reply before it sends it back; the default is nothing at all."""
+
+    arguments: str = "raw"
+    reasoning: str = "keep"
+    content: str = "as is"
+    absent: str = "missing"
+    extras: bool = False
+    item_ids: bool = True
+
+
+ARGUMENT_FORMS = ("raw", "py", "py-ascii", "compact", "sorted", "reversed", "js")
+
+
+def rewritten(arguments: str, form: str) -> str:
+    """JSON arguments, serialised as another language or library does."""
+    try:
+        value = json.loads(arguments)
+    except ValueError:
+        return arguments
+    match form:
+        case "py":
+            return json.dumps(value, ensure_ascii=False)
+        case "py-ascii":
+            return json.dumps(value)
+        case "compact":
+            return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+        case "sorted":
+            return json.dumps(value, sort_keys=True, indent=1)
+        case "reversed":
+            return json.dumps(dict(reversed(value.items())) if isinstance(value, dict) else value)
+        case "js":
+            return json.dumps(_without_fractions(value), separators=(",", ":"), ensure_ascii=False)
+    return arguments
+
+
+def _without_fractions(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {key: _without_fractions(item) for key, item in value.items()}
+    return [_without_fractions(item) for item in value] if isinstance(value, list) else value
+
+
+def mutated_text(text: str, mutation: Mutation, has_calls: bool) -> str:
+    """Content, padded, stripped, or dropped beside calls."""
+    match mutation.content:
+        case "padded":
+            return f"\n{text}  \n"
+        case "stripped":
+            return text.strip()
+        case "dropped" if has_calls:
+            return ""
+    return text
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply, as its client understood it."""
+
+    turn_id: str
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish: str = ""
+    wire_id: str = ""
+
+
+class Agent:
+    """One conversation in one dialect. `received` has the ids of all turns that it got."""
+
+    dialect = ""
+    many = False  # whether the API has n
+
+    def __init__(
+        self, proxy: RunningProxy, episode: dict[str, Any], question: str, system: str | None = None
+    ) -> None:
+        self.episode = episode
+        self.system = system
+        self.received: list[str] = []
+        self.history: list[list[Any]] = []
+        self.client = self.connect(proxy)
+        self.say(question)
+
+    def connect(self, proxy: RunningProxy) -> Any:
+        return proxy.openai(self.episode)
+
+    def close(self) -> None:
+        self.client.close()
+
+    def ask(self, *, streamed: bool = False, headers: dict[str, str] | None = None, **options: Any) -> list[Reply]:
+        """The replies to the conversation; `options` are max_tokens, stop and n."""
+        replies = self.send(streamed, headers or {}, options)
+        self.received += [reply.turn_id for reply in replies]
+        return replies
+
+    def hang_up(self, **options: Any) -> None:
+        """Begin to read an answer, and close the connection."""
+        raise NotImplementedError
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        raise NotImplementedError
+
+    def take(self, reply: Reply, mutation: Mutation = Mutation()) -> None:  # noqa: B008
+        """Put a reply into the conversation as a framework would."""
+        self.history.append(self.replayed(reply, mutation))
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        raise NotImplementedError
+
+    def say(self, text: str) -> None:
+        self.history.append([{"role": "user", "content": text}])
+
+    def results(self, reply: Reply, text: str) -> None:
+        """Answer every call of a reply."""
+        self.history.append(self.result_items(reply, text))
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        raise NotImplementedError
+
+    def edit(self, index: int, text: str) -> None:
+        """Write something else where a unit of the conversation was."""
+        self.history[index] = [{"role": "user", "content": text}]
+
+    @property
+    def items(self) -> list[Any]:
+        return [item for unit in self.history for item in unit]
+
+
+class ChatAgent(Agent):
+    """Over /v1/chat/completions with the `openai` client."""
+
+    dialect, many = "chat", True
+
+    def body(self, options: dict[str, Any]) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {"model": "policy", "messages": [*system, *self.items], "tools": [SEARCH], **options}
+
+    def hang_up(self, **options: Any) -> None:
+        with self.client.chat.completions.create(stream=True, **self.body(options)) as stream:
+            next(iter(stream), None)
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        create, body = self.client.chat.completions.create, self.body(options)
+        if streamed:
+            return joined_chunks(list(create(stream=True, extra_headers=headers, **body)))
+        answer = create(extra_headers=headers, **body)
+        turns = sibling_ids(answer.id, len(answer.choices))
+        return [
+            Reply(
+                turn,
+                choice.message.content or "",
+                getattr(choice.message, "reasoning_content", None) or "",
+                tuple(
+                    ToolCall(c.id, c.function.name, c.function.arguments)
+                    for c in choice.message.tool_calls or ()
+                ),
+                choice.finish_reason,
+                answer.id,
+            )
+            for turn, choice in zip(turns, answer.choices, strict=True)
+        ]
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        text = mutated_text(reply.content, mutation, bool(reply.calls))
+        content: Any = text
+        if mutation.content == "parts":
+            middle = len(text) // 2
+            content = [{"type": "text", "text": part} for part in (text[:middle], text[middle:])]
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": rewritten(call.arguments, mutation.arguments)},
+            }
+            for call in reply.calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        for name, value in (("tool_calls", calls), ("reasoning_content", reply.reasoning)):
+            if value and not (name == "reasoning_content" and mutation.reasoning == "drop"):
+                message[name] = value
+            elif mutation.absent == "none":
+                message[name] = None
+            elif mutation.absent == "empty":
+                message[name] = value[:0]
+        if not text and mutation.content != "parts":
+            message["content"] = {"none": None, "empty": ""}.get(mutation.absent)
+            if mutation.absent == "missing":
+                del message["content"]
+        if mutation.extras:
+            message |= {"annotations": [], "audio": None, "refusal": None, "index": 0, "parsed": None}
+        return [message]
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        return [
+            {"role": "tool", "tool_call_id": call.id, "content": f"{text} {index}"}
+            for index, call in enumerate(reply.calls)
+        ]
+
+
+def sibling_ids(wire_id: str, count: int) -> list[str]:
+    """The turn of an answer; of further choices only the first one's id is on the wire."""
+    return [turn_id_of(wire_id) or ""] + [""] * (count - 1)
+
+
+def joined_chunks(chunks: list[Any]) -> list[Reply]:
+    """The replies that chunks of a chat stream add up to; no chunk may have content and a call."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            delta = choice.delta
+            mine = choices.setdefault(choice.index, {"content": "", "reasoning": "", "calls": {}, "finish": ""})
+            assert not (delta.content and delta.tool_calls)
+            mine["content"] += delta.content or ""
+            mine["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+            mine["finish"] = choice.finish_reason or mine["finish"]
+            for call in delta.tool_calls or ():
+                parts = mine["calls"].setdefault(call.index, ["", "", ""])
+                for place, text in enumerate((call.id, call.function.name, call.function.arguments)):
+                    parts[place] += text or ""
+    turns = sibling_ids(chunks[0].id, len(choices))
+    return [
+        Reply(
+            turn,
+            mine["content"],
+            mine["reasoning"],
+            tuple(ToolCall(*parts) for _, parts in sorted(mine["calls"].items())),
+            mine["finish"],
+            chunks[0].id,
+        )
+        for turn, (_, mine) in zip(turns, sorted(choices.items()), strict=True)
+    ]
+
+
+class ResponsesAgent(Agent):
+    """Over /v1/responses with the `openai` client. `style`: how it names the past."""
+
+    dialect = "responses"
+    style = "items"
+    _previous: str | None = None
+    _sent = 0
+
+    def body(self, options: dict[str, Any]) -> dict[str, Any]:
+        options = {**options}
+        if (limit := options.pop("max_tokens", None)) is not None:
+            options["max_output_tokens"] = limit
+        if (stop := options.pop("stop", None)) is not None:
+            options["extra_body"] = {"stop": stop}
+        items = self.items
+        if self._previous is not None:
+            options["previous_response_id"] = self._previous
+            items = [item for unit in self.history[self._sent :] for item in unit]
+        system = {"instructions": self.system} if self.system else {}
+        return {"model": "policy", "input": items, "tools": [RESPONSES_SEARCH], **system, **options}
+
+    def hang_up(self, **options: Any) -> None:
+        with self.client.responses.create(stream=True, **self.body(options)) as stream:
+            next(iter(stream), None)
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        create, body = self.client.responses.create, self.body(options)
+        if streamed:
+            events = list(create(stream=True, extra_headers=headers, **body))
+            answer = events[-1].response
+            said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+            thought = "".join(e.delta for e in events if e.type == "response.reasoning_summary_text.delta")
+            assert [e.sequence_number for e in events] == list(range(len(events)))
+        else:
+            answer = create(extra_headers=headers, **body)
+            said = thought = None
+        items = answer.output
+        reasoning = "".join(s.text for item in items if item.type == "reasoning" for s in item.summary)
+        assert said in (None, answer.output_text) and thought in (None, reasoning)
+        calls = [item for item in items if item.type == "function_call"]
+        reply = Reply(
+            turn_id_of(answer.id) or "",
+            answer.output_text,
+            reasoning,
+            tuple(ToolCall(call.call_id, call.name, call.arguments) for call in calls),
+            answer.status,
+            answer.id,
+        )
+        self._output = [item.to_dict() for item in items]
+        return [reply]
+
+    def take(self, reply: Reply, mutation: Mutation = Mutation()) -> None:  # noqa: B008
+        super().take(reply, mutation)
+        if self.style == "previous":
+            self._previous, self._sent = reply.wire_id, len(self.history)
+
+    def edit(self, index: int, text: str) -> None:
+        super().edit(index, text)
+        self._previous, self._sent = None, 0
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        if self.style == "references":
+            return [{"type": "item_reference", "id": item["id"]} for item in self._output]
+        out = []
+        for raw in self._output:
+            item = {**raw}
+            if not mutation.item_ids:
+                item.pop("id", None)
+            if item["type"] == "reasoning" and mutation.reasoning == "drop":
+                continue
+            if item["type"] == "function_call":
+                item["arguments"] = rewritten(item["arguments"], mutation.arguments)
+            if item["type"] == "message":
+                text = mutated_text(reply.content, mutation, bool(reply.calls))
+                if not text and mutation.content == "dropped":
+                    continue
+                item["content"] = [{"type": "output_text", "text": text, "annotations": []}]
+                if mutation.extras:
+                    item = {"role": "assistant", "content": text, "id": item.get("id")}
+            out.append(item)
+        return out
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        return [
+            {"type": "function_call_output", "call_id": call.id, "output": f"{text} {index}"}
+            for index, call in enumerate(reply.calls)
+        ]
+
+
+class PreviousAgent(ResponsesAgent):
+    """Names the past by previous_response_id alone."""
+
+    dialect, style = "responses/previous", "previous"
+
+
+class ReferencesAgent(ResponsesAgent):
+    """Sends references to the items of the past."""
+
+    dialect, style = "responses/references", "references"
+
+
+class MessagesAgent(Agent):
+    """Over /v1/messages with the `anthropic` client."""
+
+    dialect = "messages"
+
+    def connect(self, proxy: RunningProxy) -> Any:
+        key = self.episode["key"]
+        return Anthropic(base_url=f"{proxy.url}/e/{key}", api_key=key, max_retries=0)
+
+    def body(self, options: dict[str, Any]) -> dict[str, Any]:
+        options = {**options, "max_tokens": options.get("max_tokens") or 300}
+        if (stop := options.pop("stop", None)) is not None:
+            options["stop_sequences"] = [stop] if isinstance(stop, str) else stop
+        system = {"system": self.system} if self.system else {}
+        return {"model": "policy", "messages": self.items, "tools": [MESSAGES_SEARCH], **system, **options}
+
+    def hang_up(self, **options: Any) -> None:
+        with self.client.messages.create(stream=True, **self.body(options)) as stream:
+            next(iter(stream), None)
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        body = self.body(options)
+        if streamed:
+            with self.client.messages.stream(extra_headers=headers, **body) as stream:
+                message = stream.get_final_message()
+        else:
+            message = self.client.messages.create(extra_headers=headers, **body)
+        blocks = message.content
+        uses = [block for block in blocks if block.type == "tool_use"]
+        reply = Reply(
+            turn_id_of(message.id) or "",
+            "".join(block.text for block in blocks if block.type == "text"),
+            "".join(block.thinking for block in blocks if block.type == "thinking"),
+            tuple(ToolCall(use.id, use.name, json.dumps(use.input)) for use in uses),
+            message.stop_reason or "",
+            message.id,
+        )
+        self._content = [block.model_dump(exclude_none=True) for block in blocks]
+        return [reply]
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        out = []
+        for raw in self._content:
+            block = {**raw}
+            if block["type"] == "thinking" and mutation.reasoning == "drop":
+                continue
+            if block["type"] == "tool_use":
+                text = rewritten(json.dumps(block["input"]), mutation.arguments)
+                block["input"] = json.loads(text)
+            if block["type"] == "text":
+                block["text"] = mutated_text(block["text"], mutation, bool(reply.calls))
+                if not block["text"]:
+                    continue
+            out.append(block)
+        if mutation.extras and out:
+            out[-1]["cache_control"] = {"type": "ephemeral"}
+        plain = mutation.content == "parts" and len(out) == 1 and out[0]["type"] == "text"
+        return [{"role": "assistant", "content": out[0]["text"] if plain else out}]
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": f"{text} {index}"}
+            for index, call in enumerate(reply.calls)
+        ]
+        return [{"role": "user", "content": results}]
+
+
+class CompletionsAgent(Agent):
+    """Over /v1/completions: the conversation is a text."""
+
+    dialect, many = "completions", True
+
+    def body(self, options: dict[str, Any]) -> dict[str, Any]:
+        return {"model": "policy", "prompt": (self.system or "") + "".join(self.items), "max_tokens": 300} | options
+
+    def hang_up(self, **options: Any) -> None:
+        with self.client.completions.create(stream=True, **self.body(options)) as stream:
+            next(iter(stream), None)
+
+    def send(self, streamed: bool, headers: dict[str, str], options: dict[str, Any]) -> list[Reply]:
+        create, body = self.client.completions.create, self.body(options)
+        texts: dict[int, str] = {}
+        finish: dict[int, str] = {}
+        chunks = list(create(stream=True, extra_headers=headers, **body)) if streamed else None
+        for part in chunks or [create(extra_headers=headers, **body)]:
+            wire_id = part.id
+            for choice in part.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                finish[choice.index] = choice.finish_reason or finish.get(choice.index, "")
+        turns = sibling_ids(wire_id, len(texts))
+        return [
+            Reply(turn, text, finish=finish[index], wire_id=wire_id)
+            for turn, (index, text) in zip(turns, sorted(texts.items()), strict=True)
+        ]
+
+    def say(self, text: str) -> None:
+        self.history.append([f"\nQ: {text}\nA:"])
+
+    def edit(self, index: int, text: str) -> None:
+        self.history[index] = [text]
+
+    def replayed(self, reply: Reply, mutation: Mutation) -> list[Any]:
+        return [reply.content]
+
+    def result_items(self, reply: Reply, text: str) -> list[Any]:
+        return [text]
+
+
+AGENTS: dict[str, type[Agent]] = {
+    kind.dialect: kind
+    for kind in (ChatAgent, ResponsesAgent, PreviousAgent, ReferencesAgent, MessagesAgent, CompletionsAgent)
+}
+TOOL_AGENTS = {name: kind for name, kind in AGENTS.items() if kind is not CompletionsAgent}
+
+
+def check_invariant(
+    store: Store, episode_id: str, engine_calls: Sequence[EngineCall], received: Sequence[str] = ()
+) -> int:
+    """Compare the record with what the engine saw; the number of turns that continue another one.
+
+    `received`: turns whose replies a client got, every one of which must be on record.
+    """
+    episode = store.load_episode(episode_id)
+    recorded = {turn.id: turn for turn in episode.turns}
+    assert len(recorded) == len(episode.turns)
+    assert {turn for turn in received if turn} <= set(recorded)
+    sent = {call.rid: call for call in engine_calls if call.rid in recorded}
+    assert len(sent) == len(recorded)
+    for turn_id, call in sent.items():
+        turn, completion = recorded[turn_id], call.completion
+        assert completion is not None
+        for name in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(turn.completion, name), getattr(completion, name))
+        assert turn.completion.finish_reason == completion.finish_reason
+        assert turn.sampling == call.sampling
+        np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
+    for trajectory in episode.forest.trajectories():
+        check_trajectory(trajectory, sent[trajectory.turns[-1].id])
+    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
+    assert sum(len(turn.completion) for turn in episode.turns) == sum(
+        len(call.completion) for call in sent.values() if call.completion is not None
+    )
+    return sum(turn.parent is not None for turn in episode.turns)
+
+
+def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
+    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
+    assert last.completion is not None
+    whole = np.concatenate([last.input_ids, last.completion.token_ids])
+    np.testing.assert_array_equal(trajectory.token_ids, whole)
+    sampled = np.concatenate([turn.completion.token_ids for turn in trajectory.turns])
+    np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
+    logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
+    np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)

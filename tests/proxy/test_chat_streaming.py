@@ -1,0 +1,314 @@
+"""Streamed is not streamed: in every dialect the pieces add up to the whole answer, and so does the record."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from agents_support import (
+    AGENTS,
+    Agent,
+    ChatAgent,
+    MessagesAgent,
+    ObservedEngine,
+    Reply,
+    ResponsesAgent,
+    check_invariant,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+
+from areal_agents.core.completion import Completion
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.rendering import ChatRenderer
+
+STEADY = settings(
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=list(HealthCheck),
+)
+LONG = settings(STEADY, max_examples=800)
+USER = {"role": "user", "content": "Where is Lyon?"}
+PATHS = {
+    "chat": ("/v1/chat/completions", {"messages": [USER]}),
+    "completions": ("/v1/completions", {"prompt": "Where?", "max_tokens": 99}),
+    "responses": ("/v1/responses", {"input": "Where?"}),
+    "messages": ("/v1/messages", {"messages": [USER], "max_tokens": 99}),
+}
+DIALECTS = sorted(PATHS)
+KINDS: list[type[Agent]] = [AGENTS[name] for name in DIALECTS]
+
+fragments = st.sampled_from(
+    [
+        "plain ", "  ", "\n\n", "x", "naïve ", "日本", "\U0001f600", "<", "</", "<th", "ink>", "STO", "STOP", "OPST",
+        "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<tool_call>", "</tool_call>", "<tool_", "call>\n",
+        tool_call(query="Lyon"), tool_call(query="日\U0001f600\"", n=2.0), '{"name": "search"', "}", "<|im_end|>",
+        '<tool_call>\n{"name": "search", "arguments": 7}\n</tool_call>', "<tool_call>\n[]\n</tool_call>",
+    ]
+)  # fmt: skip
+texts = st.lists(fragments, max_size=6).map("".join)
+stops = st.none() | st.sampled_from([["STOP"], ["STOP", "TO"], ["\n"], ["OP", "STOP", "n"], ["日本"], ["<"]])
+
+
+@pytest.fixture(scope="module")
+def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    path: Path = tmp_path_factory.mktemp("streaming") / "store.db"
+    with running_proxy(path, ObservedEngine(renderer), keepalive_s=0.03) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(running: RunningProxy) -> RunningProxy:
+    running.engine.reset()
+    return running
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what other threads do; an assertion error after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def as_compared(replies: list[Reply]) -> list[Any]:
+    """What a reply says, without the ids that are new in every call."""
+    return [
+        (reply.content, reply.reasoning, [(c.name, c.arguments) for c in reply.calls], reply.finish)
+        for reply in replies
+    ]
+
+
+def compare(proxy: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int) -> None:
+    """One call whole and once streamed, with the same sampled ids."""
+    engine = proxy.engine
+    engine.reset()
+    ids = [*engine.renderer.tokenizer.encode(text), *engine.renderer.stop_token_ids[:1]]
+    # A prefix of the bytes: the cut may fall into the middle of a character, a marker or a call.
+    ids = ids[: max(cut, 1)] if cut is not None else ids
+    reason: Any = "stop" if cut is None else "length"
+    engine.script = lambda call: Completion(ids, [-0.25] * len(ids), [3] * len(ids), reason)
+    episode = proxy.open_episode(split="eval")
+    agent = kind(proxy, episode, "Where?")
+    options = {name: value for name, value in (("stop", stop), ("n", n if agent.many else None)) if value}
+    whole = agent.ask(**options)
+    streamed = agent.ask(streamed=True, **options)
+    agent.close()
+    assert as_compared(streamed) == as_compared(whole)
+    assert len(whole) == (n if agent.many else 1)
+    if stop:
+        assert not any(word in reply.content for reply in whole for word in stop)
+    turns = proxy.store.load_episode(episode["id"]).turns
+    first, second = turns[: len(whole)], turns[len(whole) :]
+    for one, other in zip(first, second, strict=True):
+        assert one.completion.token_ids.tolist() == other.completion.token_ids.tolist() == ids
+        assert (one.reply.content, one.reply.reasoning) == (other.reply.content, other.reply.reasoning)
+        assert one.sampling == other.sampling
+    check_invariant(proxy.store, episode["id"], engine.calls, agent.received)
+
+
+@STEADY
+@given(
+    kind=st.sampled_from(KINDS),
+    text=texts,
+    cut=st.none() | st.integers(1, 30),
+    stop=stops,
+    n=st.sampled_from([1, 1, 2]),
+)
+def test_the_pieces_add_up_to_the_whole(
+    running: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int
+) -> None:
+    compare(running, kind, text, cut, stop, n)
+
+
+@pytest.mark.slow
+@LONG
+@given(
+    kind=st.sampled_from(KINDS),
+    text=texts,
+    cut=st.none() | st.integers(1, 60),
+    stop=stops,
+    n=st.sampled_from([1, 1, 2]),
+)
+def test_very_many_pieces_add_up(
+    running: RunningProxy, kind: type[Agent], text: str, cut: int | None, stop: Any, n: int
+) -> None:
+    compare(running, kind, text, cut, stop, n)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "In France.",
+        "",
+        "<think>\nhm\n</think>\n\nLet me look.\n" + tool_call(query="Lyon") + "\n" + tool_call(query="日本"),
+        "<think>\nnever closed",
+    ],
+)
+def test_the_helpers_of_the_sdks_accumulate_the_whole_answer(proxy: RunningProxy, reply: str) -> None:
+    proxy.engine.script = lambda call: reply
+    with proxy.openai(proxy.open_episode()) as client:
+        body: dict[str, Any] = {"model": "p", "messages": [USER], "tools": [SEARCH]}
+        whole = client.chat.completions.create(**body).choices[0]
+        with client.chat.completions.stream(**body) as stream:
+            final = stream.get_final_completion().choices[0]
+    assert (final.message.content or "") == (whole.message.content or "")
+    assert final.finish_reason == whole.finish_reason
+    found, expected = (
+        [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+        for message in (final.message, whole.message)
+    )
+    assert found == expected
+
+
+def test_a_chat_stream_has_a_role_a_finish_a_usage_and_an_end(proxy: RunningProxy) -> None:
+    proxy.engine.script = lambda call: "<think>\nhm\n</think>\n\nLet me look.\n" + tool_call(query="Lyon")
+    episode = proxy.open_episode()
+    body = {"messages": [USER], "tools": [SEARCH], "stream": True, "stream_options": {"include_usage": True}}
+    path = f"/e/{episode['key']}/v1/chat/completions"
+    with proxy.http.stream("POST", path, json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    [call] = proxy.engine.calls
+    assert {chunk["id"] for chunk in chunks} == {call.rid}
+    *others, usage = chunks
+    assert usage["choices"] == [] and usage["usage"]["prompt_tokens"] == len(call.input_ids)
+    assert usage["usage"]["completion_tokens"] == len(call.completion)
+    deltas = [chunk["choices"][0]["delta"] for chunk in others]
+    assert deltas[0]["role"] == "assistant" and not any("role" in delta for delta in deltas[1:])
+    assert [c["choices"][0]["finish_reason"] for c in others] == [None] * (len(others) - 1) + ["tool_calls"]
+    assert not any(delta.get("content") and delta.get("tool_calls") for delta in deltas)
+    assert all(chunk.get("usage") is None for chunk in others)
+    assert len([delta for delta in deltas if delta.get("content")]) > 1  # it came in pieces
+    # Without the option there is no usage chunk: some clients trip over a chunk without choices.
+    del body["stream_options"]
+    text = proxy.http.post(path, json=body).text
+    assert '"choices":[]' not in text and text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialect: str) -> None:
+    """The first piece is with the client before the reply is drawn; so are signs of life."""
+    path, body = PATHS[dialect]
+    proxy.engine.script = lambda call: "one two three four five six seven €"
+    proxy.engine.hold_after = 3
+    episode = proxy.open_episode()
+    seen, alive = "", 0
+    with proxy.http.stream("POST", f"/e/{episode['key']}{path}", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        while "one" not in seen or alive < 3:  # one ping of the Messages API opens the stream
+            line = next(lines)
+            seen += line
+            alive += line.startswith(":") or line == "event: ping"
+        assert len(proxy.engine.calls) == 1 and proxy.engine.cancelled == []
+        assert proxy.tokens(episode)["turns"] == [] and "€" not in seen
+        proxy.engine.go_on.set()
+        rest = "".join(lines)
+    assert "€" in rest
+    assert len(proxy.tokens(episode)["turns"]) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_clients_pass_over_signs_of_life(proxy: RunningProxy, kind: type[Agent]) -> None:
+    proxy.engine.script = lambda call: "In France."
+    proxy.engine.delay_s = 0.2
+    episode = proxy.open_episode()
+    agent = kind(proxy, episode, "Where?")
+    [reply] = agent.ask(streamed=True)
+    agent.close()
+    assert reply.content == "In France." and [reply.turn_id] == [
+        turn["id"] for turn in proxy.tokens(episode)["turns"]
+    ]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [(EngineUnavailable("away"), 503), (EngineError("garbage"), 502), (RuntimeError("a secret bug"), 500)],
+)
+def test_a_failure_before_the_first_piece_is_an_ordinary_error(
+    proxy: RunningProxy, dialect: str, failure: Exception, status: int
+) -> None:
+    path, body = PATHS[dialect]
+    proxy.engine.script = lambda call: failure
+    episode = proxy.open_episode()
+    response = proxy.http.post(f"/e/{episode['key']}{path}", json={**body, "stream": True})
+    assert response.status_code == status and response.headers["content-type"] == "application/json"
+    error = response.json()["error"]
+    assert (response.json().get("type") == "error") == (dialect == "messages")
+    assert error["message"] and "secret" not in response.text and "Traceback" not in response.text
+
+
+def consume(agent: Agent) -> list[Any]:
+    """The raw events of a streamed call, through the SDK."""
+    if isinstance(agent, MessagesAgent):
+        return list(agent.client.messages.create(stream=True, **agent.body({})))
+    if isinstance(agent, ResponsesAgent):
+        return list(agent.client.responses.create(stream=True, **agent.body({})))
+    make = agent.client.chat if isinstance(agent, ChatAgent) else agent.client
+    return list(make.completions.create(stream=True, **agent.body({})))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", ["engine", "bug", "sealed"])
+def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
+    proxy: RunningProxy, kind: type[Agent], how: str
+) -> None:
+    """The engine goes away, there is a bug, or the episode ends while the reply is on its way."""
+    proxy.engine.script = lambda call: "one two three four five six seven eight"
+    episode = proxy.open_episode()
+    agent = kind(proxy, episode, "Where?")
+    if how == "sealed":
+        proxy.engine.hold_after = 3
+    else:
+        proxy.engine.fail_after = 3
+        proxy.engine.failure = EngineUnavailable("away") if how == "engine" else RuntimeError("a secret bug")
+    raised: tuple[type[Exception], ...] = (openai.APIError, anthropic.APIError)
+    text = ""
+    if how == "sealed":
+        path, body = PATHS[agent.dialect]
+        with proxy.http.stream(
+            "POST", f"/e/{episode['key']}{path}", json={**body, "stream": True}
+        ) as response:
+            lines = response.iter_lines()
+            while "one" not in text:
+                text += next(lines)
+            assert proxy.http.post(f"/episodes/{episode['id']}/finish", json={}).status_code == 200
+            text += "\n".join(lines)
+        assert "finished" in text and "takes no more model calls" in text
+        assert proxy.engine.cancelled == [proxy.engine.calls[0].rid]
+        with pytest.raises((openai.ConflictError, anthropic.ConflictError)):
+            agent.ask()
+    elif isinstance(agent, ResponsesAgent):
+        events = consume(agent)  # this API tells it by an event of its own
+        assert events[-1].type == "response.failed" and "secret" not in events[-1].to_json()
+    else:
+        with pytest.raises(raised) as caught:
+            consume(agent)
+        assert "secret" not in str(caught.value) and "Traceback" not in str(caught.value)
+    agent.close()
+    assert proxy.tokens(episode)["turns"] == []
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_an_engine_that_fails_after_signs_of_life_ends_the_stream(proxy: RunningProxy, dialect: str) -> None:
+    """The answer has begun, with nothing in it: the error can only be an event."""
+    path, body = PATHS[dialect]
+    proxy.engine.delay_s = 0.15
+    proxy.engine.script = lambda call: EngineUnavailable("away")
+    response = proxy.http.post(
+        f"/e/{proxy.open_episode()['key']}{path}", json={**body, "stream": True}, timeout=httpx.Timeout(10)
+    )
+    assert response.status_code == 200 and "the model is not available" in response.text

@@ -1,0 +1,237 @@
+"""What a running proxy tells its operator: GET /metrics, and its log; and what neither ever holds."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+
+from areal_agents.errors import EngineUnavailable
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.metrics import CONTENT_TYPE
+from areal_agents.rendering import ChatRenderer
+
+HELLO: Any = [{"role": "user", "content": "Hello, what is a secret word?"}]
+ADMIN = {"Authorization": "Bearer admin-key-of-the-test"}
+
+
+@pytest.fixture
+def counted(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
+    with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer, version=3)) as running:
+        yield running
+
+
+def read(proxy: RunningProxy) -> dict[str, float]:
+    """Every sample but the buckets, by name and labels."""
+    response = proxy.http.get("/metrics")
+    assert response.status_code == 200 and response.headers["content-type"] == CONTENT_TYPE
+    return {
+        " ".join((sample.name.removeprefix("areal_agents_"), *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+        if not sample.name.endswith(("_bucket", "_created"))
+    }
+
+
+def test_calls_and_tokens_are_counted(counted: RunningProxy) -> None:
+    episode = counted.open_episode()
+    client = counted.openai(episode)
+    counted.engine.script = lambda call: tool_call(query="x") if len(counted.engine.calls) == 1 else "ok"
+    first = client.chat.completions.create(model="m", messages=HELLO, tools=[SEARCH])
+    message = first.choices[0].message
+    assert message.tool_calls
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "found"}
+    client.chat.completions.create(model="m", messages=[*HELLO, message, result], tools=[SEARCH])
+    list(client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True))
+
+    metrics = read(counted)
+    assert metrics["calls_total chat train 2xx no"] == 2
+    assert metrics["calls_total chat train 2xx yes"] == 1
+    assert metrics["call_duration_seconds_count chat"] == 3
+    assert metrics["first_piece_seconds_count chat"] == 1
+    assert metrics["turns_total"] == 3
+    assert metrics["forks_total new conversation"] == 1
+    assert first.usage is not None
+    recorded = counted.tokens(episode)["turns"]
+    assert metrics["prompt_tokens_total"] == sum(len(turn["prompt_ids"]) for turn in recorded)
+    assert metrics["reused_prompt_tokens_total"] == first.usage.total_tokens
+    assert metrics["sampled_tokens_total training"] == sum(turn["sampled_tokens"] for turn in recorded)
+    assert metrics["policy_version"] == 3 and metrics["open_episodes"] == 1
+    assert metrics["calls_waiting"] == metrics["calls_running"] == 0
+
+
+def test_what_is_not_trained_is_told_apart(counted: RunningProxy) -> None:
+    counted.engine.script = lambda call: "{}"
+    client = counted.openai(counted.open_episode())
+    client.chat.completions.create(model="m", messages=HELLO, response_format={"type": "json_object"})
+    counted.openai(counted.open_episode(split="eval")).chat.completions.create(model="m", messages=HELLO)
+    metrics = read(counted)
+    assert metrics["sampled_tokens_total constrained"] == metrics["sampled_tokens_total evaluation"] > 0
+    assert "sampled_tokens_total training" not in metrics
+
+
+def test_refusals_and_repeated_calls_are_counted(counted: RunningProxy) -> None:
+    client = counted.openai(counted.open_episode())
+    again = {"x-stainless-retry-count": "1"}
+    for headers in ({}, again):
+        client.chat.completions.create(model="m", messages=HELLO, extra_headers=headers)
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="m", messages=[])
+    with pytest.raises(openai.AuthenticationError):
+        counted.openai(None, api_key="ep-nobody").chat.completions.create(model="m", messages=HELLO)
+    metrics = read(counted)
+    assert metrics["repeated_calls_total chat"] == 1 and metrics["turns_total"] == 1
+    assert metrics["calls_total chat train 2xx no"] == 2
+    assert sum(value for name, value in metrics.items() if name.startswith("refusals_total")) == 2
+    assert metrics["refusals_total invalid_api_key"] == 1
+
+
+def test_a_retry_of_a_running_call_is_not_counted_twice(counted: RunningProxy) -> None:
+    counted.engine.delay_s = 1.0
+    client = counted.openai(counted.open_episode())
+    with ThreadPoolExecutor() as pool:
+        calls = [
+            pool.submit(
+                client.chat.completions.create,
+                model="m",
+                messages=HELLO,
+                extra_headers={"idempotency-key": "one", "x-stainless-retry-count": count},
+            )
+            for count in ("0", "1")
+        ]
+        first, second = (call.result(timeout=30) for call in calls)
+    assert first.id == second.id and first.usage is not None
+    metrics = read(counted)
+    assert metrics["calls_total chat train 2xx no"] == 2 and metrics["turns_total"] == 1
+    assert metrics["prompt_tokens_total"] == first.usage.prompt_tokens
+    assert metrics["sampled_tokens_total training"] == first.usage.completion_tokens
+
+
+def test_calls_of_another_model_are_counted_apart(
+    counted: RunningProxy, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    models = {"judge": {"base_url": f"{counted.url}/v1"}}
+    with running_proxy(tmp_path / "other.db", ScriptedEngine(renderer), models=models) as proxy:
+        client = proxy.openai(proxy.open_episode())
+        client.chat.completions.create(model="judge", messages=HELLO)
+        metrics = read(proxy)
+    assert metrics["passed_through_calls_total judge 2xx"] == 1 and metrics["turns_total"] == 0
+    assert not any(name.startswith("calls_total") for name in metrics)
+
+
+def test_calls_that_wait_and_run_are_seen(renderer: ChatRenderer, tmp_path: Path) -> None:
+    engine = ScriptedEngine(renderer, delay_s=60)
+    with (
+        running_proxy(tmp_path / "store.db", engine, max_concurrent=1) as proxy,
+        ThreadPoolExecutor() as pool,
+    ):
+        episode = proxy.open_episode()
+        client = proxy.openai(episode)
+        calls = [
+            pool.submit(client.chat.completions.create, model=name, messages=HELLO, user=name)
+            for name in ("a", "b")
+        ]
+        deadline = time.monotonic() + 30
+        while (metrics := read(proxy))["calls_waiting"] + metrics["calls_running"] < 2:
+            assert time.monotonic() < deadline, metrics
+        assert metrics["calls_waiting"] == metrics["calls_running"] == 1
+        proxy.http.post(f"/episodes/{episode['id']}/fail", json={"error": "enough"})
+        for call in calls:
+            with pytest.raises(openai.ConflictError):
+                call.result(timeout=30)
+        metrics = read(proxy)
+        assert metrics["calls_waiting"] == metrics["calls_running"] == 0
+        assert metrics["open_episodes"] == 0 and metrics["refusals_total episode_sealed"] == 2
+
+
+def test_metrics_are_for_the_admin(renderer: ChatRenderer, tmp_path: Path) -> None:
+    settings = {"admin_key": "admin-key-of-the-test", "project_keys": ("project-key",)}
+    with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer), headers=ADMIN, **settings) as proxy:
+        assert read(proxy)["open_episodes"] == 0
+        for key, status in (("project-key", 403), ("wrong", 401), (proxy.open_episode()["key"], 403)):
+            response = httpx.get(f"{proxy.url}/metrics", headers={"Authorization": f"Bearer {key}"})
+            assert response.status_code == status
+        assert httpx.get(f"{proxy.url}/metrics").status_code == 401
+
+
+def test_a_call_is_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None:
+    stream = io.StringIO()
+    with (
+        logging_as("json", stream),
+        running_proxy(tmp_path / "store.db", ScriptedEngine(renderer), log_calls=True) as proxy,
+    ):
+        episode = proxy.open_episode()
+        answer = proxy.openai(episode).chat.completions.create(
+            model="m", messages=HELLO, user="u", extra_headers={"x-episode-label": "title"}
+        )
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (line,) = (line for line in lines if "call" in line)
+    assert (line["level"], line["logger"]) == ("info", "areal_agents.proxy.logs")
+    assert line["time"].endswith("+00:00") and line["message"].startswith("/v1/chat/completions 200 in ")
+    assert line["episode_id"] == episode["id"] and line["turn_ids"] == [answer.id]
+    call = line["call"]
+    assert answer.usage is not None
+    assert call["prompt_tokens"] == answer.usage.prompt_tokens and call["reused_tokens"] == 0
+    assert (call["status"], call["code"], call["split"], call["label"]) == (200, "", "train", "title")
+    assert call["ignored"] == ["user"] and call["client"].startswith("OpenAI/Python")
+    (turn,) = call["turns"]
+    assert turn["id"] == answer.id and turn["sampled_tokens"] == answer.usage.completion_tokens
+    assert "secret word" not in stream.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_no_key_is_ever_logged(renderer: ChatRenderer, tmp_path: Path, log_format: Any) -> None:
+    stream = io.StringIO()
+    engine = ScriptedEngine(renderer)
+    settings = {"admin_key": "admin-key-of-the-test", "project_keys": ("project-key",), "log_calls": True}
+    with (
+        logging_as(log_format, stream),
+        running_proxy(tmp_path / "store.db", engine, headers=ADMIN, **settings) as proxy,
+    ):
+        episode = proxy.open_episode()
+        key = episode["key"]
+        client = proxy.openai(episode)
+        client.chat.completions.create(model="m", messages=HELLO)
+
+        engine.script = lambda call: EngineUnavailable(f"a failure that names {key}")
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="m", messages=HELLO)
+        engine.script = lambda call: ZeroDivisionError(f"a bug that names {key}")
+        with pytest.raises(openai.InternalServerError):
+            client.chat.completions.create(model="m", messages=HELLO)
+        for wrong in (key[:-1] + "x", "project-key", "wrong-key"):
+            with pytest.raises(openai.APIStatusError):
+                proxy.openai(episode, api_key=wrong).chat.completions.create(model="m", messages=HELLO)
+    logged = stream.getvalue()
+    assert "a failure that names ep-***" in logged and "a bug in POST /e/***/v1/chat/completions" in logged
+    assert "ZeroDivisionError" in logged
+    for secret in (key, key[:20], "admin-key-of-the-test", "project-key", "wrong-key", "secret word"):
+        assert secret not in logged
+
+
+def test_the_log_is_as_it_was_afterwards() -> None:
+    logger = logging.getLogger("areal_agents")
+    before = (logger.level, logger.propagate, list(logger.handlers))
+    stream = io.StringIO()
+    with logging_as("text", stream):
+        logging.getLogger("areal_agents.proxy.test").warning("several\nlines", extra={"episode_id": "e"})
+    assert (logger.level, logger.propagate, list(logger.handlers)) == before
+    assert (
+        "WARNING areal_agents.proxy.test: several" in stream.getvalue() and "episode=e" in stream.getvalue()
+    )
+
+
+def test_calls_are_not_logged_unless_asked() -> None:
+    assert ProxyConfig().log_calls is False and ProxyConfig().log_format == "text"

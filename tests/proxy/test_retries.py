@@ -1,0 +1,233 @@
+"""The same request again: the same sample where it is a retry, another one where it is not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from agents_support import AGENTS, CompletionsAgent, ObservedEngine, check_invariant
+from openai import AsyncOpenAI
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+
+from areal_agents.algorithms.credit import is_trained
+from areal_agents.errors import EngineUnavailable
+from areal_agents.rendering import ChatRenderer
+
+USER = {"role": "user", "content": "Where is Lyon?"}
+BODY: dict[str, Any] = {"messages": [USER], "tools": [SEARCH]}
+RETRIED = {"x-stainless-retry-count": "1"}
+ALL = sorted(AGENTS)
+
+
+@pytest.fixture(scope="module")
+def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    path: Path = tmp_path_factory.mktemp("retries") / "store.db"
+    with running_proxy(path, ObservedEngine(renderer), keepalive_s=0.05) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(running: RunningProxy) -> RunningProxy:
+    running.engine.reset()
+    return running
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what other threads do; an assertion error after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def chat_path(episode: dict[str, Any]) -> str:
+    return f"/e/{episode['key']}/v1/chat/completions"
+
+
+@pytest.mark.parametrize("dialect", ALL)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_retry_gets_the_sample_that_was_drawn(proxy: RunningProxy, dialect: str, streamed: bool) -> None:
+    """By the count of the SDKs or an Idempotency-Key, streamed or not, in the middle of a conversation too."""
+    samples = iter(range(99))
+    proxy.engine.script = lambda call: tool_call(query=f"sample {next(samples)}")
+    episode = proxy.open_episode()
+    agent = AGENTS[dialect](proxy, episode, "Where?")
+    for _ in range(2):
+        for headers in (RETRIED, {"idempotency-key": f"key {len(agent.history)}"}):
+            first = agent.ask(streamed=streamed, headers=headers if "idempotency-key" in headers else None)
+            again = agent.ask(streamed=not streamed, headers=headers)
+            assert again == first
+        [other] = agent.ask(streamed=streamed)
+        assert other != first[0]
+        agent.take(other)
+        agent.results(other, "result")
+    agent.close()
+    assert len(proxy.engine.calls) == 6 == len(set(agent.received))
+    check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received)
+
+
+@pytest.mark.parametrize("dialect", ALL)
+def test_a_client_that_hangs_up_in_mid_stream_leaves_no_trained_turn(
+    proxy: RunningProxy, dialect: str
+) -> None:
+    proxy.engine.script = lambda call: "one two three four five six seven"
+    proxy.engine.hold_after = 3
+    episode = proxy.open_episode()
+    agent = AGENTS[dialect](proxy, episode, "Where?")
+    agent.hang_up()
+    until(lambda: proxy.engine.cancelled)
+    assert proxy.engine.cancelled == [proxy.engine.calls[0].rid] and not proxy.engine.go_on.is_set()
+    assert proxy.tokens(episode)["turns"] == []
+    proxy.engine.hold_after = None
+    [reply] = agent.ask()
+    assert reply.content.startswith("one two three") and len(proxy.engine.calls) == 2
+    agent.close()
+    [turn] = proxy.store.load_episode(episode["id"]).turns
+    assert turn.id == reply.turn_id == proxy.engine.calls[1].rid and is_trained(turn)
+
+
+def test_a_client_that_hangs_up_before_the_first_piece(proxy: RunningProxy) -> None:
+    """While nothing was said, and while only signs of life were sent."""
+    for silent_s in (0.02, 0.3):
+        proxy.engine.reset()
+        proxy.engine.delay_s = 30
+        episode = proxy.open_episode()
+        with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=proxy.url, timeout=silent_s) as http:
+            # Each sign of life starts the clock of a read again: so the client goes after the first.
+            with http.stream("POST", chat_path(episode), json={**BODY, "stream": True}) as response:
+                for _ in response.iter_lines():
+                    raise httpx.ReadTimeout("enough")
+        until(lambda: proxy.engine.cancelled)
+        assert proxy.tokens(episode)["turns"] == []
+
+
+async def test_a_retry_of_a_call_under_way_joins_it_from_its_first_piece(proxy: RunningProxy) -> None:
+    proxy.engine.script = lambda call: "one two three four five six seven"
+    proxy.engine.hold_after = 2
+    episode = proxy.open_episode()
+    async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
+        create = client.chat.completions.create
+        first = await create(model="p", messages=[USER], stream=True)
+        retry = await create(model="p", messages=[USER], stream=True, extra_headers=RETRIED)
+        await asyncio.to_thread(until, lambda: proxy.engine.calls)
+        await first.close()  # the retry still wants the sample
+        proxy.engine.go_on.set()
+        chunks = [chunk async for chunk in retry]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == (
+        "one two three four five six seven"
+    )
+    [call] = proxy.engine.calls
+    assert {chunk.id for chunk in chunks} == {call.rid} and proxy.engine.cancelled == []
+    [turn] = proxy.store.load_episode(episode["id"]).turns
+    assert is_trained(turn)
+
+
+def test_the_sdk_retries_until_the_engine_is_back(proxy: RunningProxy) -> None:
+    """A first turn that is sent again and again is one turn, and the episode has not failed."""
+    answers: list[Any] = [EngineUnavailable("away"), EngineUnavailable("away"), "ok"]
+    proxy.engine.script = lambda call: answers.pop(0)
+    episode = proxy.open_episode()
+    with proxy.openai(episode, max_retries=3) as client:
+        answer = client.chat.completions.create(model="p", messages=[USER])
+    assert answer.choices[0].message.content == "ok"
+    assert [turn["id"] for turn in proxy.tokens(episode)["turns"]] == [answer.id]
+    assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "finished"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tool_choice": "none"},
+        {"max_tokens": 3},
+        {"stop": ["Lyon"]},
+        {"response_format": {"type": "json_object"}},
+        {"messages": [USER, USER]},
+        {"tools": []},
+    ],
+)
+def test_what_nobody_got_answers_no_request_that_asks_otherwise(
+    proxy: RunningProxy, change: dict[str, Any]
+) -> None:
+    """A client hung up; what it asks next is like it, but its reply must keep to what is asked now."""
+    proxy.engine.script = lambda call: "Let me look. " + tool_call(query="Lyon")
+    episode = proxy.open_episode()
+    first = proxy.http.post(chat_path(episode), json=BODY).json()
+    other = proxy.http.post(chat_path(episode), json=BODY | change, headers=RETRIED)
+    assert other.status_code == 200 and other.json()["id"] != first["id"]
+    again = proxy.http.post(chat_path(episode), json=BODY | change, headers=RETRIED)
+    assert again.json()["id"] == other.json()["id"] and len(proxy.engine.calls) == 2
+
+
+def test_an_idempotency_key_of_another_request_is_refused(proxy: RunningProxy) -> None:
+    episode, other = proxy.open_episode(), proxy.open_episode()
+    headers = {"idempotency-key": "k"}
+    first = proxy.http.post(chat_path(episode), json=BODY, headers=headers)
+    assert proxy.http.post(chat_path(episode), json=BODY, headers=headers).json()["id"] == first.json()["id"]
+    refused = proxy.http.post(chat_path(episode), json=BODY | {"max_tokens": 3}, headers=headers)
+    assert refused.status_code == 409 and refused.json()["error"]["code"] == "idempotency_key_reused"
+    # It names a request of one episode only.
+    elsewhere = proxy.http.post(chat_path(other), json=BODY, headers=headers)
+    assert elsewhere.status_code == 200 and elsewhere.json()["id"] != first.json()["id"]
+    long = proxy.http.post(chat_path(episode), json=BODY, headers={"idempotency-key": "k" * 256})
+    assert long.status_code == 400
+
+
+@pytest.mark.parametrize("count", ["", "0", "-1", "x", "²", "9" * 30, "1.5"])
+def test_a_retry_count_that_says_nothing_is_no_retry(proxy: RunningProxy, count: str) -> None:
+    episode = proxy.open_episode()
+    headers = {"x-stainless-retry-count": count.encode()}
+    ids = {
+        proxy.http.post(chat_path(episode), json=BODY, headers=headers).raise_for_status().json()["id"]
+        for _ in range(2)
+    }
+    assert len(ids) == 2
+
+
+def test_a_retry_of_several_choices_gets_them_all(proxy: RunningProxy) -> None:
+    samples = iter(range(9))
+    proxy.engine.script = lambda call: f"sample {next(samples)}"
+    episode = proxy.open_episode()
+    with proxy.openai(episode) as client:
+        ask = client.chat.completions.create
+        first = ask(model="p", messages=[USER], n=3)
+        again = ask(model="p", messages=[USER], n=3, extra_headers=RETRIED)
+    assert [c.message.content for c in again.choices] == [c.message.content for c in first.choices]
+    assert len({c.message.content for c in first.choices}) == 3 and len(proxy.engine.calls) == 3
+
+
+def test_raw_text_goes_on_behind_the_whole_of_what_was_sampled(proxy: RunningProxy) -> None:
+    """A client gets a text up to its stop string; the tokens of that string were sampled nevertheless."""
+    text = "look up Lyon\nObservation:"
+    proxy.engine.script = lambda call: proxy.engine.renderer.tokenizer.encode(text)
+    episode = proxy.open_episode()
+    agent = CompletionsAgent(proxy, episode, "Where?")
+    [reply] = agent.ask(stop=["Observation:"])
+    assert reply.content == "look up Lyon\n"
+    agent.take(reply)
+    agent.history.append(["Observation: France"])
+    agent.ask(stop=["Observation:"])
+    agent.close()
+    decode = proxy.engine.renderer.tokenizer.decode
+    assert decode(proxy.engine.calls[1].input_ids.tolist()) == "".join(agent.items)
+    assert check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received) == 1
+    # Without the string the conversation is another one than the tokens tell.
+    agent.history[-1] = ["But no."]
+    agent.client = proxy.openai(episode)
+    agent.ask(stop=["Observation:"])
+    agent.close()
+    assert decode(proxy.engine.calls[2].input_ids.tolist()) == "".join(agent.items)
+    assert check_invariant(proxy.store, episode["id"], proxy.engine.calls, agent.received) == 1
+
+
+def test_a_sdk_that_gives_up_says_so(proxy: RunningProxy) -> None:
+    """An error that another attempt cannot change is not tried again."""
+    proxy.engine.script = lambda call: RuntimeError("a bug")
+    with proxy.openai(proxy.open_episode(), max_retries=3) as client, pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="p", messages=[USER])
+    assert len(proxy.engine.calls) == 1

@@ -1,0 +1,350 @@
+"""Several proxy processes on one store: whatever a request reaches first, its episode goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from proxy_support import MODEL, SEARCH
+
+from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, by_prompt, running
+from areal_agents.store import Store
+
+SLOW = "take your time"
+RULES: list[tuple[str, Reply | str]] = [
+    (SLOW, Reply("one two three four five six seven eight nine ten", chunk_delay_s=0.1)),
+    ("", "the harbour opens at six"),
+]
+
+
+class Engine(ScriptedApp):
+    """Counts the slow calls that have begun."""
+
+    slow_calls = 0
+
+    def answer(self, call: ScriptedCall) -> Reply | str:
+        """The script."""
+        self.slow_calls += SLOW in call.last_text
+        return by_prompt(RULES)(call)
+
+
+class Serving:
+    """`areal-agents serve --workers 2` as a process."""
+
+    def __init__(self, engine_url: str, store: Path) -> None:
+        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--port", "0"]
+        command += ["--engine-url", engine_url, "--store", str(store), "--workers", "2"]
+        self.store = store
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.url, _, *self.own = re.findall(r"http://[0-9.]+:\d+", line)
+
+    def pid(self, index: int) -> int:
+        """The process of a worker, once it lives."""
+        name = f"*.{index}.*.lock"
+        folder = self.store.with_name(self.store.name + ".workers")
+        wait_for(lambda: len(list(folder.glob(name))) > 0)
+        newest = max(folder.glob(name), key=lambda path: int(path.name.split(".")[2]))
+        return int(newest.read_text())
+
+    def kill(self, index: int) -> None:
+        """kill -9."""
+        os.kill(self.pid(index), signal.SIGKILL)
+
+    def end(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        code = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[tuple[Engine, str]]:
+    app = Engine.from_folder(MODEL, by_prompt(RULES))
+    app.script = app.answer
+    with running(app) as url:
+        yield app, url
+
+
+@pytest.fixture(scope="module")
+def serving(engine: tuple[Engine, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    started = Serving(engine[1], tmp_path_factory.mktemp("workers") / "store.db")
+    try:
+        yield started
+    finally:
+        assert started.end() == 0
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return when something holds that another process brings about."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, zombies left out."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def open_episode(url: str, **body: Any) -> dict[str, Any]:
+    return httpx.post(f"{url}/episodes", json=body, timeout=30).raise_for_status().json()
+
+
+def open_on(serving: Serving, index: int) -> dict[str, Any]:
+    """An episode of a certain worker."""
+    for _ in range(20):
+        opened = open_episode(serving.url)
+        if opened["base_url"].startswith(serving.own[index]):
+            return opened
+    raise AssertionError("no episode fell to that worker")
+
+
+class Talk:
+    """A conversation that is sent wherever one likes; its replies are appended."""
+
+    def __init__(self, key: str = "", headers: dict[str, str] | None = None, first: str = "hello") -> None:
+        self.path = f"/e/{key}/v1" if key else "/v1"
+        self.headers = headers or {}
+        self.messages: list[Any] = [{"role": "user", "content": first}]
+        self.ids: list[str] = []
+
+    def say(self, url: str) -> None:
+        """One more turn; each on a connection of its own."""
+        answer = httpx.post(
+            f"{url}{self.path}/chat/completions",
+            json={"model": "p", "messages": self.messages, "tools": [SEARCH]},
+            headers=self.headers,
+            timeout=60,
+        )
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        self.ids.append(body["id"])
+        result = {
+            "role": "tool",
+            "content": f"result {len(self.ids)}",
+        }  # the template keeps what is before it
+        self.messages += [body["choices"][0]["message"], result]
+
+
+def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
+    """The turns are one trajectory: each prompt begins with all that was read and sampled before."""
+    shown = httpx.get(f"{serving.url}/episodes/{episode_id}", params={"tokens": 1}, timeout=30).json()
+    assert [turn["id"] for turn in shown["turns"]] == list(ids)
+    assert [turn["parent"] for turn in shown["turns"]] == [None, *ids[:-1]]
+    for earlier, later in zip(shown["turns"], shown["turns"][1:], strict=False):
+        context = earlier["prompt_ids"] + earlier["token_ids"]
+        assert later["prompt_ids"][: len(context)] == context
+
+
+def test_the_workers_share_the_episodes(serving: Serving) -> None:
+    with httpx.Client(base_url=serving.url) as client:
+        opened = [client.post("/episodes", json={}).json() for _ in range(6)]
+    origins = [item["base_url"].partition("/e/")[0] for item in opened]
+    assert sorted(origins) == sorted(serving.own * 3)
+    root = f"{origins[0]}/e/{opened[0]['key']}"
+    assert opened[0]["base_urls"] == {"openai": f"{root}/v1", "anthropic": root}
+
+
+def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
+    opened = open_on(serving, 0)
+    talk = Talk(opened["key"])
+    with Store.open(serving.store) as store:
+        owner = store.episode_row(opened["id"]).owner
+        for url in (serving.own[0], serving.own[1], serving.url, serving.url, serving.own[1]):
+            talk.say(url)
+        assert store.episode_row(opened["id"]).owner == owner and owner is not None
+    check_exact(serving, opened["id"], talk.ids)
+    models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models")
+    assert models.status_code == 200
+    for url in serving.own:  # refused alike wherever it arrives
+        refused = httpx.post(f"{url}/e/ep-nobody/v1/chat/completions", json={"messages": talk.messages})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_a_stream_is_passed_on_whole(serving: Serving) -> None:
+    opened = open_on(serving, 1)
+    url = f"{serving.own[0]}/e/{opened['key']}/v1/chat/completions"
+    body = {"model": "p", "stream": True, "messages": [{"role": "user", "content": "hello"}]}
+    with httpx.stream("POST", url, json=body, timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert events[-1] == "[DONE]"
+    chunks = [json.loads(event) for event in events[:-1]]
+    text = "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks if c["choices"])
+    assert text == "the harbour opens at six"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_hang_up_reaches_the_engine_through_a_forward(
+    serving: Serving, engine: tuple[Engine, str], stream: bool
+) -> None:
+    opened = open_on(serving, 1)
+    url = f"{serving.own[0]}/e/{opened['key']}/v1/chat/completions"
+    body = {"model": "p", "stream": stream, "messages": [{"role": "user", "content": SLOW}]}
+    aborted = len(engine[0].aborted)
+    if stream:
+        with httpx.stream("POST", url, json=body, timeout=30) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(url, json=body, timeout=1.0)
+    wait_for(lambda: len(engine[0].aborted) == aborted + 1)
+    shown = httpx.get(f"{serving.url}/episodes/{opened['id']}").json()
+    assert shown["turns"] == [] and shown["status"] == "open"
+
+
+def test_an_episode_is_finished_through_another_worker(serving: Serving) -> None:
+    opened = open_on(serving, 0)
+    talk = Talk(opened["key"])
+    talk.say(serving.own[0])
+    key = {"Authorization": f"Bearer {opened['key']}"}
+    reward = {"rewards": [{"reward": 0.5}]}
+    done = httpx.post(f"{serving.own[1]}/episodes/{opened['id']}/finish", json=reward, headers=key)
+    assert (done.status_code, done.json()["status"]) == (200, "finished")
+    for url in serving.own:  # the owner's memory knows it too
+        late = httpx.post(f"{url}/e/{opened['key']}/v1/chat/completions", json={"messages": talk.messages})
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "episode_sealed")
+
+
+def test_a_named_session_is_one_episode(serving: Serving) -> None:
+    """Even where its first calls reach both workers at once."""
+    headers = {"session-id": "s-1"}
+    talks = [Talk(headers=headers, first=f"question {index}") for index in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda pair: pair[1].say(serving.own[pair[0] % 2]), enumerate(talks)))
+    talks[0].say(serving.own[0])
+    talks[0].say(serving.own[1])
+    with Store.open(serving.store) as store:
+        found = [store.episode_of_turn(turn_id) for talk in talks for turn_id in talk.ids]
+        assert len({row.id for row in found}) == 1 and len(store.turns_of(found[0].id)) == 8
+        turns = {turn.id: turn.parent for turn in store.turns_of(found[0].id)}
+    first, second, third = talks[0].ids
+    assert (turns[first], turns[second], turns[third]) == (None, first, second)
+
+
+def test_a_conversation_without_a_name_goes_on_at_its_home(serving: Serving) -> None:
+    for index in range(4):  # some of them at home in each worker
+        talk = Talk(first=f"conversation {index}")
+        for url in (*serving.own, serving.url):
+            talk.say(url)
+        check_exact(serving, episode_of(serving, talk.ids[0]), talk.ids)
+
+
+def test_a_reference_leads_to_the_episode(serving: Serving) -> None:
+    previous, ids = None, []
+    for url in (*serving.own, serving.own[0]):
+        body = {"model": "p", "input": f"what about {len(ids)}?", "previous_response_id": previous}
+        answer = httpx.post(f"{url}/v1/responses", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        previous = answer.json()["id"]
+        ids.append("chatcmpl-" + previous.removeprefix("resp_"))
+    assert len({episode_of(serving, turn_id) for turn_id in ids}) == 1
+
+
+def episode_of(serving: Serving, turn_id: str) -> str:
+    with Store.open(serving.store) as store:
+        return store.episode_of_turn(turn_id).id
+
+
+def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
+    """Through the main port the other worker takes over; through the dead one's port a call only waits."""
+    first, second = open_on(serving, 0), open_on(serving, 0)
+    taken, waiting, nameless = Talk(first["key"]), Talk(second["key"]), Talk(first="who is it?")
+    for talk in (taken, waiting):
+        talk.say(serving.own[0])
+    nameless.say(serving.url)
+    pid = serving.pid(0)
+    serving.kill(0)
+    wait_for(lambda: not is_running(pid))
+    taken.say(serving.url)
+    waiting.say(serving.own[0])
+    nameless.say(serving.own[1])
+    with Store.open(serving.store) as store:
+        assert ".1." in str(store.episode_row(first["id"]).owner)
+        assert str(store.episode_row(second["id"]).owner).endswith(".0.1")
+    for talk, url in ((taken, serving.own[0]), (waiting, serving.own[1]), (nameless, serving.own[0])):
+        talk.say(url)
+    check_exact(serving, first["id"], taken.ids)
+    check_exact(serving, second["id"], waiting.ids)
+    check_exact(serving, episode_of(serving, nameless.ids[0]), nameless.ids)
+
+
+def test_kill_9_during_a_forwarded_call(serving: Serving, engine: tuple[Engine, str]) -> None:
+    """The client is answered by the worker that it had asked, on the exact tokens."""
+    opened = open_on(serving, 1)
+    talk = Talk(opened["key"])
+    talk.say(serving.own[1])
+    talk.messages[-1]["content"] = SLOW
+    with ThreadPoolExecutor(1) as pool:
+        begun = engine[0].slow_calls
+        saying = pool.submit(talk.say, serving.own[0])
+        wait_for(lambda: engine[0].slow_calls == begun + 1)
+        serving.kill(1)
+        saying.result(30)
+    check_exact(serving, opened["id"], talk.ids)
+    with Store.open(serving.store) as store:
+        assert ".0." in str(store.episode_row(opened["id"]).owner)
+
+
+@contextmanager
+def workers_of(engine_url: str, store: Path) -> Iterator[tuple[Serving, list[int]]]:
+    started = Serving(engine_url, store)
+    pids = [started.pid(index) for index in range(2)]
+    try:
+        yield started, pids
+    finally:
+        for pid in (started.process.pid, *pids):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        started.process.wait(10)
+        assert started.process.stdout is not None
+        started.process.stdout.close()
+
+
+def test_sigterm_ends_all_and_a_later_run_goes_on(engine: tuple[Engine, str], tmp_path: Path) -> None:
+    store = tmp_path / "store.db"
+    talk = Talk()
+    with workers_of(engine[1], store) as (serving, pids):
+        opened = open_on(serving, 1)
+        talk.path = f"/e/{opened['key']}/v1"
+        talk.say(serving.own[1])
+        serving.process.terminate()
+        assert serving.process.wait(30) == 0
+        assert not any(is_running(pid) for pid in pids)
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{serving.own[0]}/health")
+    assert list(tmp_path.glob("*.workers")) == []
+    with workers_of(engine[1], store) as (serving, pids):
+        talk.say(serving.own[0])
+        talk.say(serving.own[1])
+        check_exact(serving, opened["id"], talk.ids)
+        serving.process.kill()
+        wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_a_worker_that_does_not_start_is_an_error(engine: tuple[Engine, str], tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(tmp_path), "--port", "0"]
+    command += ["--engine-url", engine[1], "--store", str(tmp_path / "s.db"), "--workers", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ended before it served" in done.stderr
+    assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
