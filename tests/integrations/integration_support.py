@@ -1,0 +1,207 @@
+"""What every integration test needs: an agent loaded from its folder, a scripted engine, a proxy before it.
+
+A case is a folder, the scripted replies, and the turns that must be recorded; `check` compares the record
+with what the engine was sent and sent back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import httpx
+import numpy as np
+import uvloop
+
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.scripted import Exchange, Reply, Script, ScriptedApp, ScriptedCall, running
+from areal_agents.proxy import ProxyConfig, create_app
+from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+INTEGRATIONS = Path(__file__).parents[2] / "integrations"
+# A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.
+Expected = int | str | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One agent, run once.
+
+    Attributes:
+        folder: of integrations/.
+        replies: what the model says, call by call; or a script, where calls run at the same time.
+        answer: what the agent must return.
+        turns: where each recorded turn must hang, in the order of recording (in any, with a script).
+        questions: asked one after the other.
+        options: further keyword arguments of the agent's `run`.
+        name: tells the cases of a folder apart.
+        reused: at least this share of all prompt tokens must be recorded ids of earlier turns.
+    """
+
+    folder: str
+    replies: Sequence[str | Reply] | Script
+    answer: str
+    turns: tuple[Expected, ...]
+    questions: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    name: str = ""
+    reused: float = 0.5
+
+    @property
+    def id(self) -> str:
+        """Names it among the tests."""
+        words = [key if value is True else str(value) for key, value in self.options.items() if value]
+        return "-".join([self.folder, *filter(None, [self.name]), *words])
+
+
+@dataclass
+class Stack:
+    """A running proxy with a scripted engine behind it."""
+
+    engine: ScriptedApp
+    url: str
+    http: httpx.Client
+
+    def open_episode(self, replies: Sequence[str | Reply] | Script) -> dict[str, Any]:
+        """A fresh episode, on an engine that gives these replies and has seen nothing."""
+        self.engine.script = replies if callable(replies) else in_order(replies)
+        self.engine.exchanges.clear()
+        response = self.http.post("/episodes", json={})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    def turns(self, episode: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The recorded turns of an episode, with their tokens."""
+        response = self.http.get(f"/episodes/{episode['id']}", params={"tokens": 1})
+        assert response.status_code == 200, response.text
+        return response.json()["turns"]
+
+
+@contextmanager
+def running_stack(model: Path, store: Path) -> Iterator[Stack]:
+    """One scripted engine and one proxy on real sockets."""
+    app = ScriptedApp.from_folder(model, lambda call: "ok", context_length=16_384)
+    with (
+        running(app) as engine_url,
+        serving(engine_url, model, store) as url,
+        httpx.Client(base_url=url, timeout=30) as http,
+    ):
+        yield Stack(app, url, http)
+
+
+@contextmanager
+def serving(engine_url: str, model: Path, store_path: Path) -> Iterator[str]:
+    """The proxy from a thread for the length of a with-block; yields its URL."""
+    with Store.open(store_path) as store, listen("127.0.0.1", 0) as listener:
+        engine = SGLangEngine(engine_url, request_timeout_s=30)
+        renderer = ChatRenderer.from_folder(model)
+        server = build_server(create_app(store=store, engine=engine, renderer=renderer, config=ProxyConfig()))
+        server.config.timeout_graceful_shutdown = 1
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(server.serve(sockets=[listener]))
+                runner.run(engine.aclose())
+
+        thread = threading.Thread(target=run, name="proxy")
+        thread.start()
+        try:
+            yield url_of(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def load_agent(folder: str) -> ModuleType:
+    """integrations/<folder>/agent.py as a module."""
+    spec = importlib.util.spec_from_file_location(f"integration_{folder}", INTEGRATIONS / folder / "agent.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # frameworks resolve annotations through it
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(folder: str, question: str, environment: Mapping[str, str], *, timeout_s: float = 60) -> str:
+    """`python agent.py QUESTION` as a user starts it; its standard output."""
+    done = subprocess.run(
+        [sys.executable, str(INTEGRATIONS / folder / "agent.py"), question],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def in_order(replies: Sequence[str | Reply]) -> Script:
+    """The replies one after the other; a call beyond the last is refused."""
+    rest = iter(replies)
+
+    def script(call: ScriptedCall) -> str | Reply:
+        return next(rest, Reply(error=f"unexpected call: {call.last_text!r}", error_status=400))
+
+    return script
+
+
+def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[Exchange]) -> None:
+    """Compare the recorded turns with the expected tree and with what the engine saw."""
+    places = {turn["id"]: index for index, turn in enumerate(turns)}
+    found = [
+        places[turn["parent"]] if turn["parent"] else turn["forked_from"] and turn["forked_from"]["reason"]
+        for turn in turns
+    ]
+    if callable(case.replies):  # calls ran at the same time: any order will do
+        assert shape(found) == shape(case.turns)
+    else:
+        assert found == list(case.turns)
+
+    recorded = sorted((turn["prompt_ids"], turn["token_ids"], turn["logprobs"]) for turn in turns)
+    assert recorded == sorted((e.input_ids.tolist(), list(e.token_ids), _float32(e.logprobs)) for e in sent)
+
+    reused = total = 0
+    for turn in turns:
+        total += len(turn["prompt_ids"])
+        if turn["parent"]:
+            parent = turns[places[turn["parent"]]]
+            before = parent["prompt_ids"] + parent["token_ids"]
+            assert turn["prompt_ids"][: len(before)] == before
+            reused += len(before)
+    assert reused / total > case.reused
+
+
+def shape(turns: Sequence[Expected]) -> list[Any]:
+    """The trees that a list of turns stands for, equal for every order in which they were recorded."""
+
+    def subtree(index: int, label: str) -> tuple[str, list[Any]]:
+        return label, sorted(subtree(i, "") for i, turn in enumerate(turns) if turn == index)
+
+    return sorted(subtree(i, str(turn)) for i, turn in enumerate(turns) if not isinstance(turn, int))
+
+
+def _float32(values: Sequence[float]) -> list[float]:
+    """As the record's JSON gives them back."""
+    return [float(str(value)) for value in np.array(values, np.float32)]
+
+
+def thought(text: str) -> str:
+    """Reasoning, in Qwen's markup."""
+    return f"<think>\n{text}\n</think>\n\n"
+
+
+def call(name: str, arguments: str) -> str:
+    """A tool call in Qwen's markup; `arguments` are written as they are, so that they may look odd."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
