@@ -6,11 +6,12 @@ PYTHON ?= python3
 SEED ?= 0
 VENV := .venv
 BIN := $(VENV)/bin
+LITELLM := .venv-litellm
 STAMP := $(VENV)/.installed
 # A machine without an NVIDIA driver takes the CPU build of torch.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: help setup demo test test-all check static bench clean
+.PHONY: help setup demo test test-all check static bench litellm clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -40,8 +41,16 @@ static: setup ## Lint and type-check.
 
 check: static test ## Lint, type-check and test.
 
-bench: setup ## Measure the engine on this machine.
+bench: setup litellm ## Measure the engine and the proxy on this machine.
 	$(BIN)/areal-agents bench engine --json
+	$(BIN)/areal-agents bench proxy --json
+
+litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
+
+$(LITELLM)/.installed:
+	$(PYTHON) -m venv $(LITELLM)
+	$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check 'litellm[proxy]==1.106.2'
+	@touch $@
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -78,6 +78,13 @@ def evaluate(
 
 @app.command()
 def serve(
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="More settings of the proxy, for example durability=batched.", metavar="[KEY=VALUE]..."
+        ),
+    ] = None,
+    *,
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
@@ -94,13 +101,35 @@ def serve(
     family: Annotated[
         str, typer.Option(help="Chat template family; auto reads the model's config.json.")
     ] = "auto",
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="The log on standard error: text, or JSON lines.")
+    ] = "text",
+    log_calls: Annotated[bool, typer.Option("--log-calls", help="Log every model call.")] = False,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Proxy processes on one store; each episode is kept by one of them.")
+    ] = 1,
 ) -> None:
     """Serve a model to agents and record every call token by token."""
-    from areal_agents.proxy.config import ProxyConfig
-    from areal_agents.proxy.server import serve as run
+    from areal_agents.config import proxy_config
 
-    settings = ProxyConfig(host=host, port=port, admin_key=admin_key, family=family)
-    run(model, settings, store=store, engine_urls=tuple(engine_url or ()))
+    config = proxy_config(
+        settings or (),
+        host=host,
+        port=port,
+        admin_key=admin_key,
+        family=family,
+        log_format=log_format,
+        log_calls=log_calls,
+    )
+    urls = tuple(engine_url or ())
+    if workers == 1:
+        from areal_agents.proxy.server import serve as run
+
+        run(model, config, store=store, engine_urls=urls)
+    else:
+        from areal_agents.proxy.supervisor import serve_workers
+
+        serve_workers(model, config, workers=workers, store=store, engine_urls=urls)
 
 
 @app.command()
@@ -129,6 +158,41 @@ def engine(
     )  # fmt: skip
 
 
+@app.command()
+def doctor(
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(help="The agent's command, after --.", metavar="[-- COMMAND...]"),
+    ] = None,
+    agent: Annotated[
+        str | None, typer.Option(help="module:function or file.py:function, instead of a command.")
+    ] = None,
+    task: Annotated[str, typer.Option(help="What the agent is given, as a JSON object.")] = "{}",
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder, for its template; default: a small stand-in.")
+    ] = None,
+    engine_url: Annotated[
+        str | None, typer.Option(help="A running SGLang to answer; default: a script.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which the agent is ended.")] = 120.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+) -> None:
+    """Run one episode of your agent, and say what stands in the way of training it."""
+    import orjson
+
+    from areal_agents.doctor import examine, read_task, show
+
+    report = examine(
+        function=agent, command=command or (), task=read_task(task), model=model,
+        engine_url=engine_url, timeout_s=timeout,
+    )  # fmt: skip
+    show(report, Console(soft_wrap=True))
+    if as_json:
+        print(orjson.dumps(report.to_dict()).decode())
+    if report.verdict == "cannot":
+        raise typer.Exit(1)
+
+
 @bench_app.command("engine")
 def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
@@ -137,6 +201,17 @@ def bench_engine(
     from areal_agents.bench.engine import run
 
     run(json=as_json)
+
+
+@bench_app.command("proxy")
+def bench_proxy(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer calls, for a first look.")] = False,
+) -> None:
+    """CPU per call, memory and latency of the proxy, beside a bare pass-through and LiteLLM's proxy."""
+    from areal_agents.bench.proxy import run
+
+    run(json=as_json, quick=quick)
 
 
 def _engine_config(**options: object) -> EmbeddedEngineConfig:

@@ -33,6 +33,11 @@ class OpenedEpisode:
     api_key: str
     base_url: str
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """For an Anthropic client, which adds "/v1" by itself."""
+        return self.base_url.removesuffix("/v1")
+
 
 class Client:
     """A synchronous client of the proxy's control API. Also a context manager.

@@ -93,8 +93,24 @@ def validate_config(tree: Mapping[str, Any], *, source: str) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault) for fault in error.errors()]
+        lines = [_explain(fault, Config) for fault in error.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def proxy_config(overrides: Sequence[str], **given: Any) -> ProxyConfig:
+    """The settings of a proxy that is served by itself: `given`, and `key=value` overrides over it.
+
+    ConfigError for an unknown key or a value that is not allowed, as in `load_config`.
+    """
+    tree = dict(given)
+    for override in overrides:
+        key, value = _parse_override(override)
+        _set(tree, key, _nest(key, value))
+    try:
+        return ProxyConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(fault, ProxyConfig) for fault in error.errors()]
+        raise ConfigError("; ".join(lines)) from None
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -157,11 +173,11 @@ def _absolute(value: str, base: Path, *, always: bool) -> str:
     return value
 
 
-def _explain(fault: Mapping[str, Any]) -> str:
+def _explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
     location = [str(part) for part in fault["loc"]]
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(Config, location[:-1])
+        known = _known_keys(root, location[:-1])
         nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         hint = (
             f"; did you mean {'.'.join([*location[:-1], nearest[0]])!r}?"

@@ -22,6 +22,7 @@ from areal_agents.errors import AgentError
 
 EPISODE_ID_VARIABLE = "AREAL_AGENTS_EPISODE_ID"
 DEFAULT_BASE_URL = "https://api.openai.com/v1"  # what the OpenAI SDK itself falls back to
+DEFAULT_ANTHROPIC_BASE_URL = "https://api.anthropic.com"
 PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; SDKs refuse to send none
 
 Agent = TypeVar("Agent", bound=Callable[..., Any])
@@ -46,8 +47,20 @@ class Episode:
     api_key: str
     report: Report = field(default=lambda path, body: None, repr=False)
 
+    @property
+    def anthropic_base_url(self) -> str:
+        """For an Anthropic client, which adds "/v1" by itself: ``Anthropic(base_url=…, api_key=…)``.
+
+        Outside a run it is ANTHROPIC_BASE_URL, else Anthropic's own.
+        """
+        if self.id:
+            return self.base_url.removesuffix("/v1")
+        return os.environ.get("ANTHROPIC_BASE_URL") or DEFAULT_ANTHROPIC_BASE_URL
+
     def reward(self, value: RewardValue, completion_id: str | None = None, name: str = "return") -> None:
         """Give a reward: to the whole episode, or to the turn that `completion_id` names.
+
+        That id is the one of the response, in the form of whichever API gave it.
 
         Rewards with different names add up; giving one again replaces it. A dict gives several at
         once: by turn if all its keys are completion ids, else by name.

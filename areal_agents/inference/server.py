@@ -149,7 +149,7 @@ def running_engine(
 
     `options` are EmbeddedEngineConfig's; the port is a free one unless given.
     """
-    config = EmbeddedEngineConfig(model=str(model), **{"port": 0, **options})
+    config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
     with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
         yield engine.url
 

@@ -79,6 +79,7 @@ def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> N
     engine = config.engine
     serve(
         EmbeddedEngineConfig(
+            incremental_streaming=True,
             model=config.model,
             host=host,
             port=port,

@@ -83,6 +83,11 @@ class Call:
         return not self._served and not self.has_failed
 
     @property
+    def has_client(self) -> bool:
+        """Whether anybody waits for the call."""
+        return self._clients > 0
+
+    @property
     def has_failed(self) -> bool:
         """Whether the call ended without a reply."""
         return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)

@@ -71,7 +71,7 @@ class WorkerDoor:
                 await self._app(scope, receive, send)
             finally:
                 await self._siblings.aclose()
-        elif scope["type"] != "http" or scope["method"] == "HEAD":
+        elif scope["type"] != "http" or scope["method"] == "HEAD" or self._placement.is_here(scope["path"]):
             await self._app(scope, receive, send)
         else:
             request, body = Request(scope), KeptBody(receive, self._max_body_bytes)

@@ -51,6 +51,7 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": _MESSAGES,
 }
 _LONGEST_KEY = 255
+_CONVERSATION = ("messages", "input", "prompt", "system")  # the fields that hold it, by dialect
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -184,10 +185,12 @@ class ModelCalls:
             return response
         retry = _retry(request)
         session, asked = await self._request(dialect, request, caller, body)
+        # What was said is in `asked`, once: hundreds of calls wait for the engine at a time.
+        body = {name: value for name, value in body.items() if name not in _CONVERSATION}
         record.retry_count, record.label = retry.count, asked.label
         record.episode_id, record.split = session.id, session.row.split
         call = self._completer.call(session, asked, retry=retry, streamed=record.streamed)
-        record.repeated = call.is_repeated
+        record.repeated = call.is_repeated or call.has_client
         call.join()
         client = _Client(call, asyncio.ensure_future(_hang_up(request)))
         served = _Served(dialect, session, caller, body, asked, record, started)

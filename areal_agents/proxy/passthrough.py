@@ -5,6 +5,7 @@ The upstream's key is the proxy's; whatever key the agent sent stays here.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ class PassThrough:
         try:
             answer = await self._session.post(url, data=sent, headers=headers, timeout=self._timeout)
             if answer.content_type == "text/event-stream":
-                return EventStream(_parts(answer))
+                return EventStream(_parts(answer, request))
             async with answer:
                 content = await answer.read()
         except (TimeoutError, aiohttp.ClientError) as error:
@@ -66,7 +67,25 @@ class PassThrough:
         return Response(content, status_code=answer.status, headers=passed, media_type=answer.content_type)
 
 
-async def _parts(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async with answer:
-        async for part in answer.content.iter_any():
+async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncIterator[bytes]:
+    """What the upstream streams, until its end or until the client has gone; then it is left at once."""
+    gone = asyncio.ensure_future(_hang_up(request))
+    reading: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            reading = asyncio.ensure_future(answer.content.readany())
+            await asyncio.wait((reading, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done() or not (part := reading.result()):
+                return
             yield part
+    finally:
+        gone.cancel()
+        if reading is not None:
+            reading.cancel()
+        answer.close()
+
+
+async def _hang_up(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -68,6 +68,10 @@ class Placement:
         self._openings = itertools.count(workers.index)
         self._here = workers.index
 
+    def is_here(self, path: str) -> bool:
+        """Whether a path names an episode that this worker has in memory, as nearly every call's does."""
+        return path.startswith("/e/") and self._sessions.holds(path[3:].partition("/")[0])
+
     async def place(self, request: Request, read_body: ReadBody, *, forwarded: bool) -> int:
         """The index of the worker.
 
@@ -82,6 +86,8 @@ class Placement:
         """
         path, is_post = request.scope["path"], request.method == "POST"
         try:
+            if self.is_here(path):
+                return self._here
             if path.startswith("/e/"):
                 return await self._of_key(path[3:].partition("/")[0])
             if is_post and path.startswith("/episodes/") and path.endswith(_ENDINGS):

@@ -3,11 +3,12 @@
 Used only for a vocabulary on which the two provably agree (`proven_byte_bpe`), and only for texts on which
 they do: for any other text `encode` answers None, and the library has to encode it.
 
-Why they agree. Both merge, of all neighbours, the pair of the lowest rank first. The library merges the pairs
-that are listed; tiktoken any pair whose joined bytes are a token, and takes a piece that is a token as it
-stands. Within the bytes of one token, everything below its rank merges in one way only. So the two differ in
-nothing if ids rise along the list of merges and either every token comes out of its own bytes by merging,
-or the library too takes pieces that are tokens as they stand and lists every split of every token.
+Why they agree. Both merge, of all neighbours, the leftmost of the lowest rank first. The library merges the
+pairs that are listed; tiktoken any pair whose joined bytes are a token, and takes a piece that is a token as
+it stands. Bytes that end up as one token merge in the same order whatever stands around them, so a token is
+only ever made of one and the same pair. The two therefore differ in nothing if ids rise along the list of
+merges and either every token comes out of its own bytes, so that its pair is listed, or the library lists
+every split of every token and takes a piece that is a token as it stands too.
 """
 
 from __future__ import annotations
@@ -159,19 +160,17 @@ def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
 
 
 def _rises(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:
-    """Whether ids rise along the merges, and every token of several bytes is a merge's result."""
-    last, made = -1, 0
-    for left, right in pairs:
-        joined, a, b = _raw(left + right), _raw(left), _raw(right)
-        if not joined or a not in ranks or b not in ranks or joined not in ranks:
+    """Whether all merges are of tokens, and their results' ids rise or stay along the list."""
+    last = -1
+    for pair in pairs:
+        raws = [_raw(text) for text in (*pair, "".join(pair))]
+        if any(raw not in ranks for raw in raws):
             return False
-        rank = ranks[joined]
-        parts = [ranks[part] for part in (a, b) if part is not None and len(part) > 1]
-        if rank < last or any(part >= rank for part in parts):
+        rank = ranks[raws[-1]]  # type: ignore[index]
+        if rank < last:
             return False
-        made += rank != last
         last = rank
-    return made == len(ranks) - 256
+    return True
 
 
 def _is_every_split(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:

@@ -7,6 +7,7 @@ to the parser, and no call. Reasoning may come first where the template's prompt
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NoReturn
@@ -21,6 +22,8 @@ Node = dict[str, Any]  # one format of xgrammar's structural tag
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
 _PLAIN = {"qj": 1}  # an answer that means nothing to any format
+# What parsers look for. The other added tokens are left out: each costs a second of compiling.
+_MARKUP = re.compile("think|header|tool.(calls?|sep)")
 _MAX_WHITESPACE = 64  # between two parts of a JSON text, lest a small model writes nothing else
 _HERMES = frozenset({"qwen3", "qwen3-vl"})
 _QWEN_XML = frozenset(
@@ -161,9 +164,9 @@ class _Words:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        texts = [tokenizer.decode([token]) for token in sorted(tokenizer.added_token_ids)]
-        # An added token in a string would be its marker to the parser.
-        self._excluded = [text for text in texts if text == text.strip() and text]
+        # In a text, one of these tokens would be markup to the parser.
+        texts = map(tokenizer.token_text, sorted(tokenizer.added_token_ids))
+        self._excluded = [text for text in texts if _MARKUP.search(text)]
 
     def token(self, text: str) -> Node | None:
         """Exactly the token of this text; None where the vocabulary has none."""

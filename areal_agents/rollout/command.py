@@ -74,6 +74,7 @@ async def _feed(stdin: asyncio.StreamWriter, text: str) -> None:
 def _variables(task: str, ep: Episode) -> dict[str, str]:
     variables = {
         "OPENAI_BASE_URL": ep.base_url,
+        "OPENAI_API_BASE": ep.base_url,  # older clients read this one
         "OPENAI_API_KEY": ep.api_key,
         "ANTHROPIC_BASE_URL": ep.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": ep.api_key,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,25 @@ RULES: list[tuple[str, Reply | str]] = [
 ]
 
 
-class Engine(ScriptedApp):
-    """Counts the slow calls that have begun."""
+class Script:
+    """Answers by the rules, and counts the slow calls that have begun."""
 
-    slow_calls = 0
+    def __init__(self) -> None:
+        self.slow_calls = 0
+        self._answer = by_prompt(RULES)
 
-    def answer(self, call: ScriptedCall) -> Reply | str:
-        """The script."""
+    def __call__(self, call: ScriptedCall) -> Reply | str:
         self.slow_calls += SLOW in call.last_text
-        return by_prompt(RULES)(call)
+        return self._answer(call)
+
+
+@dataclass
+class Engine:
+    """A scripted engine that serves."""
+
+    app: ScriptedApp
+    script: Script
+    url: str
 
 
 class Serving:
@@ -74,16 +85,16 @@ class Serving:
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[tuple[Engine, str]]:
-    app = Engine.from_folder(MODEL, by_prompt(RULES))
-    app.script = app.answer
+def engine() -> Iterator[Engine]:
+    script = Script()
+    app = ScriptedApp.from_folder(MODEL, script)
     with running(app) as url:
-        yield app, url
+        yield Engine(app, script, url)
 
 
 @pytest.fixture(scope="module")
-def serving(engine: tuple[Engine, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    started = Serving(engine[1], tmp_path_factory.mktemp("workers") / "store.db")
+def serving(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    started = Serving(engine.url, tmp_path_factory.mktemp("workers") / "store.db")
     try:
         yield started
     finally:
@@ -196,19 +207,19 @@ def test_a_stream_is_passed_on_whole(serving: Serving) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_hang_up_reaches_the_engine_through_a_forward(
-    serving: Serving, engine: tuple[Engine, str], stream: bool
+    serving: Serving, engine: Engine, stream: bool
 ) -> None:
     opened = open_on(serving, 1)
     url = f"{serving.own[0]}/e/{opened['key']}/v1/chat/completions"
     body = {"model": "p", "stream": stream, "messages": [{"role": "user", "content": SLOW}]}
-    aborted = len(engine[0].aborted)
+    aborted = len(engine.app.aborted)
     if stream:
         with httpx.stream("POST", url, json=body, timeout=30) as answer:
             next(answer.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url, json=body, timeout=1.0)
-    wait_for(lambda: len(engine[0].aborted) == aborted + 1)
+    wait_for(lambda: len(engine.app.aborted) == aborted + 1)
     shown = httpx.get(f"{serving.url}/episodes/{opened['id']}").json()
     assert shown["turns"] == [] and shown["status"] == "open"
 
@@ -251,7 +262,8 @@ def test_a_conversation_without_a_name_goes_on_at_its_home(serving: Serving) -> 
 
 
 def test_a_reference_leads_to_the_episode(serving: Serving) -> None:
-    previous, ids = None, []
+    previous: str | None = None
+    ids: list[str] = []
     for url in (*serving.own, serving.own[0]):
         body = {"model": "p", "input": f"what about {len(ids)}?", "previous_response_id": previous}
         answer = httpx.post(f"{url}/v1/responses", json=body, timeout=30)
@@ -289,16 +301,16 @@ def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
     check_exact(serving, episode_of(serving, nameless.ids[0]), nameless.ids)
 
 
-def test_kill_9_during_a_forwarded_call(serving: Serving, engine: tuple[Engine, str]) -> None:
+def test_kill_9_during_a_forwarded_call(serving: Serving, engine: Engine) -> None:
     """The client is answered by the worker that it had asked, on the exact tokens."""
     opened = open_on(serving, 1)
     talk = Talk(opened["key"])
     talk.say(serving.own[1])
     talk.messages[-1]["content"] = SLOW
     with ThreadPoolExecutor(1) as pool:
-        begun = engine[0].slow_calls
+        begun = engine.script.slow_calls
         saying = pool.submit(talk.say, serving.own[0])
-        wait_for(lambda: engine[0].slow_calls == begun + 1)
+        wait_for(lambda: engine.script.slow_calls == begun + 1)
         serving.kill(1)
         saying.result(30)
     check_exact(serving, opened["id"], talk.ids)
@@ -321,10 +333,10 @@ def workers_of(engine_url: str, store: Path) -> Iterator[tuple[Serving, list[int
         started.process.stdout.close()
 
 
-def test_sigterm_ends_all_and_a_later_run_goes_on(engine: tuple[Engine, str], tmp_path: Path) -> None:
+def test_sigterm_ends_all_and_a_later_run_goes_on(engine: Engine, tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     talk = Talk()
-    with workers_of(engine[1], store) as (serving, pids):
+    with workers_of(engine.url, store) as (serving, pids):
         opened = open_on(serving, 1)
         talk.path = f"/e/{opened['key']}/v1"
         talk.say(serving.own[1])
@@ -334,7 +346,7 @@ def test_sigterm_ends_all_and_a_later_run_goes_on(engine: tuple[Engine, str], tm
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{serving.own[0]}/health")
     assert list(tmp_path.glob("*.workers")) == []
-    with workers_of(engine[1], store) as (serving, pids):
+    with workers_of(engine.url, store) as (serving, pids):
         talk.say(serving.own[0])
         talk.say(serving.own[1])
         check_exact(serving, opened["id"], talk.ids)
@@ -342,9 +354,9 @@ def test_sigterm_ends_all_and_a_later_run_goes_on(engine: tuple[Engine, str], tm
         wait_for(lambda: not any(is_running(pid) for pid in pids))
 
 
-def test_a_worker_that_does_not_start_is_an_error(engine: tuple[Engine, str], tmp_path: Path) -> None:
+def test_a_worker_that_does_not_start_is_an_error(engine: Engine, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(tmp_path), "--port", "0"]
-    command += ["--engine-url", engine[1], "--store", str(tmp_path / "s.db"), "--workers", "2"]
+    command += ["--engine-url", engine.url, "--store", str(tmp_path / "s.db"), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "ended before it served" in done.stderr
     assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr

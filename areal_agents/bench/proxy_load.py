@@ -1,0 +1,216 @@
+"""Conversations that are really played, over plain sockets, so that the load generator costs little.
+
+A conversation echoes back what the server answered, as an agent does, and adds a tool result. Its body is
+kept in serialised pieces: a call costs one join, whatever the length of the history.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+CALL_TIMEOUT_S = 120.0
+
+
+class Connection:
+    """One keep-alive HTTP/1.1 connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
+        self._address = address
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def open(cls, url: str) -> Connection:
+        """Connect to http://host:port."""
+        address = url.partition("://")[2]
+        host, _, port = address.partition(":")
+        return cls(*await asyncio.open_connection(host, int(port), limit=2**20), address)
+
+    async def post(self, path: str, body: bytes, key: str) -> tuple[int, bytes]:
+        """(status, body) of an answer that comes in one piece."""
+        self._send(path, body, key)
+        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        status = int(head[9:12])
+        if b"transfer-encoding: chunked" in head:
+            return status, b"".join([piece async for piece in self._pieces()])
+        length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
+        return status, await self._reader.readexactly(length)
+
+    async def post_streamed(self, path: str, body: bytes, key: str) -> tuple[int, bytes, float]:
+        """(status, body, time.monotonic() at which the first text of the reply was here)."""
+        self._send(path, body, key)
+        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        status, first = int(head[9:12]), 0.0
+        if b"transfer-encoding: chunked" not in head:
+            length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
+            return status, await self._reader.readexactly(length), first
+        pieces = []
+        async for piece in self._pieces():
+            if not first and b'content":"' in piece.replace(b'content":""', b""):
+                first = time.monotonic()
+            pieces.append(piece)
+        return status, b"".join(pieces), first
+
+    async def _pieces(self) -> Any:
+        while size := int(await self._reader.readline(), 16):
+            yield (await self._reader.readexactly(size + 2))[:-2]
+        await self._reader.readline()
+
+    def _send(self, path: str, body: bytes, key: str) -> None:
+        if self._writer.is_closing():
+            raise ConnectionResetError("the server has closed the connection")
+        head = (
+            f"POST {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Type: application/json\r\n"
+            f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        self._writer.write(head.encode() + body)
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._writer.close()
+
+
+@dataclass
+class Tally:
+    """What happened: latencies in seconds, prompt lengths, and the first failures in words."""
+
+    latencies_s: list[float] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    failures: int = 0
+    examples: list[str] = field(default_factory=list)
+
+    def failed(self, what: str) -> None:
+        """Count one."""
+        self.failures += 1
+        if len(self.examples) < 5:
+            self.examples.append(what)
+
+    def add(self, other: Tally) -> None:
+        """Count another's failures here too."""
+        self.failures += other.failures
+        self.examples += other.examples[: 5 - len(self.examples)]
+
+
+class Conversation:
+    """One episode's agent: a system prompt, a task, then tool results, over a connection of its own.
+
+    Args:
+        system, task: texts of the first two messages.
+        tools: in OpenAI's form.
+        path, key: of the chat endpoint, and the bearer.
+
+    Attributes:
+        episode_id: of the episode on the proxy; "" with a proxy that has none.
+    """
+
+    def __init__(
+        self, connection: Connection, *, system: str, task: str, tools: Sequence[Any], path: str, key: str
+    ) -> None:
+        self._connection = connection
+        self._path = path
+        self._key = key
+        self._tools = orjson.dumps(list(tools))
+        self._messages = [
+            orjson.dumps({"role": "system", "content": system}),
+            orjson.dumps({"role": "user", "content": task}),
+        ]
+        self._call_id = ""
+        self._busy = asyncio.Lock()
+        self.episode_id = ""
+
+    def add_result(self, text: str) -> None:
+        """The result of the tool that the last reply called."""
+        self._messages.append(orjson.dumps({"role": "tool", "tool_call_id": self._call_id, "content": text}))
+
+    def add_reply(self, message: dict[str, Any]) -> None:
+        """An assistant message, as the server sent it."""
+        self._call_id = message["tool_calls"][0]["id"]
+        self._messages.append(orjson.dumps(message))
+
+    async def call(self, max_tokens: int, tally: Tally, newest: str | None = None) -> None:
+        """One turn: add `newest` as the last call's result, ask, check, and keep the reply."""
+        async with self._busy:
+            if newest is not None:
+                self.add_result(newest)
+            body = self._body(max_tokens, stream=False)
+            started = time.perf_counter()
+            try:
+                async with asyncio.timeout(CALL_TIMEOUT_S):
+                    status, raw = await self._connection.post(self._path, body, self._key)
+            except (TimeoutError, OSError, EOFError, ValueError) as error:
+                tally.failed(repr(error))
+                return
+            tally.latencies_s.append(time.perf_counter() - started)
+            answer = orjson.loads(raw) if status == 200 else {}
+            if not _is_whole(answer, max_tokens):
+                tally.failed(f"{status} {raw[:300].decode(errors='replace')}")
+                return
+            tally.prompt_tokens.append(answer["usage"]["prompt_tokens"])
+            message = answer["choices"][0]["message"]
+            self.add_reply({name: value for name, value in message.items() if value is not None})
+
+    async def call_streamed(self, max_tokens: int, tally: Tally) -> tuple[str, float]:
+        """(completion id, time.monotonic() of the first text) of one streamed reply, which is not kept."""
+        body = self._body(max_tokens, stream=True)
+        try:
+            async with asyncio.timeout(CALL_TIMEOUT_S):
+                status, raw, first = await self._connection.post_streamed(self._path, body, self._key)
+        except (TimeoutError, OSError, EOFError, ValueError) as error:
+            tally.failed(repr(error))
+            return "", 0.0
+        if status != 200 or b"[DONE]" not in raw or not first:
+            tally.failed(f"{status} {raw[:300].decode(errors='replace')}")
+            return "", 0.0
+        return raw.partition(b'"id":"')[2].partition(b'"')[0].decode(), first
+
+    def _body(self, max_tokens: int, *, stream: bool) -> bytes:
+        tail = b',"stream":true' if stream else b""
+        return b'{"model":"policy","messages":[%s],"tools":%s,"temperature":1.0%s,"max_tokens":%d}' % (
+            b",".join(self._messages),
+            self._tools,
+            tail,
+            max_tokens,
+        )
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def _is_whole(answer: dict[str, Any], max_tokens: int) -> bool:
+    """Whether this is a reply of `max_tokens` tokens with one tool call."""
+    if not answer or answer["usage"]["completion_tokens"] != max_tokens:
+        return False
+    return len(answer["choices"][0]["message"].get("tool_calls") or ()) == 1
+
+
+Call = Callable[[], Awaitable[None]]
+
+
+async def all_at_once(calls: Iterable[Call], *, at_a_time: int) -> None:
+    """Run every call, `at_a_time` of them at any moment, in order."""
+    waiting = iter(list(calls))
+
+    async def work() -> None:
+        for call in waiting:
+            await call()
+
+    await asyncio.gather(*(work() for _ in range(at_a_time)))
+
+
+async def at_rate(calls: Sequence[Call], *, per_s: float) -> None:
+    """Start one call each 1 / per_s seconds, whether or not those before have ended; return with the last."""
+    started = time.perf_counter()
+    tasks = []
+    for index, call in enumerate(calls):
+        delay = started + index / per_s - time.perf_counter()
+        if delay > 0:
+            await asyncio.sleep(delay)
+        tasks.append(asyncio.ensure_future(call()))
+    await asyncio.gather(*tasks)

@@ -1,0 +1,197 @@
+"""What stands in the way of training, each with what to do about it. The worst finding is the verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from areal_agents.doctor.facts import is_trained
+from areal_agents.doctor.observed import Observed
+from areal_agents.doctor.report import Branch, Facts, Finding, Refusal, Severity
+
+_USE_COMMAND = (
+    "Leave base_url and api_key to the client, which reads OPENAI_BASE_URL and OPENAI_API_KEY (or "
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY); they are set for the command. Or read them yourself."
+)
+_USE_FUNCTION = (
+    "Give the client the episode's address and key: OpenAI(base_url=ep.base_url, api_key=ep.api_key). In a "
+    "function no environment variables are set."
+)
+_FIX_BY_CODE = {
+    "unsupported_parameter": "Leave that parameter out, or set it to what is supported (docs/protocol.md).",
+    "invalid_value": "Set that field to a value that the message allows.",
+    "context_length_exceeded": "Send less, or serve the model with a longer context.",
+    "client_closed_request": "Raise the client's timeout: it hung up before the answer was made.",
+    "not_supported": "Name a server for it under `proxy.models`.",
+    "episode_limit": "Raise the episode's limits.",
+    "queue_full": "Make fewer calls at a time.",
+    "invalid_json": "Send a JSON object as the request's body.",
+}
+
+
+def findings_of(seen: Observed, facts: Facts) -> list[Finding]:
+    """All findings, the worst first."""
+    order: dict[Severity, int] = {"error": 0, "remark": 1, "note": 2}
+    return sorted(_all(seen, facts), key=lambda finding: order[finding.severity])
+
+
+def _all(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    yield from _reached(seen, facts)
+    yield from _refusals(seen, facts)
+    yield from _ended(seen, facts)
+    yield from _episode(seen, facts)
+    yield from _branches(facts)
+    yield from _training(seen, facts)
+    yield from _fields(facts)
+    yield from _outside(seen, facts)
+
+
+def _reached(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    if seen.requests:
+        return
+    where = [f"{host.host} ({host.where})" for host in facts.hosts]
+    named = f" Its source or environment names {', '.join(where)}." if where else ""
+    how = _USE_COMMAND if seen.is_command else _USE_FUNCTION
+    yield Finding("error", f"The agent never called the proxy.{named}", how)
+
+
+def _ended(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    if seen.overran:
+        yield Finding(
+            "remark" if facts.turns else "error",
+            f"The agent was ended after {seen.timeout_s:g} s.",
+            "Give it longer with --timeout, or a --task that it can finish; in training such an episode "
+            "counts as truncated.",
+        )
+    elif seen.error is not None and not _made_no_call(seen.error):
+        when = "" if facts.calls else " before any call"
+        what = f"The agent failed{when}: {seen.error}"
+        yield Finding("error", what, "Make it end without an error first.")
+
+
+def _refusals(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    is_fatal = not facts.turns or seen.error is not None
+    for refusal in facts.refused:
+        times = f" ({refusal.count} times)" if refusal.count > 1 else ""
+        what = f"{refusal.endpoint} was refused with {refusal.status}{times}: {refusal.message}"
+        yield Finding("error" if is_fatal else "remark", what, _fix_of(refusal, seen))
+
+
+def _fix_of(refusal: Refusal, seen: Observed) -> str:
+    if refusal.code == "no_such_endpoint":
+        return _fix_of_path(refusal.endpoint)
+    if refusal.status in (401, 403) and refusal.code != "episode_limit":
+        return _USE_COMMAND if seen.is_command else _USE_FUNCTION
+    if refusal.status >= 500 and refusal.code not in _FIX_BY_CODE:
+        return "Look at the engine and at the proxy's log."
+    return _FIX_BY_CODE.get(refusal.code, "Change the request as the message says.")
+
+
+def _fix_of_path(path: str) -> str:
+    if "/v1/v1/" in path:
+        return "The base_url ends with /v1 and the client adds it again: Anthropic clients take it without."
+    if f"/v1{path}" in ("/v1/chat/completions", "/v1/responses", "/v1/completions"):
+        return "Add /v1 to the client's base_url."
+    if path == "/messages":
+        return "Anthropic clients add /v1/messages to the base_url by themselves; check what it is set to."
+    return "The proxy has no such endpoint (docs/protocol.md): send that request elsewhere, or do without."
+
+
+def _episode(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    how = _USE_COMMAND if seen.is_command else _USE_FUNCTION
+    if facts.episode == "implicit":
+        what = "The calls came without the episode's key, so they opened an episode of their own."
+        yield Finding("error", what, how)
+    elif facts.episode == "both":
+        yield Finding("remark", "Some calls came without the episode's key: they are not trained.", how)
+    elif facts.calls and not facts.turns and not facts.refused:
+        yield Finding("error", "No call was answered by the policy.", how)
+
+
+def _branches(facts: Facts) -> Iterator[Finding]:
+    alike: dict[tuple[str, str], list[Branch]] = {}
+    for fork in facts.forks:
+        alike.setdefault((fork.reason, fork.explanation), []).append(fork)
+    for (reason, explanation), forks in alike.items():
+        where = ", ".join(f"turn {fork.turn} from message {fork.diverged_at + 1} on" for fork in forks)
+        severity: Severity = "note" if forks[0].is_normal else "remark"
+        yield Finding(severity, f"A new branch at {where} ({reason}). {explanation}", forks[0].fix)
+
+
+def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    constrained = sum(turn.constrained for turn in seen.turns)
+    if constrained:
+        none_left = not any(is_trained(turn) for turn in seen.turns)
+        yield Finding(
+            "error" if none_left else "remark",
+            f"{constrained} of {facts.turns} turns were drawn under a grammar (a JSON schema, or a "
+            "tool_choice that forces a call): they are recorded and not trained.",
+            "Take tool_choice auto and ask for JSON in the prompt, or set "
+            "`algorithm.train_constrained: true`.",
+        )
+    hung_up = sum(bool(turn.discarded) for turn in seen.turns)
+    if hung_up:
+        yield Finding(
+            "remark",
+            f"The client hung up on {hung_up} turns before it got them: they are not trained.",
+            "Raise the client's timeout, or wait for each answer.",
+        )
+    if facts.turns and seen.error is None and not seen.overran and not facts.rewarded:
+        give = (
+            "call Episode.from_environment().reward(value), or POST it to "
+            "/episodes/$AREAL_AGENTS_EPISODE_ID/reward with the episode's key"
+            if seen.is_command
+            else "return a number, or call ep.reward(...)"
+        )
+        yield Finding("note", "The agent gave no reward.", f"Training needs one: {give}.")
+
+
+def _fields(facts: Facts) -> Iterator[Finding]:
+    if facts.ignored_fields:
+        names = ", ".join(sorted(facts.ignored_fields))
+        yield Finding(
+            "note",
+            f"Request fields without effect: {names}.",
+            "Nothing to fix unless the agent relies on them.",
+        )
+    if facts.overridden:
+        names = ", ".join(sorted(facts.overridden))
+        yield Finding(
+            "note",
+            f"In training the proxy decides: {names}.",
+            "Nothing to fix; `proxy.lifted_pins` leaves one to the agent, whose turns are then not trained.",
+        )
+    if facts.retries:
+        yield Finding(
+            "remark",
+            f"{facts.retries} calls were retries, {facts.repeated} of them answered with an earlier sample.",
+            "Raise the client's timeout above the time of a slow call, and look at what was refused.",
+        )
+
+
+def _outside(seen: Observed, facts: Facts) -> Iterator[Finding]:
+    if seen.http_proxy is not None:
+        yield Finding(
+            "remark",
+            f"{seen.http_proxy.where} sends HTTP through {seen.http_proxy.host}, calls to this machine too.",
+            "Set NO_PROXY=localhost,127.0.0.1 (and the proxy's host).",
+        )
+    if seen.requests and facts.hosts:
+        hosts = Counter(host.host for host in facts.hosts)
+        where = ", ".join(f"{host.host} ({host.where})" for host in facts.hosts)
+        yield Finding(
+            "note",
+            f"{len(hosts)} outside {'host is' if len(hosts) == 1 else 'hosts are'} named: {where}.",
+            "Nothing to fix unless a model is called there: such calls are not recorded.",
+        )
+    for telemetry in facts.telemetry:
+        yield Finding(
+            "remark",
+            f"{telemetry.framework} {telemetry.what}.",
+            f"Set {telemetry.variable}={telemetry.value}.",
+        )
+
+
+def _made_no_call(error: str) -> bool:
+    """Whether this is how a rollout says it; other findings say why."""
+    return error.startswith("the agent made no model call")

@@ -1,0 +1,96 @@
+"""What one examined episode left behind: its recorded turns, the records of its calls, and every request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from areal_agents.core.rollout import Episode
+from areal_agents.core.trajectory import Turn
+from areal_agents.doctor.surroundings import Host, Telemetry
+from areal_agents.proxy.observe import CallRecord
+
+MODEL_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+_CONTROL = ("/episodes", "/rewards", "/groups", "/health", "/ready", "/metrics")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A request that reached the proxy; `path` is without an episode's key."""
+
+    method: str
+    path: str
+    status: int
+    client: str
+
+
+class Watch:
+    """ASGI middleware that notes every request that is not the control API's, answered or not found."""
+
+    def __init__(self, app: ASGIApp, seen: list[Seen]) -> None:
+        self._app = app
+        self._seen = seen
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"].startswith(_CONTROL):
+            await self._app(scope, receive, send)
+            return
+        status = 499  # unless an answer begins
+
+        async def note(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, note)
+        finally:
+            client = dict(scope["headers"]).get(b"user-agent", b"").decode("latin-1")
+            self._seen.append(Seen(scope["method"], _without_key(scope["path"]), status, client))
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """See the module.
+
+    Attributes:
+        given: the episode that was opened for the agent.
+        implicit: those that calls without its key opened.
+        records: one per model call.
+        requests: all that reached the proxy but those of the control API.
+        error: why the agent failed, None if it did not.
+        overran: whether it was ended at the time limit.
+        is_command: whether it is a program of its own.
+        source_hosts: outside hosts that its source names.
+        environment_hosts: outside hosts that the environment names.
+        http_proxy: an HTTP proxy that gets the calls to this machine.
+        telemetry: what reports to outside servers.
+        timeout_s: the time limit.
+        turns: of all the episodes.
+    """
+
+    given: Episode
+    implicit: tuple[Episode, ...]
+    records: tuple[CallRecord, ...]
+    requests: tuple[Seen, ...]
+    error: str | None
+    overran: bool
+    is_command: bool
+    source_hosts: tuple[Host, ...] = ()
+    environment_hosts: tuple[Host, ...] = ()
+    http_proxy: Host | None = None
+    telemetry: tuple[Telemetry, ...] = ()
+    timeout_s: float = 0.0
+    turns: tuple[Turn, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        all_turns = (turn for episode in (self.given, *self.implicit) for turn in episode.turns)
+        object.__setattr__(self, "turns", tuple(all_turns))
+
+
+def _without_key(path: str) -> str:
+    if not path.startswith("/e/"):
+        return path
+    return "/" + path.removeprefix("/e/").partition("/")[2]

@@ -1,0 +1,234 @@
+"""One episode of a user's agent in front of a proxy of its own; everything started here has ended after it.
+
+The proxy runs in a thread with its own event loop, so that an agent which blocks this one is served all the
+same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shlex
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from areal_agents.client import AsyncClient, OpenedEpisode
+from areal_agents.core.rollout import Task
+from areal_agents.doctor.facts import facts_of
+from areal_agents.doctor.findings import findings_of
+from areal_agents.doctor.observed import Observed, Seen, Watch
+from areal_agents.doctor.report import Report
+from areal_agents.doctor.scripted_model import ScriptedModel
+from areal_agents.doctor.surroundings import (
+    GIVEN_TO_COMMANDS,
+    hosts_in_environment,
+    hosts_in_sources,
+    http_proxy_in_the_way,
+    imports_of,
+    sources_of,
+    telemetry_of,
+    text_of,
+)
+from areal_agents.doctor.tiny_model import write_tiny_model
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.scripted import ScriptedApp, running
+from areal_agents.proxy.app import create_app
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.observe import CallRecord
+from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.rendering import ChatRenderer
+from areal_agents.rollout.agent import Agent, load_agent
+from areal_agents.rollout.attempt import Attempt, Outcome, open_attempt, run_rollout
+from areal_agents.rollout.command import CommandAgent
+from areal_agents.rollout.config import LimitsConfig
+from areal_agents.store import Store
+
+_CONTEXT_LENGTH = 262_144
+_STOP_S = 15.0
+_SCRIPTED = "scripted"
+
+
+@dataclass(slots=True)
+class _Proxy:
+    """A running proxy, and what it saw."""
+
+    url: str
+    store: Store
+    records: list[CallRecord] = field(default_factory=list)
+    requests: list[Seen] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """How the agent ended in its episode."""
+
+    opened: OpenedEpisode
+    outcome: Outcome
+
+
+def examine(
+    *,
+    function: str | None = None,
+    command: Sequence[str] = (),
+    task: Mapping[str, Any] | None = None,
+    model: Path | None = None,
+    engine_url: str | None = None,
+    timeout_s: float = 120.0,
+) -> Report:
+    """Run one episode of an agent and say what was seen.
+
+    Args:
+        function: "module:function" or "file.py:function", or
+        command: the words of a command line.
+        task: what the agent is given.
+        model: a model folder, for its tokenizer and chat template; by default a small stand-in.
+        engine_url: a running SGLang to answer; by default a script does.
+        timeout_s: after which the agent is ended.
+
+    Raises:
+        ConfigError: not exactly one of function and command, no model folder, or an engine without one.
+        AgentError: the function does not import or cannot be called as (task, ep).
+        RequestError: the engine does not answer.
+    """
+    if (function is None) == (not command):
+        raise ConfigError("name the agent: either --agent module:function or -- followed by a command")
+    if engine_url is not None and model is None:
+        raise ConfigError("--engine-url needs --model: the folder of the model that it serves")
+    before = frozenset(sys.modules)
+    agent: Agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
+    with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
+        folder = model or write_tiny_model(Path(home))
+        renderer = ChatRenderer.from_folder(folder)
+        with (
+            _engine(folder, renderer, engine_url) as url,
+            Store.open(Path(home) / "store.db") as store,
+        ):
+            proxy = _Proxy("", store)
+            with _serving(proxy, url, renderer):
+                run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), timeout_s))
+            imported = set(sys.modules) - before
+            seen = _observed(proxy, run, function, command, imported, timeout_s)
+    facts = facts_of(seen)
+    return Report(
+        agent=function or shlex.join(command),
+        model=str(model) if model else f"a stand-in ({folder.name})",
+        engine=engine_url or _SCRIPTED,
+        agent_error=seen.error,
+        facts=facts,
+        findings=findings_of(seen, facts),
+    )
+
+
+def read_task(text: str) -> dict[str, Any]:
+    """A task as it is given on a command line. ConfigError if it is no JSON object."""
+    try:
+        task = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--task must be a JSON object: {error}") from None
+    if not isinstance(task, dict):
+        raise ConfigError(f"--task must be a JSON object, got {text!r}")
+    return task
+
+
+@contextlib.contextmanager
+def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Iterator[str]:
+    """The URL of the engine that answers."""
+    if engine_url is not None:
+        yield engine_url.rstrip("/")
+        return
+    app = ScriptedApp.from_folder(
+        folder, ScriptedModel(renderer), context_length=_CONTEXT_LENGTH, keep=0, with_text=False
+    )
+    with running(app) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def _serving(proxy: _Proxy, engine_url: str, renderer: ChatRenderer) -> Iterator[None]:
+    """Serve until the block is left; then nothing more is added to what `proxy` saw."""
+    with listen("127.0.0.1", 0) as listener:
+        proxy.url = url_of(listener)
+        engine = SGLangEngine(engine_url)
+        app = create_app(
+            store=proxy.store,
+            engine=engine,
+            renderer=renderer,
+            config=ProxyConfig(),
+            observer=proxy.records.append,
+        )
+        server = build_server(Watch(app, proxy.requests))
+        server.config.timeout_graceful_shutdown = 1
+
+        def run() -> None:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                try:
+                    runner.run(server.serve(sockets=[listener]))
+                finally:
+                    runner.run(engine.aclose())
+
+        thread = threading.Thread(target=run, name="doctor-proxy", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.should_exit = True
+            thread.join(_STOP_S)
+            if thread.is_alive():
+                raise EngineUnavailable(f"the doctor's proxy did not end within {_STOP_S:g} s")
+
+
+async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: float) -> _Run:
+    limits = LimitsConfig(time_s=timeout_s)
+    try:
+        async with AsyncClient(url) as client:
+            await client.served_version()  # an engine that does not answer is said at once
+            attempt = Attempt(Task("doctor", task), "train")
+            opened = await open_attempt(client, attempt, limits=limits)
+            outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)
+    finally:
+        await agent.close()
+    return _Run(opened, outcome)
+
+
+def _observed(
+    proxy: _Proxy,
+    run: _Run,
+    function: str | None,
+    command: Sequence[str],
+    imported: set[str],
+    timeout_s: float,
+) -> Observed:
+    ids = {record.episode_id for record in proxy.records} - {"", run.opened.id}
+    files = sources_of(command, function)
+    clients = [request.client for request in proxy.requests]
+    outcome = run.outcome
+    return Observed(
+        given=proxy.store.load_episode(run.opened.id),
+        implicit=tuple(proxy.store.load_episode(episode_id) for episode_id in sorted(ids)),
+        records=tuple(proxy.records),
+        requests=tuple(proxy.requests),
+        error=_masked(outcome.error, run.opened.api_key) if outcome.status == "failed" else None,
+        overran=outcome.status == "truncated",
+        is_command=bool(command),
+        source_hosts=tuple(hosts_in_sources(files)),
+        environment_hosts=tuple(
+            hosts_in_environment(os.environ, overridden=GIVEN_TO_COMMANDS if command else ())
+        ),
+        http_proxy=http_proxy_in_the_way(os.environ),
+        telemetry=tuple(telemetry_of(imports_of(files) | imported, clients, os.environ, text_of(files))),
+        timeout_s=timeout_s,
+    )
+
+
+def _masked(error: str | None, key: str) -> str:
+    return (error or "it failed").replace(key, "***")

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from areal_agents.core.schemas import unenforced
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"not": {"type": "string"}}, "the keyword not is not supported, at #"),
+        (
+            {"properties": {"a": {"uniqueItems": True}}},
+            "the keyword uniqueItems is not supported, at #/properties/a",
+        ),
+        ({"items": {"anyOf": [{}, {"if": {}}]}}, "the keyword if is not supported, at #/items/anyOf/1"),
+        ({"$defs": {"x": {"multipleOf": 5}}}, "the keyword multipleOf is not supported, at #/$defs/x"),
+        ({"$ref": "#/$defs/x", "minimum": 3}, "the keyword minimum is not supported beside $ref, at #"),
+        ({"properties": {}, "oneOf": [{}]}, "the keyword properties is not supported beside oneOf, at #"),
+        ({"allOf": [{}, {}]}, "the keyword allOf is supported with one branch only, at #"),
+        ({"type": "string", "format": "isbn"}, "the format 'isbn' is not supported, at #"),
+        ({"pattern": "a", "maxLength": 3}, "the keyword maxLength is not supported beside pattern, at #"),
+        (
+            {"type": ["string", "null"], "format": "date", "pattern": "a"},
+            "pattern is not supported beside format",
+        ),
+    ],
+)
+def test_what_would_be_ignored_is_named(schema: dict[str, Any], reason: str) -> None:
+    assert reason in str(unenforced(schema))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        True,
+        {"type": "object", "properties": {"not": {"type": "string", "format": "date"}}, "required": ["not"]},
+        {"enum": [{"not": 1}], "title": "if"},
+        {"const": {"uniqueItems": True}},
+        {"$ref": "#/$defs/x", "description": "d", "default": 1, "$defs": {"x": {"type": "integer"}}},
+        {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}], "title": "t"},
+        {"type": "integer", "format": "int32", "minimum": 0, "exclusiveMaximum": 5},
+        {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 1, "maxItems": 2},
+    ],
+)
+def test_what_is_enforced_is_let_through(schema: Any) -> None:
+    assert unenforced(schema) is None

@@ -1,0 +1,224 @@
+"""Agents with real clients, as users write them: good ones, and one for each way to go wrong.
+
+Run as a command, with the name of one of them, the client finds the proxy through the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+from anthropic import Anthropic, AsyncAnthropic
+from openai import AsyncOpenAI, OpenAI, OpenAIError
+
+from areal_agents.episode import Episode
+
+MODEL = "any"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"query": {"type": "string"}, "limit": {"type": "integer", "minimum": 3}},
+    "required": ["query", "limit"],
+}
+SEARCH = {"type": "function", "function": {"name": "search", "description": "", "parameters": PARAMETERS}}
+CLAUDE_SEARCH: Any = {"name": "search", "description": "", "input_schema": PARAMETERS}
+PLACE: Any = {
+    "name": "place",
+    "schema": {"type": "object", "properties": {"x": {"enum": ["a", "b"]}}, "required": ["x"]},
+}
+ELSEWHERE = "https://models.example.invalid/v1"
+
+
+def _client(ep: Episode) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0)
+
+
+def _begin(task: dict[str, Any]) -> list[Any]:
+    return [{"role": "user", "content": task.get("question", "Where is Lyon?")}]
+
+
+async def good(task: dict[str, Any], ep: Episode) -> float:
+    """Calls tools until the model answers in text, and asserts that they are called as the schema says."""
+    messages = _begin(task)
+    async with _client(ep) as client:
+        while True:
+            answer = await client.chat.completions.create(model=MODEL, messages=messages, tools=[SEARCH])
+            message = answer.choices[0].message
+            messages.append(message)
+            if not message.tool_calls:
+                return float(bool(message.content))
+            for call in message.tool_calls:
+                assert call.function.arguments == '{"query": "example", "limit": 3}'
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "In France."})
+
+
+async def streaming(task: dict[str, Any], ep: Episode) -> float:
+    """Streams its one answer, and asks for what has no effect."""
+    async with _client(ep) as client:
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=_begin(task), stream=True, temperature=0.1, user="somebody"
+        )
+        text = "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
+    return float(bool(text))
+
+
+async def editing(task: dict[str, Any], ep: Episode) -> float:
+    """Shortens the model's answer before it goes on."""
+    messages = _begin(task)
+    async with _client(ep) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            text = answer.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": text[:4]}, {"role": "user", "content": "And?"}]
+    return 1.0
+
+
+async def conversing(task: dict[str, Any], ep: Episode) -> float:
+    """Asks a second question after the answer, which it sends back as it was."""
+    messages = _begin(task)
+    async with _client(ep) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(model=MODEL, messages=messages)
+            messages += [answer.choices[0].message, {"role": "user", "content": "And?"}]
+    return 1.0
+
+
+async def idle(task: dict[str, Any], ep: Episode) -> float:
+    """Never calls the model."""
+    return 1.0
+
+
+async def elsewhere(task: dict[str, Any], ep: Episode) -> float:
+    """Calls a server that is written out in its source, and takes the failure for an answer."""
+    async with AsyncOpenAI(base_url=ELSEWHERE, api_key="its own", max_retries=0) as client:
+        try:
+            await client.chat.completions.create(model=MODEL, messages=_begin(task))
+        except OpenAIError:
+            return 0.0
+    return 1.0
+
+
+async def unsupported(task: dict[str, Any], ep: Episode) -> float:
+    """Asks for audio."""
+    async with _client(ep) as client:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=_begin(task),
+            modalities=["text", "audio"],
+            audio={"voice": "alloy", "format": "wav"},
+        )
+    return 1.0
+
+
+async def own_key(task: dict[str, Any], ep: Episode) -> float:
+    """Has the episode's address, and a key of its own."""
+    async with AsyncOpenAI(base_url=ep.base_url, api_key="sk-mine", max_retries=0) as client:
+        await client.chat.completions.create(model=MODEL, messages=_begin(task))
+    return 1.0
+
+
+async def bare(task: dict[str, Any], ep: Episode) -> float:
+    """Has the proxy's address without the episode."""
+    origin = ep.base_url.partition("/e/")[0]
+    async with AsyncOpenAI(base_url=f"{origin}/v1", api_key="any", max_retries=0) as client:
+        await client.chat.completions.create(model=MODEL, messages=_begin(task))
+    return 1.0
+
+
+async def forced(task: dict[str, Any], ep: Episode) -> float:
+    """Has every answer constrained."""
+    async with _client(ep) as client:
+        answer = await client.chat.completions.create(
+            model=MODEL,
+            messages=_begin(task),
+            response_format={"type": "json_schema", "json_schema": PLACE},
+        )
+    assert answer.choices[0].message.content == '{"x": "a"}'
+    return 1.0
+
+
+async def choosing(task: dict[str, Any], ep: Episode) -> float:
+    """Forces a call of one of two tools, then asks for a call or JSON until it gets JSON."""
+    messages = _begin(task)
+    other = {"type": "function", "function": {"name": "other", "parameters": PARAMETERS}}
+    options: dict[str, Any] = {"model": MODEL, "tools": [SEARCH, other]}
+    choice = {"type": "function", "function": {"name": "other"}}
+    async with _client(ep) as client:
+        answer = await client.chat.completions.create(**options, messages=messages, tool_choice=choice)
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.name == "other"
+        for _ in range(4):
+            answer = await client.chat.completions.create(
+                **options, messages=messages, response_format={"type": "json_schema", "json_schema": PLACE}
+            )
+            message = answer.choices[0].message
+            messages.append(message)
+            for call in message.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "In France."})
+            if not message.tool_calls:
+                assert message.content == '{"x": "a"}'
+                return 1.0
+    return 0.0
+
+
+async def claude(task: dict[str, Any], ep: Episode) -> float:
+    """An Anthropic client with tools."""
+    messages = _begin(task)
+    async with AsyncAnthropic(base_url=ep.base_url.removesuffix("/v1"), api_key=ep.api_key) as client:
+        while True:
+            answer = await client.messages.create(
+                model=MODEL, max_tokens=2048, messages=messages, tools=[CLAUDE_SEARCH]
+            )
+            messages.append({"role": "assistant", "content": answer.content})
+            uses = [block for block in answer.content if block.type == "tool_use"]
+            if not uses:
+                return 1.0
+            results = [
+                {"type": "tool_result", "tool_use_id": use.id, "content": "In France."} for use in uses
+            ]
+            messages.append({"role": "user", "content": results})
+
+
+async def claude_with_v1(task: dict[str, Any], ep: Episode) -> float:
+    """An Anthropic client with an OpenAI client's base_url."""
+    async with AsyncAnthropic(base_url=ep.base_url, api_key=ep.api_key, max_retries=0) as client:
+        await client.messages.create(model=MODEL, max_tokens=64, messages=_begin(task))
+    return 1.0
+
+
+async def telling(task: dict[str, Any], ep: Episode) -> float:
+    """Fails with a message that holds its key."""
+    async with _client(ep) as client:
+        await client.chat.completions.create(model=MODEL, messages=_begin(task))
+    raise RuntimeError(f"nothing works at {ep.base_url}")
+
+
+async def endless(task: dict[str, Any], ep: Episode) -> float:
+    """Answers, and then never ends."""
+    async with _client(ep) as client:
+        await client.chat.completions.create(model=MODEL, messages=_begin(task))
+    await asyncio.Event().wait()
+    return 1.0
+
+
+def synchronous(task: dict[str, Any], ep: Episode) -> float:
+    """Without async: it runs in a process of its own."""
+    with OpenAI(base_url=ep.base_url, api_key=ep.api_key) as client:
+        answer = client.responses.create(model=MODEL, input="Where is Lyon?")
+    return float(bool(answer.output_text))
+
+
+def main(name: str) -> None:
+    """As a command."""
+    if name == "openai":
+        OpenAI().chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "Hello"}])
+    elif name == "anthropic":
+        Anthropic().messages.create(
+            model=MODEL, max_tokens=512, messages=[{"role": "user", "content": "Hello"}]
+        )
+    else:
+        sys.exit(f"no agent has the name {name!r}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,201 @@
+"""The doctor on agents with real clients: what it saw, what it says, and what it advises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from areal_agents.doctor import Finding, Report, examine
+from areal_agents.errors import AgentError, ConfigError, EngineError, RequestError
+from areal_agents.inference.scripted import ScriptedApp, running
+
+AGENTS = Path(__file__).with_name("doctor_agents.py")
+MODEL = AGENTS.parents[2] / "examples" / "search_agent" / "model"
+
+
+@cache  # reports are data, and each takes half a second
+def report_on(name: str) -> Report:
+    return examine(function=f"{AGENTS}:{name}", timeout_s=60)
+
+
+def doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_agents.cli", "doctor", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def serious(report: Report) -> list[Finding]:
+    return [finding for finding in report.findings if finding.severity != "note"]
+
+
+def test_a_good_function() -> None:
+    report = report_on("good")
+    facts = report.facts
+    assert report.verdict == "ok" and serious(report) == [] and report.agent_error is None
+    assert facts.endpoints == {"/v1/chat/completions": 3} and facts.dialects == ["chat"]
+    assert (facts.turns, facts.roots, facts.branches, facts.forks) == (3, 1, 1, [])
+    assert facts.reused_share is not None and 0.9 < facts.reused_share < 1
+    assert facts.trained_share == 1 and facts.sampled_tokens > 0
+    assert facts.episode == "given" and facts.rewarded and facts.streamed == 0
+
+
+def test_a_good_command_through_the_command_line() -> None:
+    done = doctor("--json", "--", sys.executable, str(AGENTS), "openai")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["verdict"] == "ok"
+    assert said["facts"]["endpoints"] == {"/v1/chat/completions": 1}
+    assert said["facts"]["episode"] == "given" and said["facts"]["turns"] == 1
+    assert "verdict: ok" in done.stdout
+
+
+def test_an_anthropic_command() -> None:
+    report = examine(command=[sys.executable, str(AGENTS), "anthropic"], timeout_s=60)
+    assert report.verdict == "ok" and report.facts.dialects == ["messages"]
+    assert not report.facts.rewarded
+    (note,) = (finding for finding in report.findings if "no reward" in finding.what)
+    assert note.severity == "note" and "AREAL_AGENTS_EPISODE_ID" in note.fix
+
+
+def test_an_anthropic_function_with_tools() -> None:
+    report = report_on("claude")
+    assert report.verdict == "ok" and report.facts.endpoints == {"/v1/messages": 3}
+    assert report.facts.branches == 1 and report.facts.trained_share == 1
+
+
+def test_a_synchronous_function_on_the_responses_api() -> None:
+    report = report_on("synchronous")
+    assert report.verdict == "ok" and report.facts.endpoints == {"/v1/responses": 1}
+
+
+def test_an_agent_that_streams() -> None:
+    report = report_on("streaming")
+    facts = report.facts
+    assert report.verdict == "ok" and (facts.calls, facts.streamed, facts.turns) == (1, 1, 1)
+    assert facts.ignored_fields == {"user": 1} and facts.overridden == {"temperature": 1}
+    notes = [finding.what for finding in report.findings]
+    assert "Request fields without effect: user." in notes
+    assert "In training the proxy decides: temperature." in notes
+
+
+def test_an_agent_that_edits_its_history() -> None:
+    report = report_on("editing")
+    facts = report.facts
+    assert report.verdict == "remarks" and facts.branches == facts.roots == 2
+    assert [(fork.turn, fork.reason, fork.diverged_at) for fork in facts.forks] == [(2, "edited", 1)]
+    assert facts.reused_share == 0
+    (finding,) = serious(report)
+    assert "turn 2 from message 2 on (edited)" in finding.what and "do not strip" in finding.fix
+
+
+def test_an_agent_whose_template_strips_reasoning() -> None:
+    (finding,) = serious(report_on("conversing"))
+    assert "template strips reasoning" in finding.what and "reasoning: keep" in finding.fix
+
+
+def test_an_agent_that_never_calls() -> None:
+    report = report_on("idle")
+    assert report.verdict == "cannot" and report.facts.calls == 0 and report.facts.episode == "none"
+    (finding,) = serious(report)
+    assert finding.what.startswith("The agent never called the proxy.")
+    assert "base_url=ep.base_url" in finding.fix
+
+
+def test_an_agent_with_another_address_in_its_source() -> None:
+    report = report_on("elsewhere")
+    assert report.verdict == "cannot"
+    (finding,) = serious(report)
+    line = 1 + AGENTS.read_text().splitlines().index('ELSEWHERE = "https://models.example.invalid/v1"')
+    assert f"models.example.invalid (doctor_agents.py:{line})" in finding.what
+
+
+def test_an_agent_that_asks_for_what_is_not_supported() -> None:
+    report = report_on("unsupported")
+    assert report.verdict == "cannot" and report.facts.ignored_fields == {}
+    (refusal,) = report.facts.refused
+    assert (refusal.status, refusal.code, refusal.count) == (400, "unsupported_parameter", 1)
+    refused, failed = serious(report)
+    assert "this model writes text only" in refused.what and "Leave that parameter out" in refused.fix
+    assert failed.what.startswith("The agent failed: BadRequestError")
+
+
+@pytest.mark.parametrize(
+    ("agent", "what", "fix"),
+    [
+        ("own_key", "refused with 401", "api_key=ep.api_key"),
+        ("bare", "opened an episode of their own", "base_url=ep.base_url"),
+        ("forced", "1 of 1 turns were drawn under a grammar", "train_constrained: true"),
+        ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients take it without"),
+    ],
+)
+def test_what_keeps_an_agent_from_being_trained(agent: str, what: str, fix: str) -> None:
+    report = report_on(agent)
+    assert report.verdict == "cannot"
+    first = report.findings[0]
+    assert first.severity == "error" and what in first.what and fix in first.fix
+
+
+def test_the_scripted_model_keeps_to_what_a_grammar_lets_through() -> None:
+    report = report_on("choosing")
+    assert report.agent_error is None and report.facts.turns == 4
+    assert report.facts.trained_share == 0 and report.verdict == "cannot"
+
+
+def test_an_engine_and_a_model_of_the_user() -> None:
+    app = ScriptedApp.from_folder(MODEL, lambda call: "<think>\nHm.\n</think>\n\nIn France.")
+    with running(app) as url:
+        report = examine(function=f"{AGENTS}:streaming", model=MODEL, engine_url=url, timeout_s=60)
+    assert report.verdict == "ok" and report.engine == url and report.model == str(MODEL)
+    (exchange,) = app.exchanges
+    assert report.facts.prompt_tokens == len(exchange.input_ids)
+    assert report.facts.sampled_tokens == len(exchange.token_ids)
+
+
+def test_no_key_is_in_a_report() -> None:
+    assert "RuntimeError: nothing works at http://127.0.0.1:" in str(report_on("telling").agent_error)
+    for agent in ("good", "telling", "own_key", "claude_with_v1", "bare"):
+        said = json.dumps(report_on(agent).to_dict())
+        assert "ep-" not in said.replace("areal-agents", "") and "sk-mine" not in said
+
+
+def test_an_agent_that_does_not_end_is_ended() -> None:
+    report = examine(function=f"{AGENTS}:endless", timeout_s=2)
+    assert report.verdict == "remarks" and report.facts.turns == 1
+    (finding,) = serious(report)
+    assert finding.what == "The agent was ended after 2 s." and "--timeout" in finding.fix
+
+
+def test_a_command_that_fails_shows_why() -> None:
+    done = doctor("--json", "--", sys.executable, str(AGENTS), "nobody")
+    assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["verdict"] == "cannot"
+    errors = [finding["what"] for finding in said["findings"] if finding["severity"] == "error"]
+    assert any("no agent has the name 'nobody'" in error for error in errors)
+    assert any("OPENAI_BASE_URL" in finding["fix"] for finding in said["findings"])
+
+
+def test_mistakes_on_the_command_line_are_one_clear_line() -> None:
+    done = doctor("--agent", "no_such_module:agent")
+    assert done.returncode == 1 and "no_such_module does not import" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_cannot_be_examined() -> None:
+    with pytest.raises(ConfigError, match="--agent module:function or --"):
+        examine()
+    with pytest.raises(ConfigError, match="needs --model"):
+        examine(function=f"{AGENTS}:good", engine_url="http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="not a model folder"):
+        examine(function=f"{AGENTS}:good", model=AGENTS.parent)
+    with pytest.raises(AgentError, match="has no function 'missing'"):
+        examine(function=f"{AGENTS}:missing")
+
+
+def test_an_engine_that_does_not_answer_is_said_at_once() -> None:
+    with pytest.raises((RequestError, EngineError), match="not available"):
+        examine(function=f"{AGENTS}:good", model=MODEL, engine_url="http://127.0.0.1:9")

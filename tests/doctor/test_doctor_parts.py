@@ -1,0 +1,130 @@
+"""The doctor's parts that need no episode: made-up values, tools in prompts, and an agent's surroundings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from areal_agents.core.messages import Message
+from areal_agents.core.trajectory import Fork, ForkReason
+from areal_agents.doctor.forks import EXPLANATIONS, explanation_of
+from areal_agents.doctor.instances import instance_of
+from areal_agents.doctor.run import read_task
+from areal_agents.doctor.scripted_model import tools_in
+from areal_agents.doctor.surroundings import (
+    hosts_in_environment,
+    hosts_in_sources,
+    http_proxy_in_the_way,
+    imports_of,
+    sources_of,
+    telemetry_of,
+)
+from areal_agents.doctor.tiny_model import write_tiny_model
+from areal_agents.errors import ConfigError
+from areal_agents.rendering import ChatRenderer
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string"}, "example"),
+        ({"type": "string", "maxLength": 3}, "exa"),
+        ({"type": "string", "minLength": 9}, "examplexx"),
+        ({"type": "string", "format": "date"}, "2025-01-15"),
+        ({"type": "integer", "minimum": 3}, 3),
+        ({"type": "number", "exclusiveMinimum": 3}, 4),
+        ({"type": "integer", "maximum": -2}, -2),
+        ({"type": ["null", "boolean"]}, True),
+        ({"enum": ["b", "a"]}, "b"),
+        ({"const": 7}, 7),
+        ({"anyOf": [{"type": "null"}, {"type": "boolean"}]}, True),
+        ({"type": "array", "items": {"type": "integer"}, "minItems": 2}, [1, 1]),
+        ({"properties": {"a": {"type": "string"}, "b": {}}, "required": ["a"]}, {"a": "example"}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"const": 1}}}, 1),
+        ({"allOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}]}, {"a": 1}),
+    ],
+)
+def test_instances_fit_their_schema(schema: dict[str, Any], value: object) -> None:
+    assert instance_of(schema) == value
+
+
+def test_a_schema_that_contains_itself_ends() -> None:
+    schema = {"$defs": {"n": {"properties": {"n": {"$ref": "#/$defs/n"}}, "required": ["n"]}}}
+    assert json.dumps(instance_of({**schema, "$ref": "#/$defs/n"})).startswith('{"n": {"n"')
+
+
+def test_the_stand_in_model_has_a_token_for_everything(tmp_path: Path) -> None:
+    renderer = ChatRenderer.from_folder(write_tiny_model(tmp_path))
+    assert renderer.family == "qwen3"
+    text = "héllo \U0001f600 \x00\n<tool_call>"
+    assert renderer.tokenizer.decode(renderer.tokenizer.encode(text)) == text
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "description": "", "parameters": {"type": "object"}},
+    }
+    prompt = renderer.tokenizer.decode(renderer.render([Message("user", "Hi")], [tool]).tolist())
+    assert [(tool.name, tool.parameters) for tool in tools_in(prompt)] == [("f", {"type": "object"})]
+
+
+def test_calls_are_not_mistaken_for_tools() -> None:
+    assert tools_in('{"name": "f", "arguments": {"parameters": {}}} {"name": "g", "parameters": 1}') == []
+
+
+def test_every_reason_for_a_fork_is_explained() -> None:
+    assert set(EXPLANATIONS) == set(get_args(ForkReason))
+    assert explanation_of(Fork("t", "edited", 2)) == EXPLANATIONS["edited"]
+    assert "system message" in explanation_of(Fork("t", "edited", 0)).fix
+
+
+def test_hosts_in_the_environment_are_named_without_their_secrets() -> None:
+    environment = {
+        "OPENAI_BASE_URL": "https://api.openai.com/v1",
+        "JUDGE_BASE_URL": "https://user:secret@judge.example.com/v1?key=secret",
+        "LOCAL_ENDPOINT": "http://127.0.0.1:1",
+        "HOME_PAGE": "https://example.com",
+        "BAD_ENDPOINT": "https://[",
+    }
+    found = hosts_in_environment(environment, overridden={"OPENAI_BASE_URL"})
+    assert [(host.host, host.where) for host in found] == [("judge.example.com", "JUDGE_BASE_URL")]
+
+
+def test_an_http_proxy_is_in_the_way_unless_this_machine_is_left_out() -> None:
+    environment = {"HTTP_PROXY": "http://proxy.example.com:3128"}
+    proxy = http_proxy_in_the_way(environment)
+    assert proxy is not None and proxy.host == "proxy.example.com"
+    assert http_proxy_in_the_way({**environment, "NO_PROXY": "example.org, 127.0.0.1"}) is None
+    assert http_proxy_in_the_way({}) is None
+
+
+def test_telemetry_is_named_until_it_is_off() -> None:
+    (found,) = telemetry_of({"crewai", "json"}, [], {})
+    assert (found.variable, found.value) == ("CREWAI_DISABLE_TELEMETRY", "true")
+    assert telemetry_of({"crewai"}, [], {"CREWAI_DISABLE_TELEMETRY": "1"}) == []
+    assert telemetry_of({"agno"}, [], {"AGNO_TELEMETRY": "0"}) == []
+    (seen,) = telemetry_of((), ["Agents/Python 0.24.0"], {"OPENAI_AGENTS_DISABLE_TRACING": "0"})
+    assert seen.framework == "openai-agents"
+    assert telemetry_of({"agents"}, [], {}, "RunConfig(tracing_disabled=True)") == []
+
+
+def test_sources_are_read_with_their_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("import json\nfrom tools import search\n")
+    (tmp_path / "tools.py").write_text('import crewai.llm\nURL = "https://api.example.com/x"\n')
+    (tmp_path / "other.py").write_text('URL = "https://other.example.com"\n')
+    files = sources_of(["python", str(tmp_path / "agent.py")], None)
+    assert [path.name for path in files] == ["agent.py", "tools.py"]
+    assert imports_of(files) == {"json", "tools", "crewai"}
+    assert [(host.host, host.where) for host in hosts_in_sources(files)] == [
+        ("api.example.com", "tools.py:2")
+    ]
+    (tmp_path / "broken.py").write_text("def")
+    assert imports_of(sources_of([str(tmp_path / "broken.py")], None)) == set()
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"'])
+def test_a_task_is_a_json_object(text: str) -> None:
+    assert read_task('{"question": 1}') == {"question": 1}
+    with pytest.raises(ConfigError, match="--task must be a JSON object"):
+        read_task(text)

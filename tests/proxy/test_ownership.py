@@ -1,0 +1,100 @@
+"""Which workers live, and what falls to whom."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_agents.core.messages import Message
+from areal_agents.errors import RequestError
+from areal_agents.proxy.implicit import home_key
+from areal_agents.proxy.ownership import Ownership
+from areal_agents.proxy.workers import Workers, WorkerSpec, forget_dead
+from areal_agents.store import NewEpisode, Store
+
+HOLD = """
+import sys
+from pathlib import Path
+from areal_agents.proxy.workers import Workers, WorkerSpec
+with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "127.0.0.1", "s")).living():
+    print("living", flush=True)
+    sys.stdin.read()
+"""
+
+
+def worker(folder: Path, index: int, life: int = 0, run: str = "run") -> Workers:
+    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "127.0.0.1", "s"))
+
+
+def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
+    first = worker(tmp_path, 0)
+    assert not first.is_living("run.1.0") and not first.is_up(1)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stdin is not None
+    assert process.stdout.readline() == b"living\n"
+    assert first.is_living("run.1.0") and first.is_up(1)
+    assert not first.is_living("run.1.1") and not first.is_living("other.1.0")
+    process.kill()
+    process.communicate(timeout=10)
+    assert not first.is_living("run.1.0") and not first.is_up(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.1.0.lock"]
+    with first.living():
+        forget_dead(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["run.0.0.lock"]
+    forget_dead(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_the_first_living_worker_looks_after_what_nobody_owns(tmp_path: Path) -> None:
+    workers = [worker(tmp_path / "locks", index) for index in range(3)]
+    with Store.open(tmp_path / "s.db") as store:
+        owned = [Ownership(store, item) for item in workers]
+        with workers[1].living(), workers[2].living():
+            assert [item.sweeps(None) for item in owned[1:]] == [True, False]
+            assert [item.sweeps("run.0.0") for item in owned[1:]] == [True, False]
+            assert [item.sweeps("run.2.0") for item in owned[1:]] == [False, True]
+            with workers[0].living():
+                assert [item.sweeps(None) for item in owned] == [True, False, False]
+
+
+async def test_an_episode_belongs_to_one_life(tmp_path: Path) -> None:
+    old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, life=1), worker(tmp_path, 1)
+    stranger = worker(tmp_path, 0, run="another")
+    with Store.open(tmp_path / "s.db") as store, other.living():
+        store.open_episode(NewEpisode("e", "hash", owner=old.owner)).result()
+
+        def find() -> object:
+            return store.episode_row("e")
+
+        with old.living():
+            assert await Ownership(store, other).locate(find) == 0  # type: ignore[arg-type]
+            with pytest.raises(RequestError, match="started separately"):
+                await Ownership(store, stranger).locate(find)  # type: ignore[arg-type]
+        with new.living():
+            assert await Ownership(store, other).locate(find) == 1  # type: ignore[arg-type]
+            assert store.episode_row("e").owner == other.owner
+            assert await Ownership(store, new).locate(find) == 1  # type: ignore[arg-type]
+            assert not await Ownership(store, new).claim("e", old.owner)
+
+
+def test_what_falls_to_whom_is_the_same_for_all_and_shared(tmp_path: Path) -> None:
+    keys = [str(number).encode() for number in range(300)]
+    homes = [worker(tmp_path, 0).homes(key) for key in keys]
+    assert homes == [worker(tmp_path, 2).homes(key) for key in keys]
+    assert all(sorted(order) == [0, 1, 2] for order in homes)
+    counts = [sum(order[0] == index for order in homes) for index in range(3)]
+    assert min(counts) > 70
+
+
+def test_a_conversation_keeps_its_home() -> None:
+    system, user = Message("system", "be brief"), Message("user", "hello")
+    later = [system, user, Message("assistant", "hi"), Message("user", "and?")]
+    assert home_key("me/root", [system, user]) == home_key("me/root", later)
+    assert home_key("me/root", [system, user]) != home_key("you/root", [system, user])
+    assert home_key("me/root", [system, user]) != home_key("me/root", [system, Message("user", "bye")])
+    assert home_key("me/session-id:1", [user]) == home_key("me/session-id:1", later) == b"me/session-id:1"
