@@ -172,6 +172,8 @@ class Forest:
 
 
 def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
+    if len(candidates) == 1:  # nearly always, and at every reply of a conversation
+        return None if reasoning_conflicts(replayed, candidates[0].reply) else candidates[0]
     fitting = [turn for turn in candidates if not reasoning_conflicts(replayed, turn.reply)]
     named = [turn for turn in fitting if turn.id == replayed.handle]
     ids = [call.id for call in replayed.tool_calls]

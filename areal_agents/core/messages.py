@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+import orjson
+
 Role = Literal["system", "user", "assistant", "tool"]
 _ROLES = frozenset(get_args(Role))
 
@@ -93,7 +95,7 @@ def canonical_key(message: Message) -> str:
     if not message.tool_calls:  # nearly all messages, and every one of a conversation at every call
         return f"{message.role}\0{message.content.strip()}"
     calls = [(call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
-    return json.dumps([message.role, message.content.strip(), calls], ensure_ascii=False)
+    return _to_json([message.role, message.content.strip(), calls])
 
 
 def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:
@@ -102,6 +104,8 @@ def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:
     Reasoning that the client leaves out is no conflict: most frameworks drop it. Nor is the end of it
     alone: a streaming client keeps only the last piece of a field that it does not know.
     """
+    if not replayed.reasoning or replayed.reasoning == recorded.reasoning:
+        return False
     return not recorded.reasoning.strip().endswith(replayed.reasoning.strip())
 
 
@@ -130,7 +134,15 @@ def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
     specs = list(tools)
     if not specs:
         return ""
-    return hashlib.blake2b(json.dumps(specs, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_to_json(specs).encode(), digest_size=16).hexdigest()
+
+
+def _to_json(value: Any) -> str:
+    """JSON with sorted keys."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    except TypeError:  # beyond 64 bits, or nested deeply: slower, and no less definite
+        return json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
 def _canonical_arguments(arguments: str) -> Any:

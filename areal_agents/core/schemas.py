@@ -61,7 +61,7 @@ def _unenforced(schema: Mapping[str, Any]) -> str | None:
     kind = schema.get("type")
     if kind is not None and "string" not in (kind if isinstance(kind, list) else [kind]):
         return None
-    if "format" in schema and schema["format"] not in _STRING_FORMATS:
+    if "format" in schema and str(schema["format"]) not in _STRING_FORMATS:
         return f"the format {schema['format']!r} is not supported"
     rules = [next(key for key in keys if key in schema) for keys in _STRING_RULES if schema.keys() & {*keys}]
     return f"the keyword {rules[1]} is not supported beside {rules[0]}" if len(rules) > 1 else None
@@ -69,14 +69,16 @@ def _unenforced(schema: Mapping[str, Any]) -> str | None:
 
 def _subschemas(schema: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The schema and all in it, with where they stand; what is data, as in `const`, is left out."""
-    if not isinstance(schema, Mapping):
-        return
-    yield where, schema
-    for key in _ONE:
-        yield from _subschemas(schema.get(key), f"{where}/{key}")
-    for key in _LISTS:
-        for index, inner in enumerate(schema[key] if isinstance(schema.get(key), list) else ()):
-            yield from _subschemas(inner, f"{where}/{key}/{index}")
-    for key in _MAPS:
-        for name, inner in schema[key].items() if isinstance(schema.get(key), Mapping) else ():
-            yield from _subschemas(inner, f"{where}/{key}/{name}")
+    left = [(where, schema)]
+    while left:
+        at, found = left.pop()
+        if not isinstance(found, Mapping):
+            continue
+        yield at, found
+        left += [(f"{at}/{key}", found.get(key)) for key in _ONE]
+        for key in _LISTS:
+            if isinstance(inner := found.get(key), list):
+                left += [(f"{at}/{key}/{index}", one) for index, one in enumerate(inner)]
+        for key in _MAPS:
+            if isinstance(inner := found.get(key), Mapping):
+                left += [(f"{at}/{key}/{name}", one) for name, one in inner.items()]

@@ -59,7 +59,7 @@ def completion_from_wire(answer: Any) -> Completion:
         ids = list(answer["output_ids"])
         triples = meta["output_token_logprobs"] if ids else []
         logprobs, sampled = _columns(triples)
-        if list(sampled) != ids:
+        if sampled != ids:
             raise EngineError(
                 f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
             )
@@ -147,7 +147,7 @@ class StreamedCompletion:
             return None
         logprobs, ids = _columns(triples[first:])
         # A request that is aborted while it waits for its second turn names its last id alone.
-        if list(output_ids[first:]) != list(ids) and not aborted:
+        if list(output_ids[first:]) != ids and not aborted:
             raise EngineError(
                 f"/generate streamed {len(output_ids)} ids and logprobs of {count} other tokens"
             )
@@ -217,12 +217,9 @@ def _failure(status: int, message: str) -> EngineError:
     return EngineUnavailable(f"/generate failed ({status}): {shorten(message)}")
 
 
-def _columns(triples: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], Sequence[Any]]:
+def _columns(triples: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
     """Logprobs [N] and ids [N] of N triples [logprob, id, text]."""
-    if not triples:
-        return (), ()
-    columns = list(zip(*triples, strict=False))
-    return columns[0], columns[1]
+    return [triple[0] for triple in triples], [triple[1] for triple in triples]
 
 
 def _top_logprobs(rows: Sequence[Sequence[Sequence[Any]] | None] | None) -> TopLogprobs:

@@ -13,17 +13,19 @@ every split of every token and takes a piece that is a token as it stands too.
 
 from __future__ import annotations
 
+import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import tiktoken
 import tokenizers
 
-from areal_agents.rendering.byte_bpe_patterns import SAMPLE, split_pattern
+from areal_agents.rendering.byte_bpe_patterns import SAMPLE, samples_of_classes, split_pattern
 
 _MAX_CHARACTERS = 500_000  # longer texts go to the library: the regex of tiktoken has limits of its own
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _ALL_NORMAL = "\u0300"  # below it every character is in normal form C, whatever stands beside it
 
 
@@ -53,14 +55,14 @@ class ByteBpe:
         longest_first = sorted(self._added, key=len, reverse=True)
         self._split = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if added else None
         self._unsure = _unsure_characters() if composed else None
+        # Characters that a pattern leaves unmatched are dropped here, but not by the library.
+        self._drops_some = not all(self._gives_back(text) for text in samples_of_classes())
 
     def encode(self, text: str) -> list[int] | None:
         """The ids of `text`, or None for a text that is the library's to encode."""
         if len(text) > _MAX_CHARACTERS or not self._is_normal(text):
             return None
-        try:
-            raw = text.encode()
-        except UnicodeEncodeError:  # a lone surrogate
+        if not text.isascii() and _SURROGATE.search(text) is not None:
             return None
         if self._split is None:
             ids = self._encoding.encode_ordinary(text)
@@ -70,8 +72,7 @@ class ByteBpe:
             for token, part in zip(parts[1::2], parts[2::2], strict=True):
                 ids.append(self._added[token])
                 ids += self._encoding.encode_ordinary(part)
-        # A pattern may leave characters unmatched: tiktoken drops them, the library does not.
-        return ids if self._encoding.decode_bytes(ids) == raw else None
+        return None if self._drops_some and self._encoding.decode_bytes(ids) != text.encode() else ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """The text of `token_ids`; None if one of them is no token."""
@@ -80,6 +81,9 @@ class ByteBpe:
         except (KeyError, OverflowError):
             return None
 
+    def _gives_back(self, text: str) -> bool:
+        return self._encoding.decode_bytes(self._encoding.encode_ordinary(text)) == text.encode()
+
     def _is_normal(self, text: str) -> bool:
         """Whether normal form C, by any version of Unicode, leaves `text` as it is."""
         if self._unsure is None or text.isascii() or max(text) < _ALL_NORMAL:
@@ -87,33 +91,65 @@ class ByteBpe:
         return self._unsure.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
-def proven_byte_bpe(backend: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> ByteBpe | None:
-    """The fast equal of a tokenizer, None where it is not proven to be equal. Under a second of work.
+class Tables(NamedTuple):
+    """What an encoding is made of.
+
+    Attributes:
+        pattern: how texts are cut into pieces.
+        composed: whether they are brought into normal form C first.
+        takes_whole: whether a piece that is a token is taken as it stands.
+        added: added tokens by text.
+        ranks: all other tokens by their bytes.
+    """
+
+    pattern: str
+    composed: bool
+    takes_whole: bool
+    added: dict[str, int]
+    ranks: dict[bytes, int]
+
+
+def tables_of(settings: str) -> Tables | None:
+    """The tables in the text of a `tokenizer.json`; None if it has a part that tiktoken has not.
+
+    Best called before the library reads the same file: each takes much memory for a moment.
+    """
+    data = json.loads(settings)
+    pattern = split_pattern(data.get("pre_tokenizer"))
+    normalizer = (data.get("normalizer") or {}).get("type")
+    added = _added_tokens(data.get("added_tokens") or [])
+    decodes_bytes = (data.get("decoder") or {}).get("type") == "ByteLevel"
+    if pattern is None or normalizer not in (None, "NFC") or added is None or not decodes_bytes:
+        return None
+    ranks = _ranks(data["model"], added)
+    takes_whole = bool(data["model"].get("ignore_merges"))
+    return None if ranks is None else Tables(pattern, normalizer == "NFC", takes_whole, added, ranks)
+
+
+def proven_byte_bpe(backend: tokenizers.Tokenizer, tables: Tables) -> ByteBpe | None:
+    """The fast equal of a tokenizer, None where it is not proven to be equal. About a second of work.
 
     Args:
         backend: the library's tokenizer.
-        settings: its `tokenizer.json`.
+        tables: of the same file. Their ranks are used up.
     """
-    pattern = split_pattern(settings.get("pre_tokenizer"))
-    normalizer = (settings.get("normalizer") or {}).get("type")
-    added = _added_tokens(settings.get("added_tokens") or [])
-    decodes_bytes = (settings.get("decoder") or {}).get("type") == "ByteLevel"
-    if pattern is None or normalizer not in (None, "NFC") or added is None or not decodes_bytes:
+    model = backend.model
+    tokens = ("".join(_LETTERS[byte] for byte in raw) for raw in tables.ranks)
+    if not tables.takes_whole and any(len(model.tokenize(token)) != 1 for token in tokens):
         return None
-    ranks = _ranks(settings["model"], added, backend)
-    if ranks is None:
-        return None
-    encoding = tiktoken.Encoding("byte_bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens=added)
-    ranks.clear()  # it has tables of its own
-    fast = ByteBpe(encoding, added, composed=normalizer == "NFC")
+    encoding = tiktoken.Encoding(
+        "byte_bpe", pat_str=tables.pattern, mergeable_ranks=tables.ranks, special_tokens=tables.added
+    )
+    tables.ranks.clear()  # it has tables of its own
+    fast = ByteBpe(encoding, tables.added, composed=tables.composed)
     return fast if _agree(fast, backend) else None
 
 
 def _added_tokens(tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
     """Added tokens by text; None if some are more than plain texts that are found in one go."""
-    if any(token["lstrip"] or token["rstrip"] or token["single_word"] for token in tokens):
+    if any(token.get(option) for token in tokens for option in ("lstrip", "rstrip", "single_word")):
         return None
-    if len({token["normalized"] for token in tokens}) > 1:
+    if len({token.get("normalized") for token in tokens}) > 1:
         return None
     added = {token["content"]: token["id"] for token in tokens}
     # The library's decoder takes a text of nothing but the bytes' letters for those bytes.
@@ -123,9 +159,7 @@ def _added_tokens(tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
     return added if plain and normal and unique and "" not in added else None
 
 
-def _ranks(
-    model: Mapping[str, Any], added: Mapping[str, int], backend: tokenizers.Tokenizer
-) -> dict[bytes, int] | None:
+def _ranks(model: Mapping[str, Any], added: Mapping[str, int]) -> dict[bytes, int] | None:
     """The id of each token's bytes; None if merging by id could differ from the library's merging."""
     options = ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback")
     if model.get("type") != "BPE" or any(model.get(option) for option in options):
@@ -145,13 +179,9 @@ def _ranks(
     if set(ranks.values()) & set(added.values()):
         return None
     pairs = _pairs(model["merges"])
-    if not _rises(pairs, ranks):
+    if not _rises(pairs, ranks) or (model.get("ignore_merges") and not _is_every_split(pairs, ranks)):
         return None
-    if model.get("ignore_merges"):
-        return ranks if _is_every_split(pairs, ranks) else None
-    bpe = backend.model
-    comes_out = all(len(bpe.tokenize(token)) == 1 for token in model["vocab"] if token not in added)
-    return ranks if comes_out else None
+    return ranks
 
 
 def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:

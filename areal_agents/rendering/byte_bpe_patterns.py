@@ -49,23 +49,38 @@ camelCaseWords SCREAMING_SNAKE
 """
 
 
+# Spaces, each of which a pattern may name, and one character of every class that patterns name.
+_SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
+_CLASSES = "aAʰǅ字\u0301\u0903\u20dd1Ⅷ½$+^©_-(«!\x00\u200b\ue000\U0001f600\u0378"
+
+
+def samples_of_classes() -> list[str]:
+    """Every kind of character alone and before others: what is matched here is matched in any text."""
+    return [one + then for one in _SPACES + _CLASSES for then in ("", "a", " ", "\n", "$")]
+
+
 def split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
     """The pattern by which a `tokenizer.json` cuts texts into pieces of bytes; None if it does otherwise."""
     if pre_tokenizer is None:
         return None
     if pre_tokenizer["type"] == "ByteLevel":
-        plain = pre_tokenizer["use_regex"] and not pre_tokenizer["add_prefix_space"]
-        return _GPT2 if plain else None
+        return _GPT2 if _maps_bytes(pre_tokenizer, use_regex=True) else None
     parts = pre_tokenizer.get("pretokenizers")
     if pre_tokenizer["type"] != "Sequence" or parts is None or len(parts) != 2:
         return None
     split, byte_level = parts
-    if split["type"] != "Split" or split["behavior"] != "Isolated" or split["invert"]:
+    if split["type"] != "Split" or split.get("behavior") != "Isolated" or split.get("invert"):
         return None
-    if byte_level["type"] != "ByteLevel" or byte_level["use_regex"] or byte_level["add_prefix_space"]:
+    if not _maps_bytes(byte_level, use_regex=False):
         return None
     pattern = split["pattern"].get("Regex")
     return pattern if pattern is not None and _is_known(pattern) else None
+
+
+def _maps_bytes(part: Mapping[str, Any], *, use_regex: bool) -> bool:
+    """Whether a part only writes bytes as letters. Older files name no `use_regex`."""
+    plain = part["type"] == "ByteLevel" and part.get("add_prefix_space") is False
+    return plain and part.get("use_regex", True) is use_regex
 
 
 def _is_known(pattern: str) -> bool:

@@ -45,7 +45,7 @@ class ChatRenderer:
         self.vocab_size = tokenizer.vocab_size
         self._format = chat_format
         self._reader = ReplyReader(tokenizer, chat_format, family=family)
-        self._forcing = Forcing(chat_format, tokenizer, family=family)
+        self._forcing = Forcing(self._reader)
         self._source: tuple[Path, str, dict[str, Any]] | None = None
 
     @classmethod

@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 from areal_agents.core.completion import Grammar
 from areal_agents.core.schemas import unenforced
 from areal_agents.errors import RenderingError
-from areal_agents.rendering.formats import ChatFormat
+from areal_agents.rendering.replies import ReplyReader
 from areal_agents.rendering.tokenizer import Tokenizer
 
 Node = dict[str, Any]  # one format of xgrammar's structural tag
@@ -36,10 +36,11 @@ _KIMI = frozenset({"kimi-k2", "kimi-k2.5"})
 class Forcing:
     """What replies in one chat format can be made to match. Stateless but for what it has found out."""
 
-    def __init__(self, chat_format: ChatFormat, tokenizer: Tokenizer, *, family: str) -> None:
-        self._format = chat_format
-        self._tokenizer = tokenizer
-        self._family = family
+    def __init__(self, reader: ReplyReader) -> None:
+        self._reader = reader
+        self._format = reader.format
+        self._tokenizer = reader.tokenizer
+        self._family = reader.family
 
     def grammar(
         self,
@@ -115,8 +116,8 @@ class Forcing:
         """Whether a reply that is this JSON behind `lead` is read as content."""
         text = json.dumps(value)
         ids = [*self._tokenizer.encode(lead + text), *self._format.get_stop_token_ids()[:1]]
-        reply = self._format.parse_response(ids, tools=None, prompt_ids=self._prompt)
-        return reply.content.strip() == text and not reply.tool_calls
+        reply = self._reader.read(self._prompt, ids)
+        return reply.content == text and not reply.calls
 
     @cached_property
     def _words(self) -> _Words:
@@ -289,11 +290,12 @@ def _kimi(words: _Words, functions: Sequence[Mapping[str, Any]], *, parallel: bo
 
 def _may_have(schema: Mapping[str, Any], key: str) -> bool:
     """Whether an object that fits may have this key; also where that is hard to tell."""
-    if key in schema.get("properties", {}) or not isinstance(schema.get("type"), str):
+    properties, kind = schema.get("properties"), schema.get("type")
+    if not isinstance(kind, str) or (isinstance(properties, Mapping) and key in properties):
         return True
     # An engine lets no key through that a schema with properties does not name, unless it says so.
-    more = schema.get("additionalProperties", "properties" not in schema)
-    return schema["type"] == "object" and more is not False
+    more = schema.get("additionalProperties", properties is None)
+    return kind == "object" and more is not False
 
 
 def _bounds_strings(schema: Any) -> bool:
@@ -303,11 +305,14 @@ def _bounds_strings(schema: Any) -> bool:
 
 def _objects(value: Any) -> Iterator[Mapping[str, Any]]:
     """Every object in a JSON value."""
-    if isinstance(value, Mapping):
-        yield value
-    if isinstance(value, Mapping | list):
-        for inner in value.values() if isinstance(value, Mapping) else value:
-            yield from _objects(inner)
+    left = [value]
+    while left:
+        found = left.pop()
+        if isinstance(found, Mapping):
+            yield found
+            left += found.values()
+        elif isinstance(found, list):
+            left += found
 
 
 def _last(ids: Sequence[int], token: int) -> int:

@@ -77,6 +77,9 @@ class ReplyReader:
             return self._nested_too_deep(prompt_tail, ids, tools)
         except Exception as error:  # no completion may kill an episode unexplained
             raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
+        if self.family == "llama-3" and not _names_one(parsed.tool_calls, tools):
+            # Its calls have no marker: other JSON with a name is an answer.
+            return Reply("", self._text_before_the_end(ids).strip())
         if not parsed.tool_calls:
             return Reply((parsed.reasoning_content or "").strip(), parsed.content.strip())
         calls = [call for call in parsed.tool_calls if _is_usable(call)]
@@ -127,6 +130,11 @@ class ReplyReader:
         last = before.broken[-1] + rest
         return Reply(before.reasoning, before.spoken, (*before.broken[:-1], last), before.calls)
 
+    def _text_before_the_end(self, ids: list[int]) -> str:
+        end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
+        start = ids.index(self._header_ids[1]) + 1 if self._header_ids[1] in ids[:end] else 0
+        return self.tokenizer.decode(ids[start:end])
+
     def _sampled_text(self, ids: list[int], call: Any) -> str:
         """A call's block with its delimiters where the library knows its span, else its inside."""
         if call.token_span is None:
@@ -141,6 +149,10 @@ def _with_text(reply: Reply, text: str) -> Reply:
     calls = tuple((n.replace(_WORD, text), a.replace(_WORD, text)) for n, a in reply.calls)
     spoken, reasoning = reply.spoken.replace(_WORD, text), reply.reasoning.replace(_WORD, text)
     return Reply(reasoning, spoken, broken, calls)
+
+
+def _names_one(calls: Sequence[Any], tools: Sequence[dict[str, Any]]) -> bool:
+    return any(call.name == tool.get("function", tool).get("name") for call in calls for tool in tools)
 
 
 def _is_usable(call: Any) -> bool:

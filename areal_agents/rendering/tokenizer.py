@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from areal_agents.errors import ConfigError
-from areal_agents.rendering.byte_bpe import proven_byte_bpe
+from areal_agents.rendering.byte_bpe import Tables, proven_byte_bpe, tables_of
 
 
 class Tokenizer:
@@ -38,19 +38,19 @@ class Tokenizer:
         pad_token: str | None = None,
         unk_token: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        settings: Mapping[str, Any] | None = None,
+        tables: Tables | None = None,
     ) -> None:
         """Wrap the library's tokenizer.
 
         Args:
             special_tokens: see the attribute.
-            settings: its `tokenizer.json`: by it a faster encoding that is proven to be equal is looked for.
+            tables: what a faster encoding is made of; it is taken if it is proven to be equal.
         """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
         backend.no_truncation()
         backend.no_padding()
-        self._fast = None if settings is None else proven_byte_bpe(backend, settings)
+        self._fast = None if tables is None else proven_byte_bpe(backend, tables)
         self.name_or_path = name_or_path
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
@@ -69,12 +69,13 @@ class Tokenizer:
         if not file.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
         try:
+            tables = tables_of(file.read_text(encoding="utf-8"))
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
         names = _special_tokens(folder)
         known = {key: names.get(key) for key in ("eos_token", "pad_token", "unk_token")}
-        return cls(backend, name_or_path=str(folder), special_tokens=names, settings=read_json(file), **known)
+        return cls(backend, name_or_path=str(folder), special_tokens=names, tables=tables, **known)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; special tokens written out in it become their single ids."""

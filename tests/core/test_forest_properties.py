@@ -13,7 +13,7 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall, canonical_key, reasoning_conflicts
 from areal_agents.core.trajectory import Continuation, Turn
 
-STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=300)
+STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=120)
 
 replies = st.builds(
     lambda content, reasoning, calls: ("assistant", content, reasoning, calls),
@@ -92,7 +92,9 @@ def check(forest: Forest, messages: list[Message], tools_id: str, found: Continu
     assert max(fits, default=0) <= len(messages) - len(found.new_messages)
 
 
-conversations = st.lists(user | st.tuples(st.integers(50, 60), replies).map(lambda pair: reply(*pair)), min_size=1, max_size=6)
+conversations = st.lists(
+    user | st.tuples(st.integers(50, 60), replies).map(lambda pair: reply(*pair)), min_size=1, max_size=6
+)
 
 
 @STEADY
@@ -168,7 +170,7 @@ def test_a_handle_names_one_of_many_that_read_alike(forest: Forest, data: st.Dat
 @STEADY
 @given(recorded(), st.data())
 def test_words_in_the_models_mouth_are_never_spliced(forest: Forest, data: st.DataObject) -> None:
-    """A handle or call ids over another text: a new root, or an earlier turn, never the turn that is named."""
+    """A handle or call ids over another text: a new root or an earlier turn, never the one that is named."""
     turn = data.draw(st.sampled_from(forest.turns))
     *before, last = said(forest, turn)
     made_up = Message("assistant", "made up", tool_calls=last.tool_calls, handle=turn.id)

@@ -314,16 +314,6 @@ def test_an_answer_that_would_be_reasoning_is_refused(family: str) -> None:
         family_renderer(family).reply_grammar([], output=schema_grammar(CITY))
 
 
-NAMED = {"type": "object", "properties": {"name": {"type": "string"}}}
-
-
-@pytest.mark.parametrize("schema", [NAMED, {"type": "object"}, {"$ref": "#/$defs/a", "$defs": {"a": NAMED}}])
-def test_an_answer_that_would_be_read_as_a_call_is_refused(schema: Mapping[str, object]) -> None:
-    """Llama's calls are JSON without a marker: an object with a name."""
-    with pytest.raises(RenderingError, match="an object with a name is not read as the content.*llama-3"):
-        family_renderer("llama-3").reply_grammar([], output=schema_grammar(schema))
-
-
 def test_a_schema_that_would_be_ignored_is_refused(renderer: ChatRenderer) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 5}}}
     with pytest.raises(RenderingError, match="keyword multipleOf is not supported, at #/properties/n"):
