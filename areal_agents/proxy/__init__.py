@@ -1,7 +1,29 @@
 """The proxy between any agent and the policy: it records exactly what the model read and wrote."""
 
-from areal_agents.proxy.app import create_app
-from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.server import serve, serve_app
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_agents.proxy.app import create_app
+    from areal_agents.proxy.config import ProxyConfig
+    from areal_agents.proxy.server import serve, serve_app
 
 __all__ = ["ProxyConfig", "create_app", "serve", "serve_app"]
+
+# Loaded when first used: a supervisor of workers needs none of what they serve with.
+_HOME = {
+    "ProxyConfig": "areal_agents.proxy.config",
+    "create_app": "areal_agents.proxy.app",
+    "serve": "areal_agents.proxy.server",
+    "serve_app": "areal_agents.proxy.server",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value

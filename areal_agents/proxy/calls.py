@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from areal_agents.core.messages import Message
 from areal_agents.proxy.request import CompletedTurn
@@ -113,6 +114,22 @@ class Call:
         finally:
             self._waiting.discard(waiting)
 
+    async def end(self, gone: asyncio.Future[None]) -> None:
+        """Wait until the call has ended, or the client has `gone`."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def wake(_: asyncio.Future[Any]) -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        self.task.add_done_callback(wake)
+        gone.add_done_callback(wake)
+        try:
+            await ended
+        finally:
+            self.task.remove_done_callback(wake)
+            gone.remove_done_callback(wake)
+
     def _wake(self) -> None:
         for waiting in self._waiting:
             if not waiting.done():
@@ -124,12 +141,13 @@ def answered_call(done: Sequence[CompletedTurn]) -> Call:
 
     async def recorded(call: Call) -> tuple[CompletedTurn, ...]:
         for choice, item in enumerate(done):
-            call.put(choice, _pieces(item.turn.reply))
+            call.put(choice, pieces_of(item.turn.reply))
         return tuple(done)
 
     return Call([item.turn.id for item in done], done[0].created_at, recorded, is_repeated=True)
 
 
-def _pieces(reply: Message) -> list[Delta]:
+def pieces_of(reply: Message) -> list[Delta]:
+    """A whole reply as pieces, for a client that streams what was not drawn as a stream."""
     texts = [Delta("reasoning", reply.reasoning), Delta("content", reply.content)]
     return [*(piece for piece in texts if piece.text), *(Delta("call", call=c) for c in reply.tool_calls)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -76,12 +76,12 @@ class Completer:
         raises RequestError for what the client did wrong or ran into, EngineError where the engine fails,
         StoreError where the store does.
         """
-        key = request.digest()
+        key = request.key()
         if (earlier := self._earlier(session, request, key, retry)) is not None:
             return earlier
         turn_ids = [new_turn_id() for _ in range(request.choices)]
         call = Call(turn_ids, time.time(), lambda call: self._run(call, session, request, streamed))
-        names = [key, retry.idempotency_key.encode()] if retry.idempotency_key else [key]
+        names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
         for name in names:
             session.in_flight[name] = call
         if retry.idempotency_key:
@@ -107,7 +107,7 @@ class Completer:
             self._model = await self._engine.model_info()
         return self._model
 
-    def _earlier(self, session: Session, request: ModelRequest, key: bytes, retry: Retry) -> Call | None:
+    def _earlier(self, session: Session, request: ModelRequest, key: Hashable, retry: Retry) -> Call | None:
         """The call that a retry repeats: still under way, or recorded.
 
         The same request without a sign of a retry is a second sample, unless nobody got the first.
@@ -120,7 +120,7 @@ class Completer:
                     status=409,
                     code="idempotency_key_reused",
                 )
-            if (running := session.in_flight.get(retry.idempotency_key.encode())) is not None:
+            if (running := session.in_flight.get(retry.idempotency_key)) is not None:
                 return running
             if known is not None and all(turn_id in session.forest for turn_id in known.turn_ids):
                 return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
@@ -143,7 +143,7 @@ class Completer:
         return (
             (limit is None or len(turn.completion) <= limit)
             and sampling.stop == request.wish.stop
-            and sampling.grammar == _grammar(request, self._prompts.renderer)
+            and sampling.grammar == _grammar(request, self._prompts.renderer_at_hand(request))
             and as_asked(turn.reply, request) == turn.reply
         )
 
@@ -170,13 +170,7 @@ class Completer:
                 for choice in range(request.choices)
             ]
             turns = [await draws[0]] if len(draws) == 1 else await _all(draws)
-            # From here on nothing may come between store and memory, not even a shutdown.
-            recording = asyncio.ensure_future(self._record(session, turns, prompt))
-            try:
-                await asyncio.shield(recording)
-            except asyncio.CancelledError:
-                recording.add_done_callback(lambda _: self.discard(session, call))
-                raise
+            await self._record(call, session, turns, prompt)
             session.call_answered(request)
         except (EngineError, StoreError):
             session.call_lost(request)
@@ -305,23 +299,47 @@ class Completer:
             raise EngineUnavailable("the engine aborted the generation")
         return completion
 
-    async def _record(self, session: Session, turns: list[Turn], prompt: Prompt) -> None:
+    async def _record(self, call: Call, session: Session, turns: list[Turn], prompt: Prompt) -> None:
+        """Write the turns, then remember them. Nothing comes between the two, not even a shutdown."""
         writes = [self._store.add_turn(session.id, turn) for turn in turns]
         if self._config.durability == "batched":
             for turn, write in zip(turns, writes, strict=True):
                 session.watch_write(write, turn)
+            self._remember(session, turns, prompt)
         else:
-            try:
-                for write in writes:
-                    await asyncio.wrap_future(write)
-            except Conflict as error:  # sealed while this call was under way
-                raise RequestError(str(error), status=409, code="episode_sealed") from None
-        for turn in turns:
-            session.record(turn, prompt.ids)
+            written: asyncio.Future[Any] = asyncio.gather(*map(asyncio.wrap_future, writes))
+            await self._written(call, session, turns, prompt, written)
         limit = session.limits.max_tokens
         cut_off = any(turn.completion.finish_reason == "length" for turn in turns)
         if limit is not None and cut_off and session.sampled_tokens >= limit:
             await self._mark_limit(session, "max_tokens")
+
+    async def _written(
+        self,
+        call: Call,
+        session: Session,
+        turns: list[Turn],
+        prompt: Prompt,
+        written: asyncio.Future[Any],
+    ) -> None:
+        try:
+            await asyncio.shield(written)
+        except Conflict as error:  # sealed while this call was under way
+            raise RequestError(str(error), status=409, code="episode_sealed") from None
+        except asyncio.CancelledError:
+
+            def remember_discarded(done: asyncio.Future[Any]) -> None:
+                if not done.cancelled() and done.exception() is None:
+                    self._remember(session, turns, prompt)
+                    self.discard(session, call)
+
+            written.add_done_callback(remember_discarded)
+            raise
+        self._remember(session, turns, prompt)
+
+    def _remember(self, session: Session, turns: list[Turn], prompt: Prompt) -> None:
+        for turn in turns:
+            session.record(turn, prompt.ids)
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
         if session.limit_reached is None:

@@ -74,7 +74,7 @@ class Housekeeping:
         in_memory = self._sessions.last_used()
         found = await asyncio.to_thread(self._store.open_episodes)
         if self._ownership is not None:
-            found = [episode for episode in found if self._ownership.sweeps(episode.owner)]
+            found = self._ownership.swept(found)
         self._last_used = {
             episode.id: in_memory.get(episode.id, self._last_used.get(episode.id, now)) for episode in found
         }

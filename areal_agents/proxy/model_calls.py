@@ -220,7 +220,7 @@ class ModelCalls:
     async def _whole(self, client: _Client, served: _Served) -> Response:
         call = client.call
         try:
-            await asyncio.wait((call.task, client.gone), return_when=asyncio.FIRST_COMPLETED)
+            await call.end(client.gone)
             if client.gone.done():
                 raise ClientGone
             answer = served.dialect.answer(served.body, call.task.result(), self._tokenizer)
@@ -265,12 +265,10 @@ class ModelCalls:
     def _context(self, request: Request, session: Session | None) -> ReadContext:
         headers = request.headers
         if session is None:
-            return ReadContext(
-                self._config.max_messages, label_of(headers, ""), Forest(), self._memo.reading()
-            )
+            return ReadContext(self._config.max_messages, label_of(headers, ""), Forest(), self._memo)
         session.main_session = session.main_session or session_of(headers)
         label = label_of(headers, session.main_session)
-        return ReadContext(self._config.max_messages, label, session.forest, session.memo.reading())
+        return ReadContext(self._config.max_messages, label, session.forest, session.memo)
 
     async def _check_caller(self, request: Request) -> None:
         """RequestError 401 or 409 unless the caller may use the model."""

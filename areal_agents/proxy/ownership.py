@@ -7,11 +7,11 @@ one takes it over; the others go to that one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from areal_agents.errors import RequestError
 from areal_agents.proxy.workers import Workers
-from areal_agents.store import EpisodeRow, Store
+from areal_agents.store import EpisodeRow, OpenEpisode, Store
 
 _RETRY_AFTER_S = 1.0
 
@@ -57,11 +57,12 @@ class Ownership:
         """`claim`, if this is the worker that the episode falls to by `key`."""
         return self._workers.homes(key)[0] == self._workers.index and await self.claim(episode_id, owner)
 
-    def sweeps(self, owner: str | None) -> bool:
-        """Whether this worker looks after an episode of `owner`."""
-        if owner == self.owner:
-            return True
-        return self._workers.is_first() and (owner is None or not self._workers.is_living(owner))
+    def swept(self, found: Iterable[OpenEpisode]) -> list[OpenEpisode]:
+        """Those that this worker looks after: its own; if it is the first, also what nobody living owns."""
+        episodes = list(found)
+        owners = {episode.owner for episode in episodes} if self._workers.is_first() else set()
+        dead = {owner for owner in owners if owner is None or not self._workers.is_living(owner)}
+        return [episode for episode in episodes if episode.owner == self.owner or episode.owner in dead]
 
 
 def elsewhere(message: str) -> RequestError:

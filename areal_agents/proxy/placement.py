@@ -141,7 +141,7 @@ class Placement:
         if turn_id is not None and (index := await self._of_turn(caller, turn_id)) is not None:
             return index
         try:
-            context = ReadContext(self._config.max_messages, "", Forest(), self._memo.reading())
+            context = ReadContext(self._config.max_messages, "", Forest(), self._memo)
             messages = dialect.read(body, context).messages
         except RequestError:
             return self._here

@@ -123,11 +123,15 @@ class Prompts:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
+    def renderer_at_hand(self, request: ModelRequest) -> ChatRenderer:
+        """The renderer with a request's template options if there is one already, else the one without."""
+        return self._renderers.get(_options_key(request), self.renderer)
+
     async def _renderer_of(self, request: ModelRequest) -> ChatRenderer:
         """The renderer with a request's template options. RequestError 400 if the template has none such."""
         if not request.template_options:
             return self.renderer
-        key = orjson.dumps(dict(request.template_options), option=orjson.OPT_SORT_KEYS)
+        key = _options_key(request)
         if key not in self._renderers:
             if len(self._renderers) >= _MOST_RENDERERS:
                 raise RequestError(
@@ -263,6 +267,10 @@ class PlainStream:
     def _piece(self, text: str) -> list[Delta]:
         piece, self._sent = text[self._sent :], max(self._sent, len(text))
         return [Delta("content", piece)] if piece else []
+
+
+def _options_key(request: ModelRequest) -> bytes:
+    return orjson.dumps(dict(request.template_options), option=orjson.OPT_SORT_KEYS)
 
 
 def _renders_alike(

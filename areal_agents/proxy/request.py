@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -71,13 +70,11 @@ class ModelRequest:
     raw_prompt: str | tuple[int, ...] | None = None
     label: str = ""
 
-    def digest(self) -> bytes:
+    def key(self) -> Hashable:
         """The same for two calls that ask for the same."""
-        digest = hashlib.blake2b(self.tools_id.encode(), digest_size=16)
-        digest.update(b"".join(message.digest for message in self.messages))
+        said = b"".join([message.digest for message in self.messages])
         asked = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
-        digest.update(repr((asked, self.raw_prompt)).encode(errors="surrogatepass"))
-        return digest.digest()
+        return (self.tools_id, said, asked, self.raw_prompt)
 
 
 @dataclass(frozen=True, slots=True)

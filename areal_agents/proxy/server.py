@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
-import signal
+import gc
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import uvicorn
 import uvloop
@@ -22,14 +21,17 @@ from areal_agents.errors import ConfigError
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers import Workers
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store, StoreConfig
 
+__all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engine", "url_of"]
+
 _GRACEFUL_SHUTDOWN_S = 5
+_GC_THRESHOLD = 20_000  # objects between collections; a call makes some hundreds that live on
 _KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
-_BACKLOG = 4096
 
 
 def serve(
@@ -107,6 +109,10 @@ def serve_with_engine(
         finally:
             await engine.aclose()
 
+    # What was loaded stays for good: no collection need look at it. And few objects of a call are cyclic.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_THRESHOLD)
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
 
@@ -131,7 +137,7 @@ def build_server(app: ASGIApp) -> uvicorn.Server:
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
     )
 
@@ -146,54 +152,3 @@ def _telling(app: ASGIApp, on_ready: Callable[[], None]) -> ASGIApp:
         await app(scope, receive, tell if scope["type"] == "lifespan" else send)
 
     return watched
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. ConfigError if the port is taken or the host is not ours."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from None
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def refuse_open_access(config: ProxyConfig) -> None:
-    """ConfigError if others than this machine could reach a proxy that has no admin key."""
-    if config.admin_key is None and not _is_loopback(config.host):
-        raise ConfigError(f"{config.host} is not loopback: set an admin key (--admin-key)")
-
-
-@contextlib.contextmanager
-def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(0), so that everything opened is closed on the way out."""
-    previous = signal.signal(signal.SIGTERM, _exit)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _exit(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(0)
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

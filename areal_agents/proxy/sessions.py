@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,9 +37,9 @@ _KEYS_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """What an Idempotency-Key named: the digest of the request, and the turns that answer it."""
+    """What an Idempotency-Key named: the key of the request, and the turns that answer it."""
 
-    request: bytes
+    request: Hashable
     turn_ids: tuple[str, ...]
 
 
@@ -84,14 +84,14 @@ class Session:
         self.status: EpisodeStatus = row.status
         self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
-        self.in_flight: dict[bytes, Call] = {}  # by what was asked, and by Idempotency-Key
+        self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
         self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
         self.memo = MessageMemo()
         self.main_session = ""  # the session header of the agent itself; others are its sub-agents'
         self.last_used = time.monotonic()
         self._contexts: OrderedDict[str, TokenIds] = OrderedDict()
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
-        self._lost_calls: set[bytes] = set()
+        self._lost_calls: set[Hashable] = set()
 
     @property
     def id(self) -> str:
@@ -114,13 +114,13 @@ class Session:
         if len(self._contexts) > _CONTEXTS_KEPT:
             self._contexts.popitem(last=False)
 
-    def landed(self, names: Sequence[bytes], call: Call) -> None:
+    def landed(self, names: Sequence[Hashable], call: Call) -> None:
         """Note that a call is no longer in flight."""
         for name in names:
             if self.in_flight.get(name) is call:
                 del self.in_flight[name]
 
-    def remember_key(self, key: str, request: bytes, turn_ids: Sequence[str]) -> None:
+    def remember_key(self, key: str, request: Hashable, turn_ids: Sequence[str]) -> None:
         """Note which request an Idempotency-Key named, and the turns that will answer it."""
         self._keys[key] = KnownKey(request, tuple(turn_ids))
         if len(self._keys) > _KEYS_KEPT:
@@ -137,18 +137,18 @@ class Session:
         def look(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
                 _logger.error("turn %s of episode %s was not recorded: %s", turn.id, self.id, error)
-                loop.call_soon_threadsafe(self._lost_calls.add, turn.id.encode())
+                loop.call_soon_threadsafe(self._lost_calls.add, turn.id)
 
         write.add_done_callback(look)
 
     def call_lost(self, request: ModelRequest) -> None:
         """Note that the engine failed on a call. Unless it is answered later, the episode has failed."""
-        self._lost_calls.add(request.digest())
+        self._lost_calls.add(request.key())
 
     def call_answered(self, request: ModelRequest) -> None:
         """Note that a call was answered, perhaps one that had been lost and was sent again."""
         if self._lost_calls:
-            self._lost_calls.discard(request.digest())
+            self._lost_calls.discard(request.key())
 
     @property
     def has_lost_calls(self) -> bool:

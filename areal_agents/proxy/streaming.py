@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from areal_agents.proxy.calls import Call
+from areal_agents.proxy.calls import Call, pieces_of
 from areal_agents.proxy.dialects.base import Dialect, StreamWriter
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.rendering import Delta
@@ -68,7 +68,13 @@ def _ending(call: Call, writer: StreamWriter) -> bytes:
         raise asyncio.CancelledError
     error = call.task.exception()
     if error is None:
-        return writer.finish(call.task.result())
+        done = call.task.result()
+        parts = [writer.finish(done)]
+        if not call.deltas:  # drawn for a client that did not stream, and joined by this one
+            parts[:0] = [
+                _written(writer, i, p) for i, item in enumerate(done) for p in pieces_of(item.turn.reply)
+            ]
+        return b"".join(parts)
     if not isinstance(error, Exception):
         raise error
     return writer.error(as_request_error(error))

@@ -25,9 +25,9 @@ from typing import Any
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.server import exit_on_sigterm, listen, refuse_open_access, url_of
-from areal_agents.proxy.worker_process import READY, Order
+from areal_agents.proxy.orders import READY, Order
 from areal_agents.proxy.workers import WorkerSpec, forget_dead, locks_beside
 from areal_agents.store import Store, StoreConfig
 

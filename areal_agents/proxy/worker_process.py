@@ -13,57 +13,18 @@ import socket
 import sys
 import threading
 import time
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import orjson
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.server import exit_on_sigterm, make_renderer, serve_with_engine
-from areal_agents.proxy.workers import Workers, WorkerSpec
+from areal_agents.proxy.orders import READY, Order
+from areal_agents.proxy.server import make_renderer, serve_with_engine
+from areal_agents.proxy.workers import Workers
 from areal_agents.store import Store, StoreConfig
 
-READY = b"ready\n"
 _END_WITHIN_S = 15.0
 _LONGEST_ORDER = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a worker is to do.
-
-    Attributes:
-        spec: which worker it is.
-        model: the model folder.
-        engine_url: a running engine.
-        store, durability: how to open the store.
-        config: the proxy's settings, as plain data.
-        listen_fds: inherited sockets that listen.
-        ready_fd: inherited pipe; `READY` is written into it once, and it closes when the worker ends.
-    """
-
-    spec: WorkerSpec
-    model: str
-    engine_url: str
-    store: str
-    durability: str
-    config: dict[str, Any]
-    listen_fds: tuple[int, ...]
-    ready_fd: int
-
-    def to_line(self) -> bytes:
-        """As one line of JSON."""
-        return orjson.dumps(self, default=str) + b"\n"
-
-    @classmethod
-    def from_line(cls, line: bytes) -> Order:
-        """What `to_line` wrote."""
-        data = orjson.loads(line)
-        spec = data["spec"] | {"folder": Path(data["spec"]["folder"]), "ports": tuple(data["spec"]["ports"])}
-        return cls(**data | {"spec": WorkerSpec(**spec), "listen_fds": tuple(data["listen_fds"])})
 
 
 def serve_worker(order: Order) -> None:

@@ -61,6 +61,8 @@ class Workers:
         """Be among the living for the length of a with-block."""
         folder = self._spec.folder
         folder.mkdir(parents=True, exist_ok=True)
+        for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
+            earlier.unlink(missing_ok=True)  # a life begins when the one before has ended
         path = folder / (self.owner + _LOCK)
         unlocked = path.with_suffix(f".{os.getpid()}.new")
         with open(unlocked, "wb") as file:
@@ -112,10 +114,9 @@ def locks_beside(store: Path) -> Path:
 
 def forget_dead(folder: Path) -> None:
     """Remove what killed workers left in the folder of the locks, and the folder if nothing is left."""
-    with contextlib.suppress(FileNotFoundError):
-        for path in folder.iterdir():
-            if not _is_held(path):
-                path.unlink(missing_ok=True)
+    for path in folder.glob("*" + _LOCK):
+        if not _is_held(path):
+            path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # others live
         folder.rmdir()
 

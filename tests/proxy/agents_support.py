@@ -1,4 +1,4 @@
-"""Agents of every dialect over the real SDKs, a model that is not well behaved, and the invariant of the record.
+"""Agents of every dialect over the real SDKs.
 
 An agent keeps its conversation in the wire form of its API, as units: what a user said, a reply as its
 framework would send it back, the results of tools.
@@ -6,26 +6,16 @@ framework would send it back, the results of tools.
 
 from __future__ import annotations
 
-import asyncio
-import hashlib
 import json
-import random
-import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from anthropic import Anthropic
-from proxy_support import SEARCH, EngineCall, RunningProxy, ScriptedEngine, tool_call
+from mutation_support import Mutation, mutated_text, rewritten
+from proxy_support import SEARCH, RunningProxy
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.messages import ToolCall
-from areal_agents.core.trajectory import Trajectory
 from areal_agents.proxy.turn_ids import turn_id_of
-from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
 
 FUNCTION = SEARCH["function"]
 RESPONSES_SEARCH = {"type": "function", "strict": False, **FUNCTION}
@@ -34,170 +24,6 @@ MESSAGES_SEARCH = {
     "description": FUNCTION["description"],
     "input_schema": FUNCTION["parameters"],
 }
-
-
-@dataclass
-class ObservedEngine(ScriptedEngine):
-    """Fails or waits in the middle of a reply, and notes a generation that is cancelled there.
-
-    Attributes:
-        fail_after: pieces after which `failure` is raised; None for never.
-        hold_after: pieces after which it waits until it is cancelled or `go_on` is set; None for never.
-    """
-
-    fail_after: int | None = None
-    failure: Exception = field(default_factory=lambda: RuntimeError("unset"))
-    hold_after: int | None = None
-    go_on: threading.Event = field(default_factory=threading.Event)
-
-    async def generate(
-        self,
-        rid: str,
-        input_ids: TokenIds,
-        sampling: SamplingParams,
-        on_tokens: Callable[[TokenChunk], None] | None = None,
-    ) -> Completion:
-        try:
-            return await super().generate(rid, input_ids, sampling, on_tokens)
-        except asyncio.CancelledError:
-            if rid not in self.cancelled:
-                self.cancelled.append(rid)
-            raise
-
-    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
-        pieces = 0
-
-        def count(chunk: TokenChunk) -> None:
-            nonlocal pieces
-            if self.fail_after is not None and pieces >= self.fail_after:
-                raise self.failure
-            pieces += 1
-            on_tokens(chunk)
-
-        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        for start in range(0, len(ids), 2):
-            if self.hold_after is not None and pieces >= self.hold_after:
-                async with asyncio.timeout(30):
-                    while not self.go_on.is_set():
-                        await asyncio.sleep(0.005)
-            count(TokenChunk(tuple(ids[start : start + 2]), tuple(logprobs[start : start + 2])))
-            await asyncio.sleep(0)
-
-    def reset(self) -> None:
-        """As new."""
-        self.script = lambda call: "ok"
-        self.delay_s, self.version, self.max_context = 0.0, 0, 4096
-        self.fail_after = self.hold_after = None
-        self.go_on.clear()
-        self.calls.clear()
-        self.cancelled.clear()
-
-
-def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[EngineCall], str | list[int]]:
-    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
-    texts = [
-        lambda: "plain answer",
-        lambda: "  padded \n answer\n\n",
-        lambda: "",
-        lambda: "naïve – ünïcode 日本 \U0001f600",
-        lambda: "<think>\nlet me see\n</think>\n\nthe answer",
-        lambda: "<think>\nnever closed",
-        lambda: tool_call(query="Lyon"),
-        lambda: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon", limit=2.0, z=1, a=[1, 2]),
-        lambda: tool_call(query="a") + "\n" + tool_call(query="b"),
-        lambda: "Let me look.\n" + tool_call(query="日本"),
-        lambda: '<tool_call>\n{"name":"search","arguments":{ "query" :"caf\\u00e9"}}\n</tool_call>',
-        lambda: '<tool_call>\n{"name": "search", "arguments": {"query": \n</tool_call>',
-        lambda: '<tool_call>\n{"name": "search"',
-        lambda: "text with a <tool marker, a </think> and a STOP word",
-    ]
-
-    def script(call: EngineCall) -> str | list[int]:
-        kind = rng.random()
-        if kind < 0.2:  # any ids at all, the special ones too, with or without an end
-            return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
-        text = rng.choice(texts)()
-        return renderer.tokenizer.encode(text) if kind < 0.3 and text else text  # 10%: cut off
-
-    return script
-
-
-def replies_by_prompt(seed: int, engine: ScriptedEngine) -> Callable[[EngineCall], Any]:
-    """Awkward replies that depend on the prompt and on how often it came, not on who comes first.
-
-    Some are drawn while the weights change: their versions rise within the reply.
-    """
-    asked: Counter[bytes] = Counter()
-
-    def script(call: EngineCall) -> Any:
-        prompt = call.input_ids.tobytes()
-        asked[prompt] += 1
-        digest = hashlib.blake2b(prompt + f"{seed}/{asked[prompt]}".encode(), digest_size=8).digest()
-        rng = random.Random(digest)
-        reply = awkward_replies(rng, engine.renderer)(call)
-        whole = engine._completion(reply, call.sampling)
-        versions = sorted(rng.randrange(9) for _ in range(len(whole)))
-        logprobs = [-rng.random() * 5 for _ in range(len(whole))]
-        return Completion(whole.token_ids, logprobs, versions, whole.finish_reason)
-
-    return script
-
-
-@dataclass(frozen=True)
-class Mutation:
-    """What a framework does to a reply before it sends it back; the default is nothing at all."""
-
-    arguments: str = "raw"
-    reasoning: str = "keep"
-    content: str = "as is"
-    absent: str = "missing"
-    extras: bool = False
-    item_ids: bool = True
-
-
-ARGUMENT_FORMS = ("raw", "py", "py-ascii", "compact", "sorted", "reversed", "js")
-
-
-def rewritten(arguments: str, form: str) -> str:
-    """JSON arguments, serialised as another language or library does."""
-    try:
-        value = json.loads(arguments)
-    except ValueError:
-        return arguments
-    match form:
-        case "py":
-            return json.dumps(value, ensure_ascii=False)
-        case "py-ascii":
-            return json.dumps(value)
-        case "compact":
-            return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-        case "sorted":
-            return json.dumps(value, sort_keys=True, indent=1)
-        case "reversed":
-            return json.dumps(dict(reversed(value.items())) if isinstance(value, dict) else value)
-        case "js":
-            return json.dumps(_without_fractions(value), separators=(",", ":"), ensure_ascii=False)
-    return arguments
-
-
-def _without_fractions(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {key: _without_fractions(item) for key, item in value.items()}
-    return [_without_fractions(item) for item in value] if isinstance(value, list) else value
-
-
-def mutated_text(text: str, mutation: Mutation, has_calls: bool) -> str:
-    """Content, padded, stripped, or dropped beside calls."""
-    match mutation.content:
-        case "padded":
-            return f"\n{text}  \n"
-        case "stripped":
-            return text.strip()
-        case "dropped" if has_calls:
-            return ""
-    return text
 
 
 @dataclass(frozen=True)
@@ -234,7 +60,9 @@ class Agent:
     def close(self) -> None:
         self.client.close()
 
-    def ask(self, *, streamed: bool = False, headers: dict[str, str] | None = None, **options: Any) -> list[Reply]:
+    def ask(
+        self, *, streamed: bool = False, headers: dict[str, str] | None = None, **options: Any
+    ) -> list[Reply]:
         """The replies to the conversation; `options` are max_tokens, stop and n."""
         replies = self.send(streamed, headers or {}, options)
         self.received += [reply.turn_id for reply in replies]
@@ -355,7 +183,9 @@ def joined_chunks(chunks: list[Any]) -> list[Reply]:
     for chunk in chunks:
         for choice in chunk.choices:
             delta = choice.delta
-            mine = choices.setdefault(choice.index, {"content": "", "reasoning": "", "calls": {}, "finish": ""})
+            mine = choices.setdefault(
+                choice.index, {"content": "", "reasoning": "", "calls": {}, "finish": ""}
+            )
             assert not (delta.content and delta.tool_calls)
             mine["content"] += delta.content or ""
             mine["reasoning"] += getattr(delta, "reasoning_content", None) or ""
@@ -552,7 +382,11 @@ class CompletionsAgent(Agent):
     dialect, many = "completions", True
 
     def body(self, options: dict[str, Any]) -> dict[str, Any]:
-        return {"model": "policy", "prompt": (self.system or "") + "".join(self.items), "max_tokens": 300} | options
+        return {
+            "model": "policy",
+            "prompt": (self.system or "") + "".join(self.items),
+            "max_tokens": 300,
+        } | options
 
     def hang_up(self, **options: Any) -> None:
         with self.client.completions.create(stream=True, **self.body(options)) as stream:
@@ -592,44 +426,3 @@ AGENTS: dict[str, type[Agent]] = {
     for kind in (ChatAgent, ResponsesAgent, PreviousAgent, ReferencesAgent, MessagesAgent, CompletionsAgent)
 }
 TOOL_AGENTS = {name: kind for name, kind in AGENTS.items() if kind is not CompletionsAgent}
-
-
-def check_invariant(
-    store: Store, episode_id: str, engine_calls: Sequence[EngineCall], received: Sequence[str] = ()
-) -> int:
-    """Compare the record with what the engine saw; the number of turns that continue another one.
-
-    `received`: turns whose replies a client got, every one of which must be on record.
-    """
-    episode = store.load_episode(episode_id)
-    recorded = {turn.id: turn for turn in episode.turns}
-    assert len(recorded) == len(episode.turns)
-    assert {turn for turn in received if turn} <= set(recorded)
-    sent = {call.rid: call for call in engine_calls if call.rid in recorded}
-    assert len(sent) == len(recorded)
-    for turn_id, call in sent.items():
-        turn, completion = recorded[turn_id], call.completion
-        assert completion is not None
-        for name in ("token_ids", "logprobs", "versions"):
-            np.testing.assert_array_equal(getattr(turn.completion, name), getattr(completion, name))
-        assert turn.completion.finish_reason == completion.finish_reason
-        assert turn.sampling == call.sampling
-        np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
-    for trajectory in episode.forest.trajectories():
-        check_trajectory(trajectory, sent[trajectory.turns[-1].id])
-    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
-    assert sum(len(turn.completion) for turn in episode.turns) == sum(
-        len(call.completion) for call in sent.values() if call.completion is not None
-    )
-    return sum(turn.parent is not None for turn in episode.turns)
-
-
-def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
-    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
-    assert last.completion is not None
-    whole = np.concatenate([last.input_ids, last.completion.token_ids])
-    np.testing.assert_array_equal(trajectory.token_ids, whole)
-    sampled = np.concatenate([turn.completion.token_ids for turn in trajectory.turns])
-    np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
-    logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
-    np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)

@@ -219,3 +219,14 @@ def running_proxy(
         finally:
             server.should_exit = True
             thread.join()
+
+
+def schemas_in(tag: Any) -> list[Any]:
+    """The JSON schemas within a structural tag."""
+    if isinstance(tag, list):
+        return [schema for item in tag for schema in schemas_in(item)]
+    if not isinstance(tag, dict):
+        return []
+    if tag.get("type") == "json_schema":
+        return [tag["json_schema"]]
+    return [schema for value in tag.values() for schema in schemas_in(value)]

@@ -1,4 +1,4 @@
-"""Streamed is not streamed: in every dialect the pieces add up to the whole answer, and so does the record."""
+"""Streamed is not streamed: in every dialect the pieces add up to the whole answer, and to its record."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ import anthropic
 import httpx
 import openai
 import pytest
-from agents_support import (
-    AGENTS,
-    Agent,
-    ChatAgent,
-    MessagesAgent,
-    ObservedEngine,
-    Reply,
-    ResponsesAgent,
-    check_invariant,
-)
+from agents_support import AGENTS, Agent, ChatAgent, MessagesAgent, Reply, ResponsesAgent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from record_support import ObservedEngine, check_invariant
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import EngineError, EngineUnavailable
@@ -50,9 +42,10 @@ KINDS: list[type[Agent]] = [AGENTS[name] for name in DIALECTS]
 
 fragments = st.sampled_from(
     [
-        "plain ", "  ", "\n\n", "x", "naïve ", "日本", "\U0001f600", "<", "</", "<th", "ink>", "STO", "STOP", "OPST",
-        "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<tool_call>", "</tool_call>", "<tool_", "call>\n",
-        tool_call(query="Lyon"), tool_call(query="日\U0001f600\"", n=2.0), '{"name": "search"', "}", "<|im_end|>",
+        "plain ", "  ", "\n\n", "x", "naïve ", "日本", "\U0001f600", "<", "</", "<th", "ink>", "STO", "STOP",
+        "OPST", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<tool_call>", "</tool_call>", "<tool_",
+        "call>\n", tool_call(query="Lyon"), tool_call(query="日\U0001f600\"", n=2.0), '{"name": "search"',
+        "}", "<|im_end|>",
         '<tool_call>\n{"name": "search", "arguments": 7}\n</tool_call>', "<tool_call>\n[]\n</tool_call>",
     ]
 )  # fmt: skip
@@ -258,7 +251,7 @@ def consume(agent: Agent) -> list[Any]:
     if isinstance(agent, ResponsesAgent):
         return list(agent.client.responses.create(stream=True, **agent.body({})))
     make = agent.client.chat if isinstance(agent, ChatAgent) else agent.client
-    return list(make.completions.create(stream=True, **agent.body({})))  # type: ignore[attr-defined]
+    return list(make.completions.create(stream=True, **agent.body({})))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -11,41 +11,12 @@ import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from proxy_support import SEARCH, EngineCall, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from record_support import awkward_replies, check_invariant
 
-from areal_agents.core.trajectory import Trajectory
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
-
-
-def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Any:
-    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
-    texts = [
-        lambda: "plain answer",
-        lambda: "  padded \n answer\n\n",
-        lambda: "",
-        lambda: "naïve – ünïcode 日本 \U0001f600",
-        lambda: "<think>\nlet me see\n</think>\n\nthe answer",
-        lambda: "<think>\nnever closed",
-        lambda: tool_call(query="Lyon"),
-        lambda: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon", limit=2.0, z=1, a=[1, 2]),
-        lambda: tool_call(query="a") + "\n" + tool_call(query="b"),
-        lambda: '<tool_call>\n{"name":"search","arguments":{ "query" :"caf\\u00e9"}}\n</tool_call>',
-        lambda: '<tool_call>\n{"name": "search", "arguments": {"query": \n</tool_call>',
-        lambda: '<tool_call>\n{"name": "search"',
-    ]
-
-    def script(call: EngineCall) -> str | list[int]:
-        kind = rng.random()
-        if kind < 0.25:  # any ids at all, the special ones too, with or without an end
-            return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
-        text = rng.choice(texts)()
-        return renderer.tokenizer.encode(text) if kind < 0.35 and text else text  # 10%: cut off
-
-    return script
 
 
 def converse(client: OpenAI, rng: random.Random, calls: int) -> None:
@@ -77,39 +48,6 @@ def replayed(rng: random.Random, message: dict[str, Any]) -> dict[str, Any]:
     if rng.random() < 0.3 and out.get("content"):
         out["content"] = [{"type": "text", "text": out["content"]}]
     return out
-
-
-def check_invariant(store: Store, episode_id: str, engine_calls: list[EngineCall]) -> int:
-    """Compare the record with what the engine saw; the number of turns that continue another one."""
-    episode = store.load_episode(episode_id)
-    recorded = {turn.id: turn for turn in episode.turns}
-    sent = {call.rid: call for call in engine_calls if call.rid in recorded}
-    assert len(sent) == len(recorded)
-    for turn_id, call in sent.items():
-        turn, completion = recorded[turn_id], call.completion
-        assert completion is not None
-        for name in ("token_ids", "logprobs", "versions"):
-            np.testing.assert_array_equal(getattr(turn.completion, name), getattr(completion, name))
-        assert turn.completion.finish_reason == completion.finish_reason
-        np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
-    for trajectory in episode.forest.trajectories():
-        check_trajectory(trajectory, sent[trajectory.turns[-1].id])
-    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
-    assert sum(len(turn.completion) for turn in episode.turns) == sum(
-        len(call.completion) for call in sent.values() if call.completion is not None
-    )
-    return sum(turn.parent is not None for turn in episode.turns)
-
-
-def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
-    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
-    assert last.completion is not None
-    whole = np.concatenate([last.input_ids, last.completion.token_ids])
-    np.testing.assert_array_equal(trajectory.token_ids, whole)
-    sampled = np.concatenate([turn.completion.token_ids for turn in trajectory.turns])
-    np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
-    logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
-    np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -16,10 +16,11 @@ import httpx
 import openai
 import pytest
 import uvicorn
-from agents_support import AGENTS, ObservedEngine
+from agents_support import AGENTS
 from anthropic import Anthropic
 from openai import OpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy
+from record_support import ObservedEngine
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -102,7 +103,7 @@ def test_the_real_clients_raise_their_authentication_error(guarded: RunningProxy
     base = f"{guarded.url}/e/{mine['key']}"
     with OpenAI(base_url=f"{base}/v1", api_key=other["key"], max_retries=0) as client:
         for call in (
-            lambda: client.chat.completions.create(model="p", messages=[USER]),  # type: ignore[list-item]
+            lambda: client.chat.completions.create(model="p", messages=[USER]),
             lambda: client.responses.create(model="p", input="x"),
             lambda: client.completions.create(model="p", prompt="x"),
             lambda: client.models.list(),
@@ -114,7 +115,7 @@ def test_the_real_clients_raise_their_authentication_error(guarded: RunningProxy
         Anthropic(base_url=base, api_key=other["key"], max_retries=0) as client_of_other,
         pytest.raises(anthropic.AuthenticationError),
     ):
-        client_of_other.messages.create(model="p", max_tokens=9, messages=[USER])  # type: ignore[list-item]
+        client_of_other.messages.create(model="p", max_tokens=9, messages=[USER])
 
 
 def test_an_episode_reads_no_response_of_another(guarded: RunningProxy) -> None:
@@ -372,27 +373,28 @@ def test_another_model_is_passed_on_and_not_recorded(passed: tuple[RunningProxy,
     episode = proxy.open_episode()
     with proxy.openai(episode) as client:
         extra = {"tools": [SEARCH], "temperature": 0.1, "unknown": [1, {"a": None}]}
-        answer = client.chat.completions.create(model="judge", messages=[USER], extra_body=extra)  # type: ignore[list-item]
+        answer = client.chat.completions.create(model="judge", messages=[USER], extra_body=extra)
         assert answer.choices[0].message.content == "I judge." and answer.id == "up-1"
-        stream = client.chat.completions.create(model="judge", messages=[USER], stream=True)  # type: ignore[list-item]
+        stream = client.chat.completions.create(model="judge", messages=[USER], stream=True)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "0 1 2 "
         vector = client.embeddings.create(model="judge", input="x", encoding_format="float")
         assert vector.data[0].embedding == [0.5, -0.5]
-        own = client.chat.completions.create(model="policy", messages=[USER])  # type: ignore[list-item]
+        own = client.chat.completions.create(model="policy", messages=[USER])
     (path, body, headers), *_ = upstream.seen
     assert path == "/v1/chat/completions"
     assert body == {"model": "judge-large", "messages": [USER], **extra}
     assert headers["authorization"] == "Bearer upstream-secret"
     assert not any(episode["key"] in value for _, _, each in upstream.seen for value in each.values())
     assert [turn["id"] for turn in proxy.tokens(episode)["turns"]] == [own.id]
-    assert [model.id for model in proxy.openai(episode).models.list()] == ["policy", "judge", "keyless", "away"]
+    with proxy.openai(episode) as client:
+        assert [model.id for model in client.models.list()] == ["policy", "judge", "keyless", "away"]
 
 
 def test_the_agents_key_stays_here_where_the_upstream_has_none(passed: tuple[RunningProxy, Upstream]) -> None:
     proxy, upstream = passed
     episode = proxy.open_episode()
     with proxy.openai(episode) as client:
-        client.chat.completions.create(model="keyless", messages=[USER])  # type: ignore[list-item]
+        client.chat.completions.create(model="keyless", messages=[USER])
     [(_, _, headers)] = upstream.seen
     assert "authorization" not in headers and "x-api-key" not in headers
 
@@ -401,7 +403,7 @@ def test_an_upstreams_error_is_the_clients(passed: tuple[RunningProxy, Upstream]
     proxy, upstream = passed
     episode = proxy.open_episode()
     with proxy.openai(episode) as client, pytest.raises(openai.RateLimitError) as caught:
-        client.chat.completions.create(model="judge", messages=[USER], extra_body={"fail": True})  # type: ignore[list-item]
+        client.chat.completions.create(model="judge", messages=[USER], extra_body={"fail": True})
     assert caught.value.code == "busy" and caught.value.response.headers["retry-after"] == "7"
     assert "x-secret" not in caught.value.response.headers
     # A judge that was busy is no failure of the policy.

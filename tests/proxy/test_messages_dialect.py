@@ -399,7 +399,7 @@ def test_text_after_a_call_and_thinking_after_text_stay_in_order() -> None:
     writer = DIALECT.stream(body(), read(), [done.turn.id], 1.8e9, TOKENIZER)
     out = writer.start() + writer.content(0, "a") + writer.reasoning(0, "hm")
     called = writer.call(0, CALL)
-    assert called.endswith(b'data: {"index":2,"type":"content_block_stop"}\n\n')  # nobody waits for more
+    assert called.endswith(b'data: {"type":"content_block_stop","index":2}\n\n')  # nobody waits for more
     message, events = accumulated(out + called + writer.content(0, "b") + writer.finish([done]))
     assert_well_formed(events)
     assert [block.type for block in message.content] == ["text", "thinking", "tool_use", "text"]

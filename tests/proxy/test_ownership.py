@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,13 @@ import pytest
 
 from areal_agents.core.messages import Message
 from areal_agents.errors import RequestError
-from areal_agents.proxy.implicit import home_key
+from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.housekeeping import Housekeeping
+from areal_agents.proxy.implicit import ImplicitEpisodes, home_key
 from areal_agents.proxy.ownership import Ownership
+from areal_agents.proxy.sessions import Sessions
 from areal_agents.proxy.workers import Workers, WorkerSpec, forget_dead
-from areal_agents.store import NewEpisode, Store
+from areal_agents.store import NewEpisode, OpenEpisode, Store
 
 HOLD = """
 import sys
@@ -50,16 +54,50 @@ def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
+def test_a_life_removes_what_the_one_before_left(tmp_path: Path) -> None:
+    (tmp_path / "run.0.0.lock").touch()
+    (tmp_path / "run.1.0.lock").touch()
+    with worker(tmp_path, 0, life=1).living():
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
+
+
+def swept(ownership: Ownership) -> list[str | None]:
+    """The owners whose episodes it looks after."""
+    owners = (None, "run.0.0", "run.1.0", "run.2.0")
+    return [item.owner for item in ownership.swept(OpenEpisode("e", False, owner) for owner in owners)]
+
+
 def test_the_first_living_worker_looks_after_what_nobody_owns(tmp_path: Path) -> None:
     workers = [worker(tmp_path / "locks", index) for index in range(3)]
     with Store.open(tmp_path / "s.db") as store:
         owned = [Ownership(store, item) for item in workers]
         with workers[1].living(), workers[2].living():
-            assert [item.sweeps(None) for item in owned[1:]] == [True, False]
-            assert [item.sweeps("run.0.0") for item in owned[1:]] == [True, False]
-            assert [item.sweeps("run.2.0") for item in owned[1:]] == [False, True]
+            assert [swept(item) for item in owned[1:]] == [[None, "run.0.0", "run.1.0"], ["run.2.0"]]
             with workers[0].living():
-                assert [item.sweeps(None) for item in owned] == [True, False, False]
+                assert [swept(item) for item in owned] == [[None, "run.0.0"], ["run.1.0"], ["run.2.0"]]
+
+
+async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path: Path) -> None:
+    first, second = worker(tmp_path, 0), worker(tmp_path, 1)
+    config = ProxyConfig(idle_timeout_s=0.01)
+    with Store.open(tmp_path / "s.db") as store, first.living(), second.living():
+        for owner in (first.owner, second.owner, "run.2.0", None):
+            store.open_episode(NewEpisode(f"of {owner}", f"{owner}", owner=owner)).result()
+
+        async def sweep(workers: Workers) -> list[str]:
+            ownership = Ownership(store, workers)
+            sessions = Sessions(store, ownership.owner)
+            implicit = ImplicitEpisodes(store, sessions, split="eval", ownership=ownership)
+            housekeeping = Housekeeping(
+                store=store, sessions=sessions, implicit=implicit, config=config, ownership=ownership
+            )
+            await housekeeping.sweep()  # meets them for the first time
+            await asyncio.sleep(0.02)
+            await housekeeping.sweep()
+            return [episode.id for episode in store.open_episodes()]
+
+        assert await sweep(second) == ["of run.0.0", "of run.2.0", "of None"]
+        assert await sweep(first) == []
 
 
 async def test_an_episode_belongs_to_one_life(tmp_path: Path) -> None:

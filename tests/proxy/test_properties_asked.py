@@ -35,7 +35,9 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 @STEADY
-@given(words, words, st.integers(0, 3), stops, policies, st.lists(st.integers(0, 99), max_size=6), st.booleans())
+@given(
+    words, words, st.integers(0, 3), stops, policies, st.lists(st.integers(0, 99), max_size=6), st.booleans()
+)
 def test_the_pieces_joined_are_the_whole(
     reasoning: str,
     content: str,
@@ -110,7 +112,9 @@ def test_what_may_become_a_stop_string_waits_and_all_else_leaves_at_once() -> No
     assert [delta.text for delta in stream.finish()] == ["S"]
 
 
-@pytest.mark.parametrize(("policy", "expected"), [({}, 3), ({"calls": "none"}, 0), ({"parallel_calls": False}, 1)])
+@pytest.mark.parametrize(
+    ("policy", "expected"), [({}, 3), ({"calls": "none"}, 0), ({"parallel_calls": False}, 1)]
+)
 def test_the_calls_that_a_client_takes(policy: dict[str, Any], expected: int) -> None:
     whole = reply("", "text", 3)
     assert as_asked(whole, request(**policy)).tool_calls == whole.tool_calls[:expected]

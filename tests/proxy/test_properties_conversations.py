@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_support import AGENTS, ARGUMENT_FORMS, Agent, Mutation, ObservedEngine, check_invariant, replies_by_prompt
+from agents_support import AGENTS, Agent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutation_support import ARGUMENT_FORMS, Mutation
 from proxy_support import RunningProxy, running_proxy
+from record_support import ObservedEngine, check_invariant, replies_by_prompt
 
 from areal_agents.rendering import ChatRenderer
 
@@ -21,7 +23,7 @@ STEADY = settings(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=30,
+    max_examples=50,
     suppress_health_check=list(HealthCheck),
 )
 LONG = settings(STEADY, max_examples=400)
@@ -62,7 +64,11 @@ steps = st.builds(
     label=st.sampled_from(["", "", "scout"]),
 )
 plans = st.lists(
-    st.tuples(st.sampled_from(sorted(AGENTS)), st.none() | st.just("Answer."), st.lists(steps, min_size=1, max_size=6)),
+    st.tuples(
+        st.sampled_from(sorted(AGENTS)),
+        st.none() | st.just("Answer."),
+        st.lists(steps, min_size=1, max_size=6),
+    ),
     min_size=1,
     max_size=3,
 )

@@ -1,4 +1,4 @@
-"""Why a conversation starts anew, one example of each reason through the real clients; and why it does not."""
+"""Why a conversation starts anew, an example of each reason through the real clients; why it does not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_support import AGENTS, Agent, ChatAgent, ObservedEngine, check_invariant
+from agents_support import AGENTS, Agent, ChatAgent
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from record_support import ObservedEngine, check_invariant
 
 from areal_agents.core.messages import Message
 from areal_agents.rendering import ChatRenderer
@@ -90,7 +91,10 @@ def test_a_second_sample_in_mid_conversation_is_a_branch(proxy: RunningProxy, di
 @pytest.mark.parametrize("dialect", LOOPS)
 def test_an_edited_reply(proxy: RunningProxy, dialect: str) -> None:
     agent, episode = after_a_loop(proxy, dialect, 1)
-    agent.history[1:] = [[{"role": "assistant", "content": "It is in Spain."}], [{"role": "user", "content": "No."}]]
+    agent.history[1:] = [
+        [{"role": "assistant", "content": "It is in Spain."}],
+        [{"role": "user", "content": "No."}],
+    ]
     assert forked(proxy, agent, episode) == ("turn 0", "edited", 2)
 
 
@@ -135,7 +139,7 @@ def test_a_template_that_strips_reasoning(proxy: RunningProxy, dialect: str) -> 
 def test_tools_that_change(proxy: RunningProxy) -> None:
     agent, episode = after_a_loop(proxy, "chat", 2)
     other = {"type": "function", "function": {**SEARCH["function"], "name": "find"}}
-    body = {**agent.body({}), "tools": [SEARCH, other]}  # type: ignore[attr-defined]
+    body = {**agent.body({}), "tools": [SEARCH, other]}
     agent.client.chat.completions.create(**body)
     agent.close()
     fork = proxy.tokens(episode)["turns"][-1]["forked_from"]
@@ -194,7 +198,10 @@ def test_what_the_template_shows_is_never_passed_over(proxy: RunningProxy) -> No
 
 def test_a_fork_is_prompted_with_what_a_plain_server_renders(proxy: RunningProxy) -> None:
     agent, episode = after_a_loop(proxy, "chat", 1)
-    agent.history[1:] = [[{"role": "assistant", "content": "It is in Spain."}], [{"role": "user", "content": "No."}]]
+    agent.history[1:] = [
+        [{"role": "assistant", "content": "It is in Spain."}],
+        [{"role": "user", "content": "No."}],
+    ]
     forked(proxy, agent, episode)
     messages = [
         Message("system", "Answer."),

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agents_support import (
-    ARGUMENT_FORMS,
-    TOOL_AGENTS,
-    ChatAgent,
-    MessagesAgent,
-    Mutation,
-    ObservedEngine,
-    ResponsesAgent,
-    check_invariant,
-)
+from agents_support import TOOL_AGENTS, ChatAgent, MessagesAgent, ResponsesAgent
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutation_support import ARGUMENT_FORMS, Mutation
 from proxy_support import RunningProxy, running_proxy
+from record_support import ObservedEngine, check_invariant
 
 from areal_agents.rendering import ChatRenderer
 
@@ -43,8 +36,10 @@ values = st.recursive(
     | st.booleans()
     | st.integers(-(2**40), 2**40)
     | st.sampled_from([2.0, -0.5, 1e20, 0.0])
-    | st.text("aé日\U0001f600\"\\/\n<", max_size=4),
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("abé", max_size=2), inner, max_size=2),
+    | st.text('aé日\U0001f600"\\/\n<', max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("abé", max_size=2), inner, max_size=2)
+    ),
     max_leaves=4,
 )
 arguments = st.dictionaries(st.sampled_from(["query", "limit", "a", "é"]), values, min_size=1, max_size=3)

@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from agents_support import AGENTS, CompletionsAgent, ObservedEngine, check_invariant
+from agents_support import AGENTS, CompletionsAgent
 from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from record_support import ObservedEngine, check_invariant
 
 from areal_agents.algorithms.credit import is_trained
 from areal_agents.errors import EngineUnavailable
@@ -53,7 +54,7 @@ def chat_path(episode: dict[str, Any]) -> str:
 @pytest.mark.parametrize("dialect", ALL)
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_retry_gets_the_sample_that_was_drawn(proxy: RunningProxy, dialect: str, streamed: bool) -> None:
-    """By the count of the SDKs or an Idempotency-Key, streamed or not, in the middle of a conversation too."""
+    """By the count of the SDKs or an Idempotency-Key, streamed or not, in mid-conversation too."""
     samples = iter(range(99))
     proxy.engine.script = lambda call: tool_call(query=f"sample {next(samples)}")
     episode = proxy.open_episode()
@@ -98,11 +99,15 @@ def test_a_client_that_hangs_up_before_the_first_piece(proxy: RunningProxy) -> N
         proxy.engine.reset()
         proxy.engine.delay_s = 30
         episode = proxy.open_episode()
-        with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=proxy.url, timeout=silent_s) as http:
+        body = {**BODY, "stream": True}
+        with (
+            pytest.raises(httpx.ReadTimeout),
+            httpx.Client(base_url=proxy.url, timeout=silent_s) as http,
+            http.stream("POST", chat_path(episode), json=body) as response,
+        ):
             # Each sign of life starts the clock of a read again: so the client goes after the first.
-            with http.stream("POST", chat_path(episode), json={**BODY, "stream": True}) as response:
-                for _ in response.iter_lines():
-                    raise httpx.ReadTimeout("enough")
+            next(response.iter_lines())
+            raise httpx.ReadTimeout("enough")
         until(lambda: proxy.engine.cancelled)
         assert proxy.tokens(episode)["turns"] == []
 
@@ -201,6 +206,21 @@ def test_a_retry_of_several_choices_gets_them_all(proxy: RunningProxy) -> None:
     assert len({c.message.content for c in first.choices}) == 3 and len(proxy.engine.calls) == 3
 
 
+def test_a_retry_under_a_grammar_gets_its_sample(proxy: RunningProxy) -> None:
+    """With template options of its own too: what the reply is held to is the same, and so is the reply."""
+    episode = proxy.open_episode()
+    schema = {"name": "city", "schema": {"type": "object"}}
+    for change in (
+        {"response_format": {"type": "json_schema", "json_schema": schema}},
+        {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": False}},
+    ):
+        body = {"messages": [USER], **change}
+        first = proxy.http.post(chat_path(episode), json=body).raise_for_status().json()["id"]
+        again = proxy.http.post(chat_path(episode), json=body, headers=RETRIED).json()["id"]
+        assert again == first
+    assert len(proxy.engine.calls) == 2
+
+
 def test_raw_text_goes_on_behind_the_whole_of_what_was_sampled(proxy: RunningProxy) -> None:
     """A client gets a text up to its stop string; the tokens of that string were sampled nevertheless."""
     text = "look up Lyon\nObservation:"
@@ -228,6 +248,9 @@ def test_raw_text_goes_on_behind_the_whole_of_what_was_sampled(proxy: RunningPro
 def test_a_sdk_that_gives_up_says_so(proxy: RunningProxy) -> None:
     """An error that another attempt cannot change is not tried again."""
     proxy.engine.script = lambda call: RuntimeError("a bug")
-    with proxy.openai(proxy.open_episode(), max_retries=3) as client, pytest.raises(openai.InternalServerError):
+    with (
+        proxy.openai(proxy.open_episode(), max_retries=3) as client,
+        pytest.raises(openai.InternalServerError),
+    ):
         client.chat.completions.create(model="p", messages=[USER])
     assert len(proxy.engine.calls) == 1

@@ -187,9 +187,23 @@ def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
     check_exact(serving, opened["id"], talk.ids)
     models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models")
     assert models.status_code == 200
-    for url in serving.own:  # refused alike wherever it arrives
-        refused = httpx.post(f"{url}/e/ep-nobody/v1/chat/completions", json={"messages": talk.messages})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+
+
+def test_what_is_refused_is_refused_alike_wherever_it_arrives(serving: Serving) -> None:
+    opened = open_on(serving, 0)
+    large = b" " * (33 * 2**20)
+    for url in serving.own:
+        for path, body, status, code in (
+            ("/e/ep-nobody/v1/chat/completions", b"{}", 401, "invalid_api_key"),
+            ("/v1/chat/completions", b"no JSON", 400, "invalid_json"),
+            ("/v1/chat/completions", large, 413, "request_too_large"),
+            (f"/e/{opened['key']}/v1/chat/completions", large, 413, "request_too_large"),
+            (f"/e/{opened['key']}/v1/chat/completions", b"no JSON", 400, "invalid_json"),
+            ("/episodes/nobody/finish", b"{}", 404, "not_found"),
+        ):
+            # In pieces, so that the length is not known beforehand.
+            answer = httpx.post(url + path, content=iter([body[: 2**24], body[2**24 :]]), timeout=30)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), path
 
 
 def test_a_stream_is_passed_on_whole(serving: Serving) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import ToolCall
 from areal_agents.errors import RequestError
-from areal_agents.proxy.dialects.memo import MessageMemo, Reading
+from areal_agents.proxy.dialects.memo import MessageMemo
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.rendering import Tokenizer
 
@@ -25,13 +25,13 @@ class ReadContext:
         max_messages: most messages (or input items) of one request.
         label: who calls, from the headers.
         forest: the recorded turns of the caller's episode, for references to earlier responses.
-        memo: reads messages, or finds them as an earlier call of the conversation has read them.
+        memo: messages of the same conversation that were read before.
     """
 
     max_messages: int
     label: str
     forest: Forest
-    memo: Reading = field(default_factory=lambda: MessageMemo().reading())
+    memo: MessageMemo = field(default_factory=MessageMemo)
 
 
 class StreamWriter(Protocol):

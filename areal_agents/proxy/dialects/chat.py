@@ -164,21 +164,30 @@ def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
 
     A tool message without an id answers the first open call; one without a name gets its call's.
     """
-    out: list[Message] = []
-    unanswered: dict[str, str] = {}  # call id → tool name, in the order of the calls
-    for index, item in enumerate(raw):
+    history = context.memo.known(raw)
+    groups = history.groups
+    unanswered = _unanswered([message for (message,) in groups])
+    for index in range(len(groups), len(raw)):
+        item = raw[index]
         if not isinstance(item, dict):
             refuse("a message must be an object", f"messages[{index}]")
         call_id, tool_name = _answered(item, unanswered) if item.get("role") == "tool" else ("", "")
-        message = context.memo.read(
-            item,
-            f"{call_id}\0{tool_name}",
-            lambda: _message(item, index, call_id, tool_name),  # noqa: B023
-        )
+        message = _message(item, index, call_id, tool_name)
         if message.role == "assistant":
             unanswered = {call.id: call.name for call in message.tool_calls}
-        out.append(message)
-    return tuple(out)
+        groups.append((message,))
+    context.memo.keep(history, raw)
+    return tuple([message for (message,) in groups])
+
+
+def _unanswered(messages: list[Message]) -> dict[str, str]:
+    """The calls of the last reply that no tool message has answered: call id → tool name, in their order."""
+    answered = set()
+    for message in reversed(messages):
+        if message.role == "assistant":
+            return {call.id: call.name for call in message.tool_calls if call.id not in answered}
+        answered.add(message.tool_call_id)
+    return {}
 
 
 def _answered(item: Mapping[str, Any], unanswered: dict[str, str]) -> tuple[str, str]:

@@ -6,7 +6,8 @@ place is taken over from there, so that a call costs about as much in its hundre
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -14,8 +15,20 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
-_PLAIN = {"role", "content", "name", "tool_call_id"}  # fields beside the text, of which only texts are read
-_Entry = tuple[Any, str, Message]  # the raw form to compare with, what else the message depends on, and it
+
+Group = tuple[Message, ...]  # what one item of a request means
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Items that were read, in the form in which they are compared, and what they mean.
+
+    `as_json` are the indices of those compared as JSON.
+    """
+
+    items: list[Any]
+    as_json: list[int]
+    groups: list[Group]
 
 
 class MessageMemo:
@@ -23,63 +36,61 @@ class MessageMemo:
 
     def __init__(self, most_histories: int = _MOST_HISTORIES) -> None:
         self._most = most_histories
-        self._histories: list[list[_Entry]] = []  # the latest first
+        self._histories: list[History] = []  # the latest first
 
-    def reading(self) -> Reading:
-        """A reader of one request."""
-        return Reading(self)
+    def known(self, items: Sequence[Any]) -> History:
+        """The first of `items` that an earlier request began with in the same way, perhaps none.
 
-    def alike(self) -> list[list[_Entry]]:
-        """The conversations to compare with."""
-        return list(self._histories)
+        An item's meaning may depend on the items before it, and on nothing else.
+        """
+        best, most = None, 0
+        for history in self._histories:
+            count = _shared(items, history)
+            if count > most:
+                best, most = history, count
+        if best is None:
+            return History([], [], [])
+        return History(best.items[:most], [i for i in best.as_json if i < most], best.groups[:most])
 
-    def keep(self, history: list[_Entry]) -> None:
-        """Keep a conversation that is being read."""
+    def keep(self, history: History, items: Sequence[Any]) -> None:
+        """Remember what `items` mean, once the groups of all of them are in `history`."""
+        for index in range(len(history.items), len(items)):
+            plain = _is_plain(items[index])
+            history.items.append(items[index] if plain else _json(items[index]))
+            if not plain:
+                history.as_json.append(index)
         self._histories.insert(0, history)
         del self._histories[self._most :]
 
-    def drop(self, history: list[_Entry]) -> None:
-        """Let go of a conversation that is the beginning of another one."""
-        self._histories = [kept for kept in self._histories if kept is not history]
+
+def _shared(items: Sequence[Any], history: History) -> int:
+    """How many items a request and a history begin with in common."""
+    count = min(len(items), len(history.items))
+    ours, theirs = list(items[:count]), history.items
+    for index in history.as_json:
+        if index < count:
+            ours[index] = _json(items[index])
+    if ours == (theirs if len(theirs) == count else theirs[:count]):  # nearly always, and at the speed of C
+        return count
+    return next(index for index in range(count) if ours[index] != theirs[index])
 
 
-class Reading:
-    """Reads the messages of one request, in their order."""
+def _is_plain(item: Any) -> bool:
+    """Whether all that is read of an item is text, so that an equal item means the same.
 
-    def __init__(self, memo: MessageMemo) -> None:
-        self._memo = memo
-        self._alike = memo.alike()  # what began in the same way so far
-        self._history: list[_Entry] = []
-
-    def read(self, raw: Any, context: str, read: Callable[[], Message]) -> Message:
-        """What `read` makes of `raw`; it may depend on nothing but `raw` and `context`."""
-        index, key = len(self._history), _key(raw)
-        entry: _Entry | None = None
-        alike = []
-        for history in self._alike:
-            if index == len(history):
-                self._memo.drop(history)  # all of it is in this one
-            elif history[index][1] == context and history[index][0] == key:
-                alike.append(history)
-                entry = entry or history[index]
-        self._alike = alike
-        if not index:
-            self._memo.keep(self._history)
-        if entry is None:
-            entry = (key, context, read())
-        self._history.append(entry)
-        return entry[2]
-
-
-def _key(raw: Any) -> Any:
-    """What two raw messages have in common only if they are the same.
-
-    Equal texts are the same; equal numbers need not be, since 1 == True, so whatever holds more than a text
-    is compared as JSON.
+    Numbers may be equal and mean another thing, since 1 == True: such items are compared as JSON.
     """
-    if type(raw) is dict and raw.keys() <= _PLAIN and type(raw.get("content")) is str:
-        return raw
+    if not isinstance(item, dict) or not isinstance(item.get("content"), str):
+        return False
+    calls = item.get("tool_calls")
+    if not isinstance(calls, list):
+        return calls is None
+    functions = [call.get("function") for call in calls if isinstance(call, dict)]
+    return all(isinstance(f, dict) and isinstance(f.get("arguments"), str) for f in functions)
+
+
+def _json(item: Any) -> Any:
     try:
-        return orjson.dumps(raw)
+        return orjson.dumps(item)
     except orjson.JSONEncodeError:  # nested deeper than it writes: like nothing else
         return object()

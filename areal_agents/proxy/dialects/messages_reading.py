@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
-from areal_agents.proxy.dialects.memo import Reading
+from areal_agents.proxy.dialects.memo import Group, MessageMemo
 from areal_agents.proxy.dialects.reading import refuse, unsupported
 from areal_agents.proxy.request import CallPolicy, ModelRequest, SamplingWish
 from areal_agents.proxy.turn_ids import turn_id_of
@@ -158,27 +157,38 @@ def _system(value: Any) -> tuple[Message, ...]:
     return (Message("system", text),) if text else ()
 
 
-def _messages(found: Sequence[Any], memo: Reading) -> list[Message]:
+def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
+    history = memo.known(found)
+    groups = history.groups
     out: list[Message] = []
     tool_names: dict[str, str] = {}  # call id → name of the tool
     for index, item in enumerate(found):
-        where = f"messages.{index}"
-        if not isinstance(item, dict):
-            refuse(f"a message must be an object, got {item!r}", where)
-        blocks = _blocks(item.get("content"), f"{where}.content")
-        match item.get("role"):
-            case "user":
-                out += _user(blocks, f"{where}.content", tool_names, memo)
-            case "system":
-                out.append(Message("system", _paragraphs(blocks, f"{where}.content")))
-            case "assistant":
-                read = partial(_assistant, item, blocks, f"{where}.content")
-                message = memo.read(item, "assistant", read)
+        if index == len(groups):
+            groups.append(_group(item, f"messages.{index}", tool_names))
+        for message in groups[index]:
+            if message.role == "assistant":
                 tool_names |= {call.id: call.name for call in message.tool_calls}
                 _append_reply(out, message)
-            case role:
-                refuse(f"role must be user, assistant or system, got {role!r}", f"{where}.role")
+            else:
+                out.append(message)
+    memo.keep(history, found)
     return out
+
+
+def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
+    """The messages that one of theirs stands for."""
+    if not isinstance(item, dict):
+        refuse(f"a message must be an object, got {item!r}", where)
+    blocks = _blocks(item.get("content"), f"{where}.content")
+    match item.get("role"):
+        case "user":
+            return tuple(_user(blocks, f"{where}.content", tool_names))
+        case "system":
+            return (Message("system", _paragraphs(blocks, f"{where}.content")),)
+        case "assistant":
+            return (_assistant(item, blocks, f"{where}.content"),)
+        case role:
+            return refuse(f"role must be user, assistant or system, got {role!r}", f"{where}.role")
 
 
 def _append_reply(out: list[Message], message: Message) -> None:
@@ -237,7 +247,7 @@ def _call(block: Block, where: str) -> ToolCall:
     )
 
 
-def _user(blocks: Sequence[Block], where: str, tool_names: Mapping[str, str], memo: Reading) -> list[Message]:
+def _user(blocks: Sequence[Block], where: str, tool_names: Mapping[str, str]) -> list[Message]:
     """A message per tool result, then what the user says beside them, if anything."""
     out: list[Message] = []
     said = []
@@ -250,10 +260,9 @@ def _user(blocks: Sequence[Block], where: str, tool_names: Mapping[str, str], me
         if not isinstance(call_id, str):
             refuse("a tool_result block needs the id of its tool_use block", f"{at}.tool_use_id")
         name = tool_names.get(call_id)
-        out.append(memo.read(block, f"result of {name}", partial(_result, block, at, call_id, name)))
+        out.append(_result(block, at, call_id, name))
     if said or not out:
-        raw = [block for block, _ in said]
-        out.append(memo.read(raw, "user", lambda: Message("user", _joined(said))))
+        out.append(Message("user", _joined(said)))
     return out
 
 

@@ -1,0 +1,168 @@
+"""An engine that can be held up, a model that is not well behaved, and the invariant of the record."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from proxy_support import EngineCall, ScriptedEngine, tool_call
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.core.trajectory import Trajectory
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+
+@dataclass
+class ObservedEngine(ScriptedEngine):
+    """Fails or waits in the middle of a reply, and notes a generation that is cancelled there.
+
+    Attributes:
+        fail_after: pieces after which `failure` is raised; None for never.
+        hold_after: pieces after which it waits until it is cancelled or `go_on` is set; None for never.
+    """
+
+    fail_after: int | None = None
+    failure: Exception = field(default_factory=lambda: RuntimeError("unset"))
+    hold_after: int | None = None
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: Callable[[TokenChunk], None] | None = None,
+    ) -> Completion:
+        try:
+            return await super().generate(rid, input_ids, sampling, on_tokens)
+        except asyncio.CancelledError:
+            if rid not in self.cancelled:
+                self.cancelled.append(rid)
+            raise
+
+    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
+        pieces = 0
+
+        def count(chunk: TokenChunk) -> None:
+            nonlocal pieces
+            if self.fail_after is not None and pieces >= self.fail_after:
+                raise self.failure
+            pieces += 1
+            on_tokens(chunk)
+
+        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
+        for start in range(0, len(ids), 2):
+            if self.hold_after is not None and pieces >= self.hold_after:
+                async with asyncio.timeout(30):
+                    while not self.go_on.is_set():
+                        await asyncio.sleep(0.005)
+            count(TokenChunk(tuple(ids[start : start + 2]), tuple(logprobs[start : start + 2])))
+            await asyncio.sleep(0)
+
+    def reset(self) -> None:
+        """As new."""
+        self.script = lambda call: "ok"
+        self.delay_s, self.version, self.max_context = 0.0, 0, 4096
+        self.fail_after = self.hold_after = None
+        self.go_on.clear()
+        self.calls.clear()
+        self.cancelled.clear()
+
+
+def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[EngineCall], str | list[int]]:
+    """A policy that is not well behaved: odd JSON, raw ids, cut-off markup, reasoning, parallel calls."""
+    texts = [
+        lambda: "plain answer",
+        lambda: "  padded \n answer\n\n",
+        lambda: "",
+        lambda: "naïve – ünïcode 日本 \U0001f600",
+        lambda: "<think>\nlet me see\n</think>\n\nthe answer",
+        lambda: "<think>\nnever closed",
+        lambda: tool_call(query="Lyon"),
+        lambda: "<think>\nhm\n</think>\n\n" + tool_call(query="Lyon", limit=2.0, z=1, a=[1, 2]),
+        lambda: tool_call(query="a") + "\n" + tool_call(query="b"),
+        lambda: "Let me look.\n" + tool_call(query="日本"),
+        lambda: '<tool_call>\n{"name":"search","arguments":{ "query" :"caf\\u00e9"}}\n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search", "arguments": {"query": \n</tool_call>',
+        lambda: '<tool_call>\n{"name": "search"',
+        lambda: "text with a <tool marker, a </think> and a STOP word",
+    ]
+
+    def script(call: EngineCall) -> str | list[int]:
+        kind = rng.random()
+        if kind < 0.2:  # any ids at all, the special ones too, with or without an end
+            return [rng.randrange(renderer.vocab_size) for _ in range(rng.randrange(1, 30))]
+        text = rng.choice(texts)()
+        return renderer.tokenizer.encode(text) if kind < 0.3 and text else text  # 10%: cut off
+
+    return script
+
+
+def replies_by_prompt(seed: int, engine: ScriptedEngine) -> Callable[[EngineCall], Any]:
+    """Awkward replies that depend on the prompt and on how often it came, not on who comes first.
+
+    Some are drawn while the weights change: their versions rise within the reply.
+    """
+    asked: Counter[bytes] = Counter()
+
+    def script(call: EngineCall) -> Any:
+        prompt = call.input_ids.tobytes()
+        asked[prompt] += 1
+        digest = hashlib.blake2b(prompt + f"{seed}/{asked[prompt]}".encode(), digest_size=8).digest()
+        rng = random.Random(digest)
+        reply = awkward_replies(rng, engine.renderer)(call)
+        whole = engine._completion(reply, call.sampling)
+        versions = sorted(rng.randrange(9) for _ in range(len(whole)))
+        logprobs = [-rng.random() * 5 for _ in range(len(whole))]
+        return Completion(whole.token_ids, logprobs, versions, whole.finish_reason)
+
+    return script
+
+
+def check_invariant(
+    store: Store, episode_id: str, engine_calls: Sequence[EngineCall], received: Sequence[str] = ()
+) -> int:
+    """Compare the record with what the engine saw; the number of turns that continue another one.
+
+    `received`: turns whose replies a client got, every one of which must be on record.
+    """
+    episode = store.load_episode(episode_id)
+    recorded = {turn.id: turn for turn in episode.turns}
+    assert len(recorded) == len(episode.turns)
+    assert {turn for turn in received if turn} <= set(recorded)
+    sent = {call.rid: call for call in engine_calls if call.rid in recorded}
+    assert len(sent) == len(recorded)
+    for turn_id, call in sent.items():
+        turn, completion = recorded[turn_id], call.completion
+        assert completion is not None
+        for name in ("token_ids", "logprobs", "versions"):
+            np.testing.assert_array_equal(getattr(turn.completion, name), getattr(completion, name))
+        assert turn.completion.finish_reason == completion.finish_reason
+        assert turn.sampling == call.sampling
+        np.testing.assert_array_equal(episode.forest.prompt_ids(turn_id), call.input_ids)
+    for trajectory in episode.forest.trajectories():
+        check_trajectory(trajectory, sent[trajectory.turns[-1].id])
+    # Each turn's own tokens stand in the forest once, whatever the number of paths through them.
+    assert sum(len(turn.completion) for turn in episode.turns) == sum(
+        len(call.completion) for call in sent.values() if call.completion is not None
+    )
+    return sum(turn.parent is not None for turn in episode.turns)
+
+
+def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
+    """A root-to-leaf path is the last prompt plus the last completion; its mask marks what was sampled."""
+    assert last.completion is not None
+    whole = np.concatenate([last.input_ids, last.completion.token_ids])
+    np.testing.assert_array_equal(trajectory.token_ids, whole)
+    sampled = np.concatenate([turn.completion.token_ids for turn in trajectory.turns])
+    np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
+    logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
+    np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)
