@@ -127,7 +127,7 @@ def serve(
 
         run(model, config, store=store, engine_urls=urls)
     else:
-        from areal_agents.proxy.supervisor import serve_workers
+        from areal_agents.proxy.workers.supervisor import serve_workers
 
         serve_workers(model, config, workers=workers, store=store, engine_urls=urls)
 

@@ -22,18 +22,18 @@ from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
 from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
-from areal_agents.proxy.forwarding import WorkerDoor
 from areal_agents.proxy.housekeeping import Housekeeping
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import CONTENT_TYPE, Metrics
 from areal_agents.proxy.model_calls import Endpoint, ModelCalls
 from areal_agents.proxy.observe import CallRecord, Observer
-from areal_agents.proxy.ownership import Ownership
 from areal_agents.proxy.passthrough import PassThrough
-from areal_agents.proxy.placement import Placement
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.forwarding import WorkerDoor
+from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.proxy.workers.placement import Placement
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
 

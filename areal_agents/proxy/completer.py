@@ -7,14 +7,12 @@ was recorded is never tokenised again: the next prompt is these very ids plus th
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Coroutine, Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from areal_agents.core.completion import Completion, Grammar, SamplingParams, TokenChunk
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Fork, Turn
@@ -29,19 +27,16 @@ from areal_agents.errors import (
 from areal_agents.inference import Engine, ModelInfo
 from areal_agents.proxy.admission import Admission
 from areal_agents.proxy.asked import AskedStream, as_asked
-from areal_agents.proxy.calls import Call, Retry, answered_call
+from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
-from areal_agents.proxy.sampling import Drawing, draw
+from areal_agents.proxy.retries import Retries
+from areal_agents.proxy.sampling import Drawing, draw, grammar_of
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
-
-_logger = logging.getLogger(__name__)
-
-_HUNG_UP = "the client hung up"
 
 
 class Completer:
@@ -53,6 +48,7 @@ class Completer:
         self._config = config
         self._admission = Admission(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
         self._prompts = Prompts(renderer)
+        self.retries = Retries(store, self._prompts)
         self._model: ModelInfo | None = None
 
     def close(self) -> None:
@@ -76,25 +72,12 @@ class Completer:
         raises RequestError for what the client did wrong or ran into, EngineError where the engine fails,
         StoreError where the store does.
         """
-        key = request.key()
-        if (earlier := self._earlier(session, request, key, retry)) is not None:
+        if (earlier := self.retries.earlier(session, request, retry)) is not None:
             return earlier
         turn_ids = [new_turn_id() for _ in range(request.choices)]
         call = Call(turn_ids, time.time(), lambda call: self._run(call, session, request, streamed))
-        names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
-        for name in names:
-            session.in_flight[name] = call
-        if retry.idempotency_key:
-            session.remember_key(retry.idempotency_key, key, turn_ids)
-        call.task.add_done_callback(lambda _: session.landed(names, call))
+        self.retries.begin(session, request, retry, call)
         return call
-
-    def discard(self, session: Session, call: Call) -> None:
-        """Note that nobody got the turns of a call that was recorded; a retry may still fetch them."""
-        for turn_id in call.turn_ids:
-            if turn_id in session.forest and turn_id not in session.undelivered:
-                session.undelivered.add(turn_id)
-                _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
 
     async def count_tokens(self, forest: Forest, request: ModelRequest) -> int:
         """Length of the prompt that a request would have after the recorded turns of `forest`."""
@@ -106,53 +89,6 @@ class Completer:
         if self._model is None:
             self._model = await self._engine.model_info()
         return self._model
-
-    def _earlier(self, session: Session, request: ModelRequest, key: Hashable, retry: Retry) -> Call | None:
-        """The call that a retry repeats: still under way, or recorded.
-
-        The same request without a sign of a retry is a second sample, unless nobody got the first.
-        """
-        if retry.idempotency_key:
-            known = session.key_of(retry.idempotency_key)
-            if known is not None and known.request != key:
-                raise RequestError(
-                    f"the Idempotency-Key {retry.idempotency_key!r} was used for another request",
-                    status=409,
-                    code="idempotency_key_reused",
-                )
-            if (running := session.in_flight.get(retry.idempotency_key)) is not None:
-                return running
-            if known is not None and all(turn_id in session.forest for turn_id in known.turn_ids):
-                return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
-        if retry.count and (running := session.in_flight.get(key)) is not None:
-            return running
-        if not retry.count and not session.undelivered:
-            return None
-        turns = [
-            turn
-            for turn in self._prompts.answers(session.forest, request)
-            if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
-        ]
-        if len(turns) < request.choices:
-            return None
-        return self._answered(session, turns[-request.choices :])
-
-    def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
-        """Whether a reply keeps to what a request asks, which may not be what it was drawn for."""
-        limit, sampling = request.wish.max_tokens, turn.sampling
-        return (
-            (limit is None or len(turn.completion) <= limit)
-            and sampling.stop == request.wish.stop
-            and sampling.grammar == _grammar(request, self._prompts.renderer_at_hand(request))
-            and as_asked(turn.reply, request) == turn.reply
-        )
-
-    def _answered(self, session: Session, turns: list[Turn]) -> Call:
-        for turn in turns:
-            if turn.id in session.undelivered:
-                session.undelivered.discard(turn.id)
-                _log_failure(self._store.discard_turn(turn.id, None), turn.id)
-        return answered_call([_completed(session, turn, session.row.created_at) for turn in turns])
 
     async def _run(
         self, call: Call, session: Session, request: ModelRequest, streamed: bool
@@ -224,7 +160,7 @@ class Completer:
             lifted=self._config.lifted_pins,
             stop_token_ids=prompt.renderer.stop_token_ids,
             max_new_tokens=min(bound for bound in bounds if bound is not None),
-            grammar=_grammar(request, prompt.renderer),
+            grammar=grammar_of(request, prompt.renderer),
         )
 
     async def _draw(
@@ -331,7 +267,7 @@ class Completer:
             def remember_discarded(done: asyncio.Future[Any]) -> None:
                 if not done.cancelled() and done.exception() is None:
                     self._remember(session, turns, prompt)
-                    self.discard(session, call)
+                    self.retries.discard(session, call)
 
             written.add_done_callback(remember_discarded)
             raise
@@ -368,23 +304,6 @@ class _ReplyFeed:
         return as_asked(self._stream.message, self._request)
 
 
-def _grammar(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
-    """What the reply must match. RequestError 400 if this model's replies cannot be held to it."""
-    if request.raw_prompt is not None:
-        return request.output
-    try:
-        return renderer.reply_grammar(
-            request.tools,
-            calls=request.calls,
-            named=request.named_tool,
-            parallel=request.parallel_calls,
-            output=request.output,
-        )
-    except RenderingError as error:
-        param = "tool_choice" if request.calls == "required" else "response_format"
-        raise RequestError(str(error), code="unsupported_parameter", param=param) from None
-
-
 async def _all(draws: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
     """What every draw returns; if one fails, the others are ended."""
     tasks = [asyncio.ensure_future(one) for one in draws]
@@ -394,17 +313,3 @@ async def _all(draws: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-
-
-def _completed(session: Session, turn: Turn, created_at: float) -> CompletedTurn:
-    prompt_tokens = len(session.forest.prompt_ids(turn.id))
-    reused = prompt_tokens - len(turn.new_prompt_ids)
-    return CompletedTurn(turn, prompt_tokens, created_at, reused)
-
-
-def _log_failure(write: Future[None], turn_id: str) -> None:
-    def look(done: Future[None]) -> None:
-        if (error := done.exception()) is not None:
-            _logger.error("turn %s could not be marked: %s", turn_id, error)
-
-    write.add_done_callback(look)

@@ -10,8 +10,8 @@ import time
 from areal_agents.errors import StoreError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.implicit import ImplicitEpisodes
-from areal_agents.proxy.ownership import Ownership
 from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import Conflict, OpenEpisode, Store
 
 _logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from areal_agents.core.messages import Message, empty_history, extend_digest, hi
 from areal_agents.core.rollout import Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
-from areal_agents.proxy.ownership import Ownership, elsewhere
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
+from areal_agents.proxy.workers.ownership import Ownership, elsewhere
 from areal_agents.store import Conflict, EpisodeRow, NewEpisode, Store
 
 _HEADERS = ("session-id", "x-claude-code-session-id")

@@ -236,7 +236,7 @@ class ModelCalls:
         was_there = not client.gone.done()
         client.gone.cancel()
         if call.leave(served=was_there):
-            self._completer.discard(session, call)
+            self._completer.retries.discard(session, call)
         if call.task.done() and not call.has_failed:
             done = call.task.result()
             served.record.turns = tuple(item.turn for item in done)

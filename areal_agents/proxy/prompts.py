@@ -113,9 +113,13 @@ class Prompts:
     def text_of(self, completion_ids: TokenIds) -> str:
         """The text of a completion without a template: all but the token that ended it."""
         ids = completion_ids.tolist()
-        if ids and ids[-1] in self.renderer.stop_token_ids:
-            ids.pop()
-        return self.renderer.tokenizer.decode(ids)
+        return self.renderer.tokenizer.decode(ids[:-1] if self._is_stop(ids[-1:]) else ids)
+
+    def _ends_in_stop(self, turn: Turn) -> bool:
+        return self._is_stop(turn.completion.token_ids[-1:].tolist())
+
+    def _is_stop(self, last: list[int]) -> bool:
+        return bool(last) and last[0] in self.renderer.stop_token_ids
 
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
         """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it."""
@@ -203,7 +207,11 @@ class Prompts:
         return where
 
     def _raw(self, known: _Known, raw: str | tuple[int, ...]) -> Prompt:
-        """A prompt without a template: it goes on from the longest recorded text or ids it begins with."""
+        """A prompt without a template: it goes on from the longest recorded text or ids it begins with.
+
+        A text does not show the token that ended a reply, so a plain server would not show it to the model
+        either: such a reply is not gone on from by its text.
+        """
         tokenizer, forest = self.renderer.tokenizer, known.forest
         best: tuple[int, Turn] | None = None
         for turn in forest.turns:
@@ -211,6 +219,8 @@ class Prompts:
                 continue
             before: str | tuple[int, ...]
             if isinstance(raw, str):
+                if self._ends_in_stop(turn):
+                    continue
                 before = self._raw_text(forest.path(turn.id).turns)
             else:
                 before = tuple(known.context_after(turn).tolist())
@@ -270,7 +280,10 @@ class PlainStream:
 
 
 def _options_key(request: ModelRequest) -> bytes:
-    return orjson.dumps(dict(request.template_options), option=orjson.OPT_SORT_KEYS)
+    try:
+        return orjson.dumps(dict(request.template_options), option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError as error:
+        raise RequestError(f"chat_template_kwargs: {error}", param="chat_template_kwargs") from None
 
 
 def _renders_alike(

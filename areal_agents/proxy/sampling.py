@@ -13,8 +13,9 @@ from typing import Any
 
 from areal_agents.core.completion import Grammar, SamplingParams
 from areal_agents.core.rollout import Split
-from areal_agents.errors import RequestError
-from areal_agents.proxy.request import SamplingWish
+from areal_agents.errors import RenderingError, RequestError
+from areal_agents.proxy.request import ModelRequest, SamplingWish
+from areal_agents.rendering import ChatRenderer
 
 # What each parameter is in a training episode, and where nobody names one.
 PINS: Mapping[str, Any] = {
@@ -95,3 +96,20 @@ def draw(
     except ValueError as error:
         raise RequestError(str(error), code="invalid_value") from None
     return Drawing(params, tuple(overrides), constrained or grammar is not None)
+
+
+def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
+    """What the reply must match. RequestError 400 if this model's replies cannot be held to it."""
+    if request.raw_prompt is not None:
+        return request.output
+    try:
+        return renderer.reply_grammar(
+            request.tools,
+            calls=request.calls,
+            named=request.named_tool,
+            parallel=request.parallel_calls,
+            output=request.output,
+        )
+    except RenderingError as error:
+        param = "tool_choice" if request.calls == "required" else "response_format"
+        raise RequestError(str(error), code="unsupported_parameter", param=param) from None

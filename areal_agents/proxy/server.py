@@ -23,7 +23,7 @@ from areal_agents.proxy.app import create_app
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.identity import Workers
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store, StoreConfig
 

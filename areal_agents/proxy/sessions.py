@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -85,6 +85,7 @@ class Session:
         self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
         self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
+        self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
         self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
         self.memo = MessageMemo()
         self.main_session = ""  # the session header of the agent itself; others are its sub-agents'

@@ -13,7 +13,7 @@ from proxy_support import ScriptedEngine
 
 from areal_agents.algorithms.credit import is_trained
 from areal_agents.core.messages import Message, tools_digest
-from areal_agents.errors import RequestError
+from areal_agents.errors import EngineUnavailable, RequestError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.completer import Completer
@@ -37,9 +37,13 @@ async def session(store: Store) -> Session:
 
 
 @pytest.fixture
-async def completer(store: Store, renderer: ChatRenderer) -> AsyncIterator[Completer]:
+def engine(renderer: ChatRenderer) -> ScriptedEngine:
     # A long reply is parsed in a thread: the event loop sees what happens meanwhile.
-    engine = ScriptedEngine(renderer, script=lambda call: "word " * 2500)
+    return ScriptedEngine(renderer, script=lambda call: "word " * 2500)
+
+
+@pytest.fixture
+async def completer(store: Store, renderer: ChatRenderer, engine: ScriptedEngine) -> AsyncIterator[Completer]:
     completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig())
     yield completer
     completer.close()
@@ -66,7 +70,7 @@ def begin(completer: Completer, session: Session, *, count: int = 0, streamed: b
 async def hang_up(completer: Completer, session: Session, call: Call) -> None:
     """Its client goes, and what runs for it comes to its end."""
     if call.leave(served=False):
-        completer.discard(session, call)
+        completer.retries.discard(session, call)
     await asyncio.wait([call.task], timeout=10)
 
 
@@ -169,3 +173,19 @@ async def test_several_replies_are_siblings(completer: Completer, session: Sessi
     assert first.forked_from is None
     assert {turn.forked_from.turn for turn in others if turn.forked_from} == {first.id}
     assert len({turn.completion.logprobs.tobytes() for turn in (first, *others)}) == 3
+
+
+async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
+    completer: Completer, session: Session, engine: ScriptedEngine
+) -> None:
+    """An equal call beside it has got its sample; the refused one has none yet."""
+    [beside] = await begin(completer, session).task
+    script, engine.script = engine.script, lambda call: EngineUnavailable("busy")
+    refused = begin(completer, session)
+    with pytest.raises(EngineUnavailable):
+        await refused.task
+    engine.script = script
+    [retried] = await begin(completer, session, count=1).task
+    assert retried.turn.id != beside.turn.id and not session.refused[ASKED.key()]
+    [again] = await begin(completer, session, count=2).task  # its answer was lost
+    assert again.turn.id == retried.turn.id

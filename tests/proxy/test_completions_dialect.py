@@ -221,3 +221,20 @@ def test_a_prompt_of_ids_reaches_the_engine_as_it_is(proxy: RunningProxy) -> Non
     assert [choice.text for choice in answer.choices] == ["ok", "ok"]
     with pytest.raises(openai.BadRequestError, match="vocabulary"):
         client.completions.create(model="davinci", prompt=[10**9])
+
+
+def test_a_text_goes_on_from_a_reply_that_was_cut_off_and_not_from_one_that_ended(
+    proxy: RunningProxy,
+) -> None:
+    """The token that ended a reply is not in its text, so the model must not be shown it."""
+    episode = proxy.open_episode()
+    client = proxy.openai(episode)
+    proxy.engine.script = lambda call: TOKENIZER.encode(" upon a")  # cut off: no stop token
+    client.completions.create(model="davinci", prompt="Once", max_tokens=20)
+    proxy.engine.script = lambda call: " time"
+    client.completions.create(model="davinci", prompt="Once upon a long", max_tokens=20)
+    client.completions.create(model="davinci", prompt="Once upon a long time ago", max_tokens=20)
+    first, second, third = proxy.tokens(episode)["turns"]
+    assert second["parent"] == first["id"]
+    assert second["prompt_ids"] == TOKENIZER.encode("Once") + first["token_ids"] + TOKENIZER.encode(" long")
+    assert third["parent"] is None and third["prompt_ids"] == TOKENIZER.encode("Once upon a long time ago")

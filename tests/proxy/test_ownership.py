@@ -14,15 +14,15 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.housekeeping import Housekeeping
 from areal_agents.proxy.implicit import ImplicitEpisodes, home_key
-from areal_agents.proxy.ownership import Ownership
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.proxy.workers import Workers, WorkerSpec, forget_dead
+from areal_agents.proxy.workers.identity import Workers, WorkerSpec, forget_dead
+from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NewEpisode, OpenEpisode, Store
 
 HOLD = """
 import sys
 from pathlib import Path
-from areal_agents.proxy.workers import Workers, WorkerSpec
+from areal_agents.proxy.workers.identity import Workers, WorkerSpec
 with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "127.0.0.1", "s")).living():
     print("living", flush=True)
     sys.stdin.read()

@@ -27,8 +27,8 @@ from areal_agents.inference import running_engine
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.orders import READY, Order
-from areal_agents.proxy.workers import WorkerSpec, forget_dead, locks_beside
+from areal_agents.proxy.workers.identity import WorkerSpec, forget_dead, locks_beside
+from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.store import Store, StoreConfig
 
 _logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ class WorkerProcesses:
         ready, ready_fd = os.pipe()
         order = self._order(worker.index, worker.life, ready_fd)
         process = subprocess.Popen(
-            [sys.executable, "-m", "areal_agents.proxy.worker_process"],
+            [sys.executable, "-m", "areal_agents.proxy.workers.process"],
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
             pass_fds=[*order.listen_fds, ready_fd],
             start_new_session=True,  # a Ctrl-C at the terminal is ours to handle

@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from areal_agents.proxy.workers import WorkerSpec
+from areal_agents.proxy.workers.identity import WorkerSpec
 
 READY = b"ready\n"
 

@@ -1,4 +1,4 @@
-"""`python -m areal_agents.proxy.worker_process`: one of several proxy processes, started by the supervisor.
+"""`python -m areal_agents.proxy.workers.process`: one of several proxy processes, started by the supervisor.
 
 It reads what it is to do from the first line of its standard input, serves on sockets that it inherited, and
 ends on SIGTERM or when standard input closes, which it does when the supervisor dies.
@@ -18,9 +18,9 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.orders import READY, Order
 from areal_agents.proxy.server import make_renderer, serve_with_engine
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.store import Store, StoreConfig
 
 _END_WITHIN_S = 15.0

@@ -22,9 +22,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from areal_agents.proxy.dialects.base import Dialect
 from areal_agents.proxy.dialects.building import openai_error
 from areal_agents.proxy.errors import as_request_error, headers_of, log_refusal
-from areal_agents.proxy.ownership import elsewhere
-from areal_agents.proxy.placement import Placement
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.ownership import elsewhere
+from areal_agents.proxy.workers.placement import Placement
 
 _logger = logging.getLogger(__name__)
 

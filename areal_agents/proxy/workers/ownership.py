@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 
 from areal_agents.errors import RequestError
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.identity import Workers
 from areal_agents.store import EpisodeRow, OpenEpisode, Store
 
 _RETRY_AFTER_S = 1.0

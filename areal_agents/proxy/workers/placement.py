@@ -28,9 +28,9 @@ from areal_agents.proxy.implicit import (
     is_named,
     session_name,
 )
-from areal_agents.proxy.ownership import Ownership
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.proxy.workers import Workers
+from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NotFound, Store
 
 ReadBody = Callable[[], Awaitable[bytes | None]]

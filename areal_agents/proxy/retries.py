@@ -1,0 +1,128 @@
+"""Which earlier call a request repeats: one that is under way, or a recorded one whose answer was lost.
+
+The same request without a sign of a retry is a second sample. So is the retry of an attempt that was refused:
+it has no sample yet, though an equal call beside it may have.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from concurrent.futures import Future
+
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError
+from areal_agents.proxy.asked import as_asked
+from areal_agents.proxy.calls import Call, Retry, answered_call
+from areal_agents.proxy.errors import as_request_error
+from areal_agents.proxy.prompts import Prompts
+from areal_agents.proxy.request import CompletedTurn, ModelRequest
+from areal_agents.proxy.sampling import grammar_of
+from areal_agents.proxy.sessions import Session
+from areal_agents.store import Store
+
+_logger = logging.getLogger(__name__)
+
+_HUNG_UP = "the client hung up"
+_LEAST_RETRIED = 429  # the lowest status after which clients send a request again
+
+
+class Retries:
+    """Finds the calls that requests repeat. What it knows lives in the sessions and in the store."""
+
+    def __init__(self, store: Store, prompts: Prompts) -> None:
+        self._store = store
+        self._prompts = prompts
+
+    def begin(self, session: Session, request: ModelRequest, retry: Retry, call: Call) -> None:
+        """Note a call that is under way, under every name that a retry may use."""
+        key = request.key()
+        names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
+        for name in names:
+            session.in_flight[name] = call
+        if retry.idempotency_key:
+            session.remember_key(retry.idempotency_key, key, call.turn_ids)
+
+        def landed(_: object) -> None:
+            session.landed(names, call)
+            failure = call.failure
+            if failure is not None and as_request_error(failure).status >= _LEAST_RETRIED:
+                session.refused[key] += 1
+
+        call.task.add_done_callback(landed)
+
+    def discard(self, session: Session, call: Call) -> None:
+        """Note that nobody got the turns of a call that was recorded; a retry may still fetch them."""
+        for turn_id in call.turn_ids:
+            if turn_id in session.forest and turn_id not in session.undelivered:
+                session.undelivered.add(turn_id)
+                _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
+
+    def earlier(self, session: Session, request: ModelRequest, retry: Retry) -> Call | None:
+        """The call that a request repeats, None for a new one.
+
+        RequestError 409 if its Idempotency-Key was used for another request.
+        """
+        if retry.idempotency_key and (named := self._named(session, request, retry.idempotency_key)):
+            return named
+        if retry.count and session.refused[request.key()]:
+            session.refused[request.key()] -= 1
+            return None
+        if retry.count and (running := session.in_flight.get(request.key())) is not None:
+            return running
+        if not retry.count and not session.undelivered:
+            return None
+        turns = [
+            turn
+            for turn in self._prompts.answers(session.forest, request)
+            if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
+        ]
+        if len(turns) < request.choices:
+            return None
+        return self._answered(session, turns[-request.choices :])
+
+    def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
+        """The call that had an Idempotency-Key."""
+        known = session.key_of(name)
+        if known is not None and known.request != request.key():
+            raise RequestError(
+                f"the Idempotency-Key {name!r} was used for another request",
+                status=409,
+                code="idempotency_key_reused",
+            )
+        if (running := session.in_flight.get(name)) is not None:
+            return running
+        if known is None or any(turn_id not in session.forest for turn_id in known.turn_ids):
+            return None
+        return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
+
+    def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
+        """Whether a reply keeps to what a request asks, which may not be what it was drawn for."""
+        limit, sampling = request.wish.max_tokens, turn.sampling
+        return (
+            (limit is None or len(turn.completion) <= limit)
+            and sampling.stop == request.wish.stop
+            and sampling.grammar == grammar_of(request, self._prompts.renderer_at_hand(request))
+            and as_asked(turn.reply, request) == turn.reply
+        )
+
+    def _answered(self, session: Session, turns: list[Turn]) -> Call:
+        for turn in turns:
+            if turn.id in session.undelivered:
+                session.undelivered.discard(turn.id)
+                _log_failure(self._store.discard_turn(turn.id, None), turn.id)
+        return answered_call([_completed(session, turn) for turn in turns])
+
+
+def _completed(session: Session, turn: Turn) -> CompletedTurn:
+    prompt_tokens = len(session.forest.prompt_ids(turn.id))
+    reused = prompt_tokens - len(turn.new_prompt_ids)
+    return CompletedTurn(turn, prompt_tokens, session.row.created_at, reused)
+
+
+def _log_failure(write: Future[None], turn_id: str) -> None:
+    def look(done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            _logger.error("turn %s could not be marked: %s", turn_id, error)
+
+    write.add_done_callback(look)
