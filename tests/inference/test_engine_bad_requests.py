@@ -22,7 +22,10 @@ PARAMS = {"max_new_tokens": 4, "temperature": 0}
 
 @pytest.fixture(scope="module")
 def url(model_folder: Path) -> Iterator[str]:
-    with running_engine(model_folder, threads=1, slots=2, max_context=2048) as address:
+    # Cumulative streams are what a real server sends by default; our own engines send what is new.
+    with running_engine(
+        model_folder, threads=1, slots=2, max_context=2048, incremental_streaming=False
+    ) as address:
         yield address
 
 

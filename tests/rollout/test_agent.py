@@ -13,7 +13,7 @@ from areal_agents.rollout.command import CommandAgent
 from areal_agents.rollout.loading import load_function
 from areal_agents.rollout.pool import WorkerAgent
 
-AGENTS = Path(__file__).parent / "agents.py"
+AGENTS = Path(__file__).parent / "rollout_agents.py"
 
 
 async def test_the_form_of_an_agent_decides_where_it_runs() -> None:
@@ -27,7 +27,10 @@ async def test_the_form_of_an_agent_decides_where_it_runs() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("agents.py", "expected module:function or path/to/file.py:function, got 'agents.py'"),
+        (
+            "rollout_agents.py",
+            "expected module:function or path/to/file.py:function, got 'rollout_agents.py'",
+        ),
         ("nowhere.py:agent", "there is no file .*nowhere.py"),
         (f"{AGENTS}:god", "has no function 'god'; it has .*good"),
         (f"{AGENTS}:NOT_A_FUNCTION", "is no function but int"),

@@ -16,7 +16,7 @@ from areal_agents.rollout.agent import Agent, load_agent
 from areal_agents.rollout.attempt import Attempt, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
 
-AGENTS = Path(__file__).parent / "agents.py"
+AGENTS = Path(__file__).parent / "rollout_agents.py"
 ADMIN_KEY = "admin-key-of-the-tests"
 
 
@@ -72,7 +72,7 @@ async def test_a_good_agent_finishes_with_its_reward(attempts: Attempts, agent: 
     ("agent", "error"),
     [
         ("cancels_itself", r"the agent cancelled itself"),
-        ("raises", r"KeyError: 'no such tool' \(.*agents.py, line \d+\)"),
+        ("raises", r"KeyError: 'no such tool' \(.*rollout_agents.py, line \d+\)"),
         ("exits", r"called sys.exit\(3\)"),
         ("never_calls", "made no model call; does its client use ep.base_url"),
         ("not_a_number", "reward must be finite, got nan"),
@@ -192,7 +192,7 @@ async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path
     script = tmp_path / "agent.py"
     run = "asyncio.run(agents.good({'reward': 0.5}))"
     script.write_text(
-        f"import asyncio, sys; sys.path.insert(0, {str(AGENTS.parent)!r}); import agents; {run}"
+        f"import asyncio, sys; sys.path.insert(0, {str(AGENTS.parent)!r}); import rollout_agents as agents; {run}"
     )
     outcome, episode = await attempts({"command": f"{sys.executable} {script}"})
     assert outcome.rewarded and rewards(episode) == {"return": 0.5}

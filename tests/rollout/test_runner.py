@@ -19,7 +19,7 @@ from areal_agents.rollout import runner
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.runner import evaluate, run
 
-AGENTS = Path(__file__).parent / "agents.py"
+AGENTS = Path(__file__).parent / "rollout_agents.py"
 ADMIN_KEY = "admin-key-of-the-tests"
 STEPS = 4
 
