@@ -19,7 +19,11 @@ Programming mistakes stay ValueError, TypeError and AssertionError.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_MOST_SHOWN = 200  # characters of a client's value in a message
+_LONGEST_MESSAGE = 1_000  # characters of a message that a client gets and a log keeps
 
 
 class ArealAgentsError(Exception):
@@ -46,7 +50,7 @@ class RequestError(ArealAgentsError):
     """A client's request that is refused.
 
     Args:
-        message: what was got and what was expected, in the client's terms.
+        message: what was got and what was expected, in the client's terms; cut where it is very long.
         status: the HTTP status of the answer.
         code: a stable machine-readable word, for example ``context_length_exceeded``.
         param: the request field at fault, where there is one.
@@ -64,11 +68,12 @@ class RequestError(ArealAgentsError):
         retry_after_s: float | None = None,
         details: Mapping[str, int] | None = None,
     ) -> None:
+        message = _cut(message, _LONGEST_MESSAGE)
         super().__init__(message)
         self.message = message
         self.status = status
         self.code = code
-        self.param = param
+        self.param = None if param is None else _cut(param, _MOST_SHOWN)
         self.retry_after_s = retry_after_s
         self.details = dict(details or {})
 
@@ -91,3 +96,42 @@ class StoreError(ArealAgentsError):
 
 class TrainingError(ArealAgentsError):
     """A batch or a checkpoint that cannot be trained on; the message names the group or the file."""
+
+
+def shown(value: Any) -> str:
+    """A value of a client's JSON for a message: as `repr` writes it, cut after 200 characters.
+
+    The work is bounded too, since a value may be as large as a whole request.
+    """
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > _MOST_SHOWN:
+            break
+    return _cut(text, _MOST_SHOWN)
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """`repr(value)` piece by piece, of long texts only the beginning."""
+    if isinstance(value, str):
+        yield repr(value[:_MOST_SHOWN])
+    elif isinstance(value, list):
+        yield "["
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from _pieces(item)
+        yield "]"
+    elif isinstance(value, dict):
+        yield "{"
+        for index, (name, item) in enumerate(value.items()):
+            yield ", " if index else ""
+            yield from _pieces(name)
+            yield ": "
+            yield from _pieces(item)
+        yield "}"
+    else:
+        yield repr(value)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_agents.config import load_config, save_config
+from areal_agents.config import load_config, proxy_config, save_config
 from areal_agents.errors import ConfigError
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent" / "config.yaml"
@@ -98,3 +98,9 @@ def test_what_is_saved_loads_as_the_same_tree(minimal: Path, tmp_path: Path) -> 
     config = load_config(minimal, ["trainer.steps=7"])
     save_config(config, tmp_path / "saved.yaml")
     assert load_config(tmp_path / "saved.yaml") == config
+
+
+@pytest.mark.parametrize("setting", ["admin_key=ep-mine", "project_keys=[good, '']", "project_keys=[ep-x]"])
+def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match="does not begin with ep-"):
+        proxy_config([setting])

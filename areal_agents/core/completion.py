@@ -20,6 +20,9 @@ FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # per token: (token id, logprob), best first
 
+MAX_SEED = 2**63 - 1
+MAX_TOP_K = 2**31 - 1
+
 
 def as_token_ids(values: npt.ArrayLike) -> TokenIds:
     """Copy `values` into a read-only int32 array of token ids, shape [N]; ValueError if not 1-D."""
@@ -57,6 +60,7 @@ class SamplingParams:
     """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k.
 
     `top_logprobs` asks for that many best tokens at each position; they are answered, not recorded.
+    ValueError for a value that an engine refuses, or that does not fit its tensors.
     """
 
     max_new_tokens: int
@@ -80,10 +84,15 @@ class SamplingParams:
             raise ValueError(f"temperature must be in [0, 100], got {self.temperature}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if self.top_k < 0:
-            raise ValueError(f"top_k must be 0 (off) or positive, got {self.top_k}")
+        if not 0 <= self.top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k must be 0 (off) or from 1 to {MAX_TOP_K}, got {self.top_k}")
         if not 0.0 <= self.min_p <= 1.0:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}")
+        for name in ("frequency_penalty", "presence_penalty"):
+            if not -2.0 <= getattr(self, name) <= 2.0:
+                raise ValueError(f"{name} must be in [-2, 2], got {getattr(self, name)}")
+        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
         if not 0 <= self.top_logprobs <= 20:
             raise ValueError(f"top_logprobs must be in [0, 20], got {self.top_logprobs}")
 

@@ -9,9 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from areal_agents.core.completion import TokenIds
 from areal_agents.core.forks import explain
-from areal_agents.core.messages import Message, empty_history, extend_digest, reasoning_conflicts
+from areal_agents.core.messages import (
+    Message,
+    empty_history,
+    extend_digest,
+    extend_prompt,
+    reasoning_conflicts,
+)
 from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Trajectory, Turn
 
 
@@ -59,8 +67,13 @@ class Forest:
         else:
             digest = self._after[turn.parent]
             self._children[turn.parent] = self._children.get(turn.parent, 0) + 1
-        for message in turn.new_messages:
-            digest = extend_digest(digest, message)
+        last = self._turns.get(turn.parent or "")
+        for (
+            message
+        ) in turn.new_messages:  # as `continuation` reads them, or it would not find this turn again
+            known = self._recognised(digest, message, last)
+            last = known or last
+            digest = extend_prompt(digest, message) if known is None else self._after[known.id]
         after = extend_digest(digest, turn.reply)
         self._turns[turn.id] = turn
         self._before[turn.id], self._after[turn.id] = digest, after
@@ -77,17 +90,18 @@ class Forest:
         recorded ones, ids included, is recognised without its text, which some clients drop.
         """
         parent, reached, edited = None, 0, None
+        last: Turn | None = None
         digest = empty_history(tools_id)
         for index, message in enumerate(messages):
-            before, digest = digest, extend_digest(digest, message)
-            if message.role != "assistant":
-                continue
-            turn = self._recognised(before, digest, message)
+            before = digest
+            turn = self._recognised(before, message, last)
             if turn is not None:
-                digest = self._after[turn.id]
+                last, digest = turn, self._after[turn.id]
                 if index < len(messages) - 1:
                     parent, reached = turn, index + 1
-            elif edited is None:
+                continue
+            digest = extend_prompt(before, message)
+            if message.role == "assistant" and edited is None:
                 edited = self._edited(before, message, index)
         if parent is not None:
             return Continuation(parent, tuple(messages[reached:]), None)
@@ -95,11 +109,11 @@ class Forest:
 
     def answers(self, messages: Sequence[Message], tools_id: str = "") -> tuple[Turn, ...]:
         """The turns that answered just this conversation, in the order of recording."""
-        digest = empty_history(tools_id)
+        digest, last = empty_history(tools_id), None
         for message in messages:
-            before, digest = digest, extend_digest(digest, message)
-            if message.role == "assistant" and (turn := self._recognised(before, digest, message)):
-                digest = self._after[turn.id]
+            turn = self._recognised(digest, message, last)
+            last = turn or last
+            digest = extend_prompt(digest, message) if turn is None else self._after[turn.id]
         return tuple(self._turns[turn_id] for turn_id in self._answering.get(digest, ()))
 
     def fork(
@@ -115,10 +129,19 @@ class Forest:
             turns.append(self._turns[turns[-1].parent])
         return Trajectory(tuple(reversed(turns)))
 
+    def context(self, turn_id: str) -> TokenIds:
+        """[L] all that the model saw and sampled up to the end of a turn."""
+        parts: list[TokenIds] = []
+        turn: Turn | None = self._turns[turn_id]
+        while turn is not None:
+            parts += (turn.completion.token_ids, turn.new_prompt_ids)
+            turn = self._turns[turn.parent] if turn.parent is not None else None
+        return np.concatenate(parts[::-1])
+
     def prompt_ids(self, turn_id: str) -> TokenIds:
         """[P] the whole prompt of a turn, as it was sent to the engine."""
-        path = self.path(turn_id).token_ids
-        return path[: len(path) - len(self._turns[turn_id].completion)]
+        context = self.context(turn_id)
+        return context[: len(context) - len(self._turns[turn_id].completion)]
 
     def history(self, turn_id: str) -> tuple[Message, ...]:
         """The messages that a turn answered, oldest first, its own reply not included."""
@@ -134,34 +157,31 @@ class Forest:
         """One trajectory per leaf."""
         return tuple(self.path(leaf.id) for leaf in self.leaves())
 
-    def _recognised(self, before: bytes, after: bytes, message: Message) -> Turn | None:
-        """The turn whose reply a message is, after the conversation with digest `before`."""
-        candidates = [self._turns[turn_id] for turn_id in self._after_reply.get(after, ())]
-        if candidates:
-            return _choose(candidates, message)
-        claimed = self._claimed(message)
-        if (
-            claimed is not None
-            and self._before[claimed.id] == before
-            and _lost_only_text(message, claimed.reply)
-        ):
-            return claimed
-        return None
+    def _recognised(self, before: bytes, message: Message, last: Turn | None) -> Turn | None:
+        """The turn whose reply a message is, after the conversation with digest `before`.
+
+        `last` is the turn that was recognised before it.
+        """
+        if message.role != "assistant":
+            return None
+        turn_ids = self._after_reply.get(extend_digest(before, message), ())
+        if turn_ids:
+            return _choose([self._turns[turn_id] for turn_id in turn_ids], message, last)
+        claimed = self._claimed(before, message)
+        return claimed if claimed is not None and _lost_only_text(message, claimed.reply) else None
 
     def _edited(self, before: bytes, message: Message, index: int) -> Fork | None:
         """The fork at a message that claims to be a turn's reply, and reads otherwise."""
-        claimed = self._claimed(message)
-        if claimed is None or self._before[claimed.id] != before:
-            return None
-        return Fork(claimed.id, "edited", index)
+        claimed = self._claimed(before, message)
+        return Fork(claimed.id, "edited", index) if claimed is not None else None
 
-    def _claimed(self, message: Message) -> Turn | None:
-        """The turn that a message names by its handle, or by the ids of its tool calls."""
-        if message.handle in self._turns:
-            return self._turns[message.handle]
+    def _claimed(self, before: bytes, message: Message) -> Turn | None:
+        """The turn that a message names by its handle or by the ids of its calls, after the same history."""
         turn_ids = {self._by_call.get(call.id) for call in message.tool_calls}
-        turn_id = turn_ids.pop() if len(turn_ids) == 1 else None
-        return self._turns[turn_id] if turn_id is not None else None
+        turn_id = message.handle or (turn_ids.pop() if len(turn_ids) == 1 else None)
+        if turn_id not in self._turns or self._before[turn_id] != before:
+            return None
+        return self._turns[turn_id]
 
     def _explain(self, messages: Sequence[Message], tools_id: str, digest: bytes) -> Fork | None:
         if not self._turns:
@@ -171,7 +191,8 @@ class Forest:
         return explain(self.trajectories(), messages, tools_id)
 
 
-def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
+def _choose(candidates: Sequence[Turn], replayed: Message, last: Turn | None) -> Turn | None:
+    """Which of several turns whose replies read the same: the one that is named, else of the branch."""
     if len(candidates) == 1:  # nearly always, and at every reply of a conversation
         return None if reasoning_conflicts(replayed, candidates[0].reply) else candidates[0]
     fitting = [turn for turn in candidates if not reasoning_conflicts(replayed, turn.reply)]
@@ -179,7 +200,9 @@ def _choose(candidates: Sequence[Turn], replayed: Message) -> Turn | None:
     ids = [call.id for call in replayed.tool_calls]
     same_ids = [turn for turn in fitting if [call.id for call in turn.reply.tool_calls] == ids]
     chosen = named or same_ids or fitting
-    return chosen[-1] if chosen else None
+    following = [turn for turn in chosen if last is not None and turn.parent == last.id]
+    best = following or chosen
+    return best[-1] if best else None
 
 
 def _lost_only_text(replayed: Message, recorded: Message) -> bool:

@@ -26,7 +26,15 @@ def explain(trajectories: Sequence[Trajectory], messages: Sequence[Message], too
         return Fork(path.turns[0].id, moved, shared)
     if best.tools_id != tools_id:
         return Fork(best.id, "tools changed", shared)
-    return Fork(best.id, _moved(path, messages, shared) or "edited", shared)
+    return Fork(best.id, _moved(path, messages, shared) or _changed(path, messages, shared), shared)
+
+
+def _changed(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason:
+    """What became of the first recorded message that the conversation does not have."""
+    recorded = [message for turn in path.turns for message in (*turn.new_messages, turn.reply)][shared:]
+    if recorded and messages[shared:] and recorded[0].role == messages[shared].role:
+        return "edited"
+    return "unknown"  # it is gone, and something else stands there
 
 
 def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason | None:

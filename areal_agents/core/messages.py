@@ -129,6 +129,18 @@ def extend_digest(digest: bytes, message: Message) -> bytes:
     return hashlib.blake2b(digest + message.digest, digest_size=16).digest()
 
 
+def extend_prompt(digest: bytes, message: Message) -> bytes:
+    """The digest of a conversation that a message which is no recorded reply is appended to.
+
+    Its reasoning counts: a reply whose reasoning was edited is another one, and so is all that follows it.
+    """
+    digest = extend_digest(digest, message)
+    if not message.reasoning.strip():
+        return digest
+    thought = message.reasoning.strip().encode(errors="surrogatepass")
+    return hashlib.blake2b(digest + thought, digest_size=16).digest()
+
+
 def tools_digest(tools: Iterable[Mapping[str, Any]]) -> str:
     """A stable id of a list of tool specifications; "" for none. Order counts, key order does not."""
     specs = list(tools)
@@ -148,12 +160,15 @@ def _to_json(value: Any) -> str:
 def _canonical_arguments(arguments: str) -> Any:
     try:
         return _integral(json.loads(arguments))
-    except (ValueError, RecursionError):  # no JSON, or nested beyond any real call: compared as text
+    except (ValueError, RecursionError, OverflowError):  # no JSON that others read: compared as text
         return arguments.strip()
 
 
 def _integral(value: Any) -> Any:
-    if isinstance(value, float) and value.is_integer():
+    """Numbers as every JSON reader has them: 2.0 is 2, and beyond 64 bits there are only floats."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return float(value)  # OverflowError beyond a float's range
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**63:
         return int(value)
     if isinstance(value, dict):
         return {key: _integral(value[key]) for key in sorted(value)}

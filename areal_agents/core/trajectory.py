@@ -69,6 +69,7 @@ class Turn:
         sampling: the parameters it was drawn with.
         tools_id: digest of the tools that were offered.
         label: who called, for example a sub-agent; "" for the main agent.
+        session: the session header of the call, "" for none.
         forked_from: set on a root that is not the first conversation of its episode.
         constrained: drawn under a grammar or with a sampling pin lifted (not trained by default).
         overrides: sampling fields of the request that were replaced by the pinned values.
@@ -86,6 +87,7 @@ class Turn:
     sampling: SamplingParams
     tools_id: str = ""
     label: str = ""
+    session: str = ""
     forked_from: Fork | None = None
     constrained: bool = False
     overrides: tuple[str, ...] = ()

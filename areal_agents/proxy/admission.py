@@ -22,9 +22,10 @@ from areal_agents.proxy.errors import ClientGone
 class Admission:
     """A bounded number of concurrent calls with a bounded queue in front."""
 
-    def __init__(self, *, max_concurrent: int, max_queued: int) -> None:
+    def __init__(self, *, max_concurrent: int, max_queued: int, longest_wait_s: float) -> None:
         self._slots = asyncio.Semaphore(max_concurrent)
         self._max_queued = max_queued
+        self._longest_wait_s = longest_wait_s
         self._queued = 0
         self._held = 0
 
@@ -40,7 +41,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot. RequestError 429 if the queue is full."""
+        """Hold one slot. RequestError 429 if the queue is full, 503 after the longest wait in it."""
         if self._slots.locked():
             if self._queued >= self._max_queued:
                 raise RequestError(
@@ -51,7 +52,15 @@ class Admission:
                 )
             self._queued += 1
             try:
-                await self._slots.acquire()
+                async with asyncio.timeout(self._longest_wait_s):
+                    await self._slots.acquire()
+            except TimeoutError:
+                raise RequestError(
+                    f"the call waited {self._longest_wait_s:g} s for its turn",
+                    status=503,
+                    code="queue_timeout",
+                    retry_after_s=2.0,
+                ) from None
             finally:
                 self._queued -= 1
         else:
@@ -91,6 +100,14 @@ async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise RequestError(f"the body must be a JSON object, got {_json_type(data)}", code="invalid_json")
     return data
+
+
+def refuse_depth(body: dict[str, Any]) -> None:
+    """RequestError 400 for JSON that is nested more deeply than it can be written again."""
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError:
+        raise RequestError("the request is nested too deeply", code="invalid_json") from None
 
 
 def _parse(body: bytes) -> Any:

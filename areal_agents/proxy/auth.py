@@ -87,7 +87,7 @@ def _bearer(request: Request) -> str | None:
     scheme, _, value = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and value.strip():
         return value.strip()
-    return request.headers.get("x-api-key")
+    return request.headers.get("x-api-key") or None
 
 
 def _same(left: str, right: str) -> bool:

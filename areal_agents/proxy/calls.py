@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_agents.core.messages import Message
+from areal_agents.errors import EngineUnavailable
 from areal_agents.proxy.request import CompletedTurn
 from areal_agents.rendering import Delta
 
@@ -38,6 +39,7 @@ class Call:
         deltas: (choice, piece) of a streamed call, in the order of arrival.
         task: ends with the recorded turns, or with the error of the call.
         is_repeated: whether it is answered with turns that were recorded before.
+        is_abandoned: whether its last client has gone, so that it ends without a reply.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Call:
         self.created_at = created_at
         self.deltas: list[tuple[int, Delta]] = []
         self.is_repeated = is_repeated
+        self.is_abandoned = False
         self._clients = 0
         self._served = False
         self._waiting: set[asyncio.Future[None]] = set()
@@ -79,6 +82,7 @@ class Call:
         if self._clients:
             return False
         if not self.task.done():
+            self.is_abandoned = True
             self.task.cancel()
             return False
         return not self._served and not self.has_failed
@@ -96,7 +100,11 @@ class Call:
     @property
     def failure(self) -> Exception | None:
         """The error that ended the call."""
-        error = self.task.exception() if self.task.done() and not self.task.cancelled() else None
+        if not self.task.done():
+            return None
+        if self.task.cancelled():
+            return EngineUnavailable("the call was ended")
+        error = self.task.exception()
         return error if isinstance(error, Exception) else None
 
     async def news(self, seen: int, gone: asyncio.Future[None], timeout_s: float) -> bool:

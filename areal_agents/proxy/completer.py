@@ -46,7 +46,11 @@ class Completer:
         self._store = store
         self._engine = engine
         self._config = config
-        self._admission = Admission(max_concurrent=config.max_concurrent, max_queued=config.max_queued)
+        self._admission = Admission(
+            max_concurrent=config.max_concurrent,
+            max_queued=config.max_queued,
+            longest_wait_s=config.generate_timeout_s,
+        )
         self._prompts = Prompts(renderer)
         self.retries = Retries(store, self._prompts)
         self._model: ModelInfo | None = None
@@ -97,18 +101,18 @@ class Completer:
         session.pending_calls += request.choices
         try:
             model = await self.model_info()
-            prompt = await self._prompts.prompt(
-                session.forest, request, model.vocab_size, session.context_after
-            )
+            prompt = await self._prompts.prompt(session.forest, request, model.vocab_size)
             drawing = await self._drawing(session, request, prompt, model.max_context)
             draws = [
                 self._draw(call, choice, session, request, prompt, drawing, streamed)
                 for choice in range(request.choices)
             ]
             turns = [await draws[0]] if len(draws) == 1 else await _all(draws)
-            await self._record(call, session, turns, prompt)
+            await self._record(call, session, turns)
             session.call_answered(request)
-        except (EngineError, StoreError):
+        except RequestError:
+            raise
+        except Exception:  # the engine's, the store's or our own fault: not the policy's doing
             session.call_lost(request)
             raise
         finally:
@@ -175,12 +179,11 @@ class Completer:
     ) -> Turn:
         """Sample one reply and read it; streamed, its pieces go into the call as they come."""
         params = drawing.params
-        if params.seed is not None and choice:
-            params = replace(params, seed=params.seed + choice)  # siblings with one seed would be one reply
+        if params.seed is not None and choice:  # siblings with one seed would be one reply
+            params = replace(params, seed=(params.seed + choice) % 2**63)
         stream = _ReplyFeed(call, choice, prompt, request, self._prompts) if streamed else None
-        async with self._admission.slot():
-            completion = await self._generate(session, call.turn_ids[choice], prompt, params, stream)
         try:
+            completion = await self._generate(session, call.turn_ids[choice], prompt, params, stream)
             if stream is not None:
                 reply = stream.finish()
             else:
@@ -201,6 +204,7 @@ class Completer:
             sampling=params,
             tools_id=request.tools_id,
             label=request.label,
+            session=request.session,
             forked_from=fork,
             constrained=drawing.constrained,
             overrides=drawing.overrides,
@@ -210,13 +214,12 @@ class Completer:
     async def _generate(
         self, session: Session, rid: str, prompt: Prompt, params: SamplingParams, stream: _ReplyFeed | None
     ) -> Completion:
-        session.refuse_if_sealed()  # it may have been while this call waited for its slot
         feed = stream.feed if stream is not None else None
         drawing = asyncio.current_task()
         assert drawing is not None
         session.calls.add(drawing)  # the end of the episode cancels it
         try:
-            async with asyncio.timeout(self._config.generate_timeout_s):
+            async with self._admission.slot(), asyncio.timeout(self._config.generate_timeout_s):
                 completion = await self._engine.generate(rid, prompt.ids, params, feed)
         except TimeoutError:
             raise EngineUnavailable(f"no completion within {self._config.generate_timeout_s:g} s") from None
@@ -235,16 +238,14 @@ class Completer:
             raise EngineUnavailable("the engine aborted the generation")
         return completion
 
-    async def _record(self, call: Call, session: Session, turns: list[Turn], prompt: Prompt) -> None:
+    async def _record(self, call: Call, session: Session, turns: list[Turn]) -> None:
         """Write the turns, then remember them. Nothing comes between the two, not even a shutdown."""
-        writes = [self._store.add_turn(session.id, turn) for turn in turns]
+        write = self._store.add_turn(session.id, *turns)
         if self._config.durability == "batched":
-            for turn, write in zip(turns, writes, strict=True):
-                session.watch_write(write, turn)
-            self._remember(session, turns, prompt)
+            session.watch_write(write, call.turn_ids)
+            _remember(session, turns)
         else:
-            written: asyncio.Future[Any] = asyncio.gather(*map(asyncio.wrap_future, writes))
-            await self._written(call, session, turns, prompt, written)
+            await self._written(call, session, turns, asyncio.wrap_future(write))
         limit = session.limits.max_tokens
         cut_off = any(turn.completion.finish_reason == "length" for turn in turns)
         if limit is not None and cut_off and session.sampled_tokens >= limit:
@@ -255,32 +256,35 @@ class Completer:
         call: Call,
         session: Session,
         turns: list[Turn],
-        prompt: Prompt,
         written: asyncio.Future[Any],
     ) -> None:
         try:
-            await asyncio.shield(written)
+            async with asyncio.timeout(self._config.generate_timeout_s):
+                await asyncio.shield(written)
         except Conflict as error:  # sealed while this call was under way
             raise RequestError(str(error), status=409, code="episode_sealed") from None
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, TimeoutError) as error:
 
             def remember_discarded(done: asyncio.Future[Any]) -> None:
                 if not done.cancelled() and done.exception() is None:
-                    self._remember(session, turns, prompt)
+                    _remember(session, turns)
                     self.retries.discard(session, call)
 
             written.add_done_callback(remember_discarded)
+            if isinstance(error, TimeoutError):
+                raise StoreError("the store did not take the turn in time") from None
             raise
-        self._remember(session, turns, prompt)
-
-    def _remember(self, session: Session, turns: list[Turn], prompt: Prompt) -> None:
-        for turn in turns:
-            session.record(turn, prompt.ids)
+        _remember(session, turns)
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
         if session.limit_reached is None:
             session.limit_reached = limit
             await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
+
+
+def _remember(session: Session, turns: Sequence[Turn]) -> None:
+    for turn in turns:
+        session.record(turn)
 
 
 class _ReplyFeed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 PinnedField = Literal[
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"
@@ -25,6 +25,14 @@ class ProxyConfig(BaseModel):
     """Settings of the proxy process."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @field_validator("admin_key", "project_keys")
+    @classmethod
+    def _keys_are_keys(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+        for key in (value,) if isinstance(value, str) else value or ():
+            if not key or key.startswith("ep-"):
+                raise ValueError("a key is a text that does not begin with ep-, as episodes' keys do")
+        return value
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")

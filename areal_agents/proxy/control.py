@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_agents.errors import RequestError
-from areal_agents.proxy.admission import read_object
+from areal_agents.proxy.admission import read_object, refuse_depth
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control_forms import describe, final_rewards_of, new_episode, rewards_of
@@ -69,6 +69,7 @@ class Control:
         """POST /episodes: open one. `base_urls` are for clients of either API."""
         self._auth.require_admin(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
+        refuse_depth(body)
         key = new_episode_key()
         session = await self._sessions.open(new_episode(body, key, self._config.group_size))
         root = f"{self._public_url(request)}/e/{key}"

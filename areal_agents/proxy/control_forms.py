@@ -12,13 +12,14 @@ import orjson
 
 from areal_agents.core.rollout import Episode, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.sampling import PINS
 from areal_agents.proxy.sessions import Limits
 from areal_agents.proxy.turn_ids import turn_id_of
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
+_LARGEST_REWARD = 1e12
 _MOST_PLACES = 65_536  # of a group
 _SCOPES = ("episode", "turn", "branch")
 
@@ -43,7 +44,7 @@ def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> N
 def _optional(body: Mapping[str, Any], name: str, kind: type) -> Any:
     value = body.get(name)
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise RequestError(f"{name} must be of type {kind.__name__}, got {value!r}", param=name)
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {shown(value)}", param=name)
     return value
 
 
@@ -57,7 +58,7 @@ def _task(value: Any) -> Task | None:
     if isinstance(value, str) and value:
         return Task(value, {})
     if not isinstance(value, dict) or not value:
-        raise RequestError(f"task must be an id or an object, got {value!r}", param="task")
+        raise RequestError(f"task must be an id or an object, got {shown(value)}", param="task")
     task_input = value.get("input", {}) if set(value) <= {"id", "input"} else value
     if not isinstance(task_input, dict):
         raise RequestError("task.input must be an object", param="task.input")
@@ -65,7 +66,7 @@ def _task(value: Any) -> Task | None:
     if isinstance(task_id, int) and not isinstance(task_id, bool):
         task_id = str(task_id)
     if not isinstance(task_id, str) or not task_id:
-        raise RequestError(f"task.id must be a text or an integer, got {task_id!r}", param="task.id")
+        raise RequestError(f"task.id must be a text or an integer, got {shown(task_id)}", param="task.id")
     return Task(task_id, task_input)
 
 
@@ -89,7 +90,7 @@ def _index(body: Mapping[str, Any]) -> int | None:
 
 def _split(value: Any) -> Split:
     if value not in ("train", "eval"):
-        raise RequestError(f'split must be "train" or "eval", got {value!r}', param="split")
+        raise RequestError(f'split must be "train" or "eval", got {shown(value)}', param="split")
     return value
 
 
@@ -104,10 +105,10 @@ def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in data.items():
         if name not in PINS or name == "logit_bias":
-            raise RequestError(f"unknown sampling parameter {name!r}", param=f"sampling.{name}")
+            raise RequestError(f"unknown sampling parameter {shown(name)}", param=f"sampling.{name}")
         kind = int if name in ("seed", "top_k") else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-            raise RequestError(f"{name} must be a number, got {value!r}", param=f"sampling.{name}")
+            raise RequestError(f"{name} must be a number, got {shown(value)}", param=f"sampling.{name}")
     return data
 
 
@@ -120,12 +121,12 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
     completion_id = body.get("completion_id")
     scope = body.get("scope", "turn" if completion_id else "episode")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"name must be a text, got {name!r}", param="name")
+        raise RequestError(f"name must be a text, got {shown(name)}", param="name")
     if completion_id is not None and (not isinstance(completion_id, str) or not completion_id):
-        raise RequestError(f"completion_id must be a text, got {completion_id!r}", param="completion_id")
+        raise RequestError(f"completion_id must be a text, got {shown(completion_id)}", param="completion_id")
     if scope not in _SCOPES or (scope == "episode") == bool(completion_id):
         raise RequestError(
-            f"scope must be one of {_SCOPES} and fit completion_id, got {scope!r}", param="scope"
+            f"scope must be one of {_SCOPES} and fit completion_id, got {shown(scope)}", param="scope"
         )
     target = turn_id_of(completion_id) or completion_id or ""
     if value == {}:
@@ -153,7 +154,9 @@ def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
 
 def _finite(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise RequestError(f"reward must be a finite number, got {value!r}", param="reward")
+        raise RequestError(f"reward must be a finite number, got {shown(value)}", param="reward")
+    if abs(value) > _LARGEST_REWARD:  # their sums must be finite too
+        raise RequestError(f"a reward is at most {_LARGEST_REWARD:g}, got {shown(value)}", param="reward")
     return float(value)
 
 

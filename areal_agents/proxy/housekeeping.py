@@ -81,7 +81,7 @@ class Housekeeping:
         for episode in found:
             idle_s = now - self._last_used[episode.id]
             limit_s = self._config.implicit_idle_s if episode.is_implicit else self._config.idle_timeout_s
-            if idle_s > limit_s:
+            if idle_s > limit_s and not self._sessions.used_since(episode.id, now - limit_s):
                 with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
                     await self._close(episode, idle_s)
 

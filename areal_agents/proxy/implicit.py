@@ -80,6 +80,9 @@ class ImplicitEpisodes:
         self._by_conversation: dict[bytes, str] = {}  # digest of history and reply → episode id
         self._digests: dict[str, list[bytes]] = {}  # episode id → its entries in the above
         self._by_turn: dict[str, str] = {}  # turn id → episode id
+        self._turns: dict[str, list[str]] = {}  # episode id → its turn ids in the above
+        self._by_call: dict[str, str] = {}  # caller and tool-call id → episode id
+        self._calls: dict[str, list[str]] = {}  # episode id → its entries in the above
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
@@ -122,12 +125,16 @@ class ImplicitEpisodes:
 
     def record(self, session: Session, caller: Caller, request: ModelRequest, turn: Turn) -> None:
         """Note a turn, so that the conversation which goes on from it is recognised."""
-        self._index(session.id, caller.identity, request.messages, turn)
+        self._index(session.id, caller.identity, session.forest.history(turn.id), turn)
 
     def forget(self, episode_id: str) -> None:
         """Let go of an episode that is sealed."""
-        for turn_id in [turn_id for turn_id, held in self._by_turn.items() if held == episode_id]:
+        if episode_id not in self._digests:
+            return
+        for turn_id in self._turns.pop(episode_id, ()):
             del self._by_turn[turn_id]
+        for call in self._calls.pop(episode_id, ()):
+            del self._by_call[call]
         for digest in self._digests.pop(episode_id, ()):
             if self._by_conversation.get(digest) == episode_id:
                 del self._by_conversation[digest]
@@ -159,6 +166,10 @@ class ImplicitEpisodes:
         for message, digest in zip(reversed(request.messages[:-1]), reversed(digests[:-1]), strict=True):
             if message.role == "assistant" and digest in self._by_conversation:
                 return self._by_conversation[digest]
+        for message in reversed(request.messages):
+            for call in message.tool_calls:  # some clients drop the text beside calls, and none the ids
+                if (found := self._by_call.get(f"{caller.identity}/{call.id}")) is not None:
+                    return found
         return None
 
     def _remember(self, session: Session) -> None:
@@ -171,5 +182,9 @@ class ImplicitEpisodes:
         # Tools are left out: a conversation that changes them is still the same one.
         digest = extend_digest(history_digests(history, identity)[-1], turn.reply)
         self._by_conversation[digest] = episode_id
+        for call in turn.reply.tool_calls:
+            self._by_call[f"{identity}/{call.id}"] = episode_id
+            self._calls.setdefault(episode_id, []).append(f"{identity}/{call.id}")
         self._by_turn[turn.id] = episode_id
+        self._turns.setdefault(episode_id, []).append(turn.id)
         self._digests.setdefault(episode_id, []).append(digest)

@@ -7,9 +7,12 @@ stream was asked for.
 from __future__ import annotations
 
 import asyncio
+import importlib
+import logging
+import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,7 @@ from areal_agents.proxy.dialects.base import Dialect, ReadContext
 from areal_agents.proxy.dialects.chat import ChatDialect
 from areal_agents.proxy.dialects.completions import Completions
 from areal_agents.proxy.dialects.memo import MessageMemo
-from areal_agents.proxy.dialects.messages import Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.messages import BUILDING, Messages, count_answer, read_for_counting
 from areal_agents.proxy.dialects.responses import ResponsesDialect
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
 from areal_agents.proxy.fields import ignored_fields
@@ -42,6 +45,8 @@ from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
 from areal_agents.proxy.streaming import EventStream, events_of
 from areal_agents.rendering import ChatRenderer
+
+_logger = logging.getLogger(__name__)
 
 _MESSAGES = Messages()
 _DIALECTS: Mapping[str, Dialect] = {
@@ -144,9 +149,13 @@ class ModelCalls:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
+        await _load_building()
         try:
             caller = self._auth.identify(request)
             body = await read_object(request, self._max_body_bytes)
+            if (upstream := self._pass_through.upstream(body)) is not None:
+                await self._check_caller(request)
+                return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
             key = caller.episode_key
             session = None if key is None else await self._sessions.by_key(key)
             asked = read_for_counting(body, self._context(request, session))
@@ -157,6 +166,8 @@ class ModelCalls:
 
     def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
         async def endpoint(request: Request) -> Response:
+            if dialect is _MESSAGES:
+                await _load_building()
             record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
             started = time.monotonic()
             try:
@@ -185,6 +196,9 @@ class ModelCalls:
             return response
         retry = _retry(request)
         session, asked = await self._request(dialect, request, caller, body)
+        if name := session_of(request.headers):
+            session.main_session = session.main_session or name
+            asked = replace(asked, session=name)
         # What was said is in `asked`, once: hundreds of calls wait for the engine at a time.
         body = {name: value for name, value in body.items() if name not in _CONVERSATION}
         record.retry_count, record.label = retry.count, asked.label
@@ -195,7 +209,8 @@ class ModelCalls:
         client = _Client(call, asyncio.ensure_future(_hang_up(request)))
         served = _Served(dialect, session, caller, body, asked, record, started)
         if record.streamed and await self._opens(client):
-            record.first_piece_s = time.monotonic() - started
+            if call.deltas:
+                record.first_piece_s = time.monotonic() - started
             return EventStream(self._stream(client, served))
         return await self._whole(client, served)
 
@@ -205,7 +220,7 @@ class ModelCalls:
         await call.news(0, client.gone, self._config.keepalive_s)
         return not client.gone.done() and (bool(call.deltas) or not call.has_failed)
 
-    async def _stream(self, client: _Client, served: _Served) -> AsyncIterator[bytes]:
+    async def _stream(self, client: _Client, served: _Served) -> AsyncGenerator[bytes, None]:
         call, error = client.call, None
         writer = served.dialect.stream(
             served.body, served.asked, call.turn_ids, call.created_at, self._tokenizer
@@ -214,6 +229,10 @@ class ModelCalls:
             async for part in events_of(call, writer, served.dialect, client.gone, self._config.keepalive_s):
                 yield part
             error = ClientGone() if client.gone.done() else call.failure
+        except Exception as failure:  # a bug of ours, after the stream has begun: told in the client's form
+            _logger.exception("a stream of %s broke off", served.record.endpoint)
+            error = failure
+            yield writer.error(as_request_error(failure))
         finally:
             self._leave(client, served, error)
 
@@ -223,6 +242,8 @@ class ModelCalls:
             await call.end(client.gone)
             if client.gone.done():
                 raise ClientGone
+            if call.failure is not None:
+                raise call.failure
             answer = served.dialect.answer(served.body, call.task.result(), self._tokenizer)
         except BaseException:
             self._leave(client, served, None, log=False)
@@ -266,7 +287,6 @@ class ModelCalls:
         headers = request.headers
         if session is None:
             return ReadContext(self._config.max_messages, label_of(headers, ""), Forest(), self._memo)
-        session.main_session = session.main_session or session_of(headers)
         label = label_of(headers, session.main_session)
         return ReadContext(self._config.max_messages, label, session.forest, session.memo)
 
@@ -307,6 +327,12 @@ class _Served:
     asked: ModelRequest
     record: CallRecord
     started: float
+
+
+async def _load_building() -> None:
+    """Load what writes Anthropic's answers, at the first call that needs it and beside the event loop."""
+    if BUILDING not in sys.modules:
+        await asyncio.to_thread(importlib.import_module, BUILDING)
 
 
 def _retry(request: Request) -> Retry:

@@ -6,7 +6,7 @@ The upstream's key is the proxy's; whatever key the agent sent stays here.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 import aiohttp
@@ -56,7 +56,9 @@ class PassThrough:
             headers |= {"authorization": f"Bearer {upstream.key}", "x-api-key": upstream.key}
         url = upstream.base_url.rstrip("/") + path
         try:
-            answer = await self._session.post(url, data=sent, headers=headers, timeout=self._timeout)
+            answer = await self._session.post(
+                url, data=sent, headers=headers, timeout=self._timeout, allow_redirects=False
+            )
             if answer.content_type == "text/event-stream":
                 return EventStream(_parts(answer, request))
             async with answer:
@@ -67,7 +69,7 @@ class PassThrough:
         return Response(content, status_code=answer.status, headers=passed, media_type=answer.content_type)
 
 
-async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncIterator[bytes]:
+async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGenerator[bytes, None]:
     """What the upstream streams, until its end or until the client has gone; then it is left at once."""
     gone = asyncio.ensure_future(_hang_up(request))
     reading: asyncio.Future[bytes] | None = None

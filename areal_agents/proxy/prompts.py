@@ -16,21 +16,24 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from areal_agents.core.completion import TokenIds, as_token_ids
+from areal_agents.core.completion import TokenIds
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Turn
 from areal_agents.errors import ConfigError, RenderingError, RequestError
-from areal_agents.proxy.request import RAW_TOOLS_ID, ModelRequest
-from areal_agents.rendering import ChatRenderer, Delta, ReplyStream
+from areal_agents.proxy.raw_prompts import PlainStream, RawPrompts
+from areal_agents.proxy.recent import Recent
+from areal_agents.proxy.request import ModelRequest
+from areal_agents.rendering import ChatRenderer, ReplyStream
 
 T = TypeVar("T")
-Contexts = Callable[[Turn], TokenIds]
 
 # Costs of rendering and parsing, roughly, to decide what leaves the event loop.
 _MS_PER_CHARACTER, _MS_PER_SAMPLED_TOKEN = 5e-4, 5e-4
+_MS_PER_BRIDGED_TOOLS_CHARACTER = 1e-5  # templates write the tools again, but they are not encoded
 _INLINE_MS = 1.0
-_MOST_RENDERERS = 16
+_RENDERERS_KEPT = 16
+_TOOLS_KEPT = 256  # sets of tools whose size is known
 _MOST_CANDIDATES = 4  # turns that the second look renders
 
 
@@ -44,82 +47,53 @@ class Prompt:
     renderer: ChatRenderer
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """What is recorded: the turns, and [L] all tokens up to the end of each."""
-
-    forest: Forest
-    context_after: Contexts
-
-
 class Prompts:
     """Finds and renders prompts, and reads replies, for one model. Shared by all episodes."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self._renderers = {b"{}": renderer}
+        self.renderer = renderer  # of requests that set no template options
+        self._with_options: Recent[bytes, ChatRenderer] = Recent(_RENDERERS_KEPT)
+        self._tools_sizes: Recent[str, float] = Recent(_TOOLS_KEPT)
+        self._raw = RawPrompts(renderer)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rendering")
 
     def close(self) -> None:
         """Stop the rendering threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    @property
-    def renderer(self) -> ChatRenderer:
-        """The renderer of requests that set no template options."""
-        return self._renderers[b"{}"]
-
-    async def prompt(
-        self, forest: Forest, request: ModelRequest, vocab_size: int, context_after: Contexts | None = None
-    ) -> Prompt:
+    async def prompt(self, forest: Forest, request: ModelRequest, vocab_size: int) -> Prompt:
         """The prompt of a request after the turns of `forest`.
-
-        `context_after` gives all tokens up to the end of a turn, where they are at hand already.
 
         Raises RequestError 400 or RenderingError if it cannot be expressed, or has an unknown token id.
         """
-        known = _Known(forest, context_after or (lambda turn: forest.path(turn.id).token_ids))
         if request.raw_prompt is not None:
-            prompt = self._raw(known, request.raw_prompt)
+            prompt = await self._raw_prompt(forest, request.raw_prompt)
         else:
-            prompt = await self._chat(known, request)
+            prompt = await self._chat(forest, request)
         _check_vocabulary(prompt.new_ids, min(vocab_size, self.renderer.vocab_size))
         return prompt
 
     async def read_reply(self, prompt: Prompt, completion_ids: TokenIds, request: ModelRequest) -> Message:
         """The assistant message that a completion means. RenderingError if it cannot be read."""
+        cost = len(completion_ids) * _MS_PER_SAMPLED_TOKEN
         if request.raw_prompt is not None:
-            return Message("assistant", self.text_of(completion_ids))
+            text = await self.off_loop(cost, lambda: self._raw.text_of(completion_ids.tolist()))
+            return Message("assistant", text)
         return await self.off_loop(
-            len(completion_ids) * _MS_PER_SAMPLED_TOKEN,
-            lambda: prompt.renderer.parse(prompt.ids, completion_ids, request.tools),
+            cost, lambda: prompt.renderer.parse(prompt.ids, completion_ids, request.tools)
         )
 
     def reply_stream(self, prompt: Prompt, request: ModelRequest) -> ReplyStream | PlainStream:
         """A reader of the reply's tokens as they come."""
         if request.raw_prompt is not None:
-            return PlainStream(self)
+            return PlainStream(self._raw)
         return prompt.renderer.reply_stream(prompt.ids, request.tools)
 
     def answers(self, forest: Forest, request: ModelRequest) -> tuple[Turn, ...]:
         """The turns of `forest` that answered just what a request asks, in the order of recording."""
-        raw = request.raw_prompt
-        if raw is None:
+        if request.raw_prompt is None:
             return forest.answers(request.messages, request.tools_id)
-        turns = tuple(turn for turn in forest.turns if turn.tools_id == RAW_TOOLS_ID)
-        if isinstance(raw, str):
-            return tuple(turn for turn in turns if self._raw_prompt_text(forest, turn) == raw)
-        return tuple(turn for turn in turns if tuple(forest.prompt_ids(turn.id).tolist()) == raw)
-
-    def text_of(self, completion_ids: TokenIds) -> str:
-        """The text of a completion without a template: all but the token that ended it."""
-        ids = completion_ids.tolist()
-        return self.renderer.tokenizer.decode(ids[:-1] if self._is_stop(ids[-1:]) else ids)
-
-    def _ends_in_stop(self, turn: Turn) -> bool:
-        return self._is_stop(turn.completion.token_ids[-1:].tolist())
-
-    def _is_stop(self, last: list[int]) -> bool:
-        return bool(last) and last[0] in self.renderer.stop_token_ids
+        return self._raw.answers(forest, request.raw_prompt)
 
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
         """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it."""
@@ -129,52 +103,59 @@ class Prompts:
 
     def renderer_at_hand(self, request: ModelRequest) -> ChatRenderer:
         """The renderer with a request's template options if there is one already, else the one without."""
-        return self._renderers.get(_options_key(request), self.renderer)
+        return self._with_options.get(_options_key(request)) or self.renderer
 
     async def _renderer_of(self, request: ModelRequest) -> ChatRenderer:
         """The renderer with a request's template options. RequestError 400 if the template has none such."""
         if not request.template_options:
             return self.renderer
         key = _options_key(request)
-        if key not in self._renderers:
-            if len(self._renderers) >= _MOST_RENDERERS:
-                raise RequestError(
-                    f"at most {_MOST_RENDERERS} different chat_template_kwargs are served",
-                    param="chat_template_kwargs",
-                )
-            try:
-                made = await self.off_loop(
-                    float("inf"), lambda: self.renderer.with_options(request.template_options)
-                )
-            except ConfigError as error:
-                raise RequestError(str(error), code="invalid_value", param="chat_template_kwargs") from None
-            self._renderers.setdefault(key, made)
-        return self._renderers[key]
+        if (known := self._with_options.get(key)) is not None:
+            return known
+        try:
+            made = await self.off_loop(
+                float("inf"), lambda: self.renderer.with_options(request.template_options)
+            )
+        except ConfigError as error:
+            raise RequestError(str(error), code="invalid_value", param="chat_template_kwargs") from None
+        return self._with_options.put(key, made)
 
-    async def _chat(self, known: _Known, request: ModelRequest) -> Prompt:
+    def _tools_size(self, request: ModelRequest) -> float:
+        """Characters of a request's tools; infinite for tools that are nested too deeply to count."""
+        if not request.tools:
+            return 0
+        known = self._tools_sizes.get(request.tools_id)
+        return self._tools_sizes.put(request.tools_id, _json_size(request.tools)) if known is None else known
+
+    def _rendering_ms(self, messages: Sequence[Message], request: ModelRequest) -> float:
+        """About what it costs to render a whole conversation."""
+        return (_characters(messages) + self._tools_size(request)) * _MS_PER_CHARACTER
+
+    async def _chat(self, forest: Forest, request: ModelRequest) -> Prompt:
         renderer = await self._renderer_of(request)
-        where = known.forest.continuation(request.messages, request.tools_id)
+        where = forest.continuation(request.messages, request.tools_id)
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
-            where = await self._second_look(known, request, renderer, where)
+            where = await self._second_look(forest, request, renderer, where)
         if where.parent is not None:
-            extended = await self._extended(known, request, renderer, where, where.parent)
+            extended = await self._extended(forest, request, renderer, where, where.parent)
             if extended is not None:
                 return extended
             reason = _why_not_extended(where.new_messages)
-            where = known.forest.fork(where.parent, request.messages, where.new_messages, reason)
+            where = forest.fork(where.parent, request.messages, where.new_messages, reason)
         ids = await self.off_loop(
-            _characters(request.messages) * _MS_PER_CHARACTER,
+            self._rendering_ms(request.messages, request),
             lambda: renderer.render(request.messages, request.tools),
         )
         return Prompt(where, ids, ids, renderer)
 
     async def _extended(
-        self, known: _Known, request: ModelRequest, renderer: ChatRenderer, where: Continuation, parent: Turn
+        self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation, parent: Turn
     ) -> Prompt | None:
-        context = known.context_after(parent)
+        context = forest.context(parent.id)
         split = len(context) - len(parent.completion)
+        cost = _characters(where.new_messages) * _MS_PER_CHARACTER
         new_ids = await self.off_loop(
-            _characters(where.new_messages) * _MS_PER_CHARACTER,
+            cost + self._tools_size(request) * _MS_PER_BRIDGED_TOOLS_CHARACTER,
             lambda: renderer.bridge(context[:split], context[split:], where.new_messages, request.tools),
         )
         if new_ids is None:
@@ -182,101 +163,49 @@ class Prompts:
         return Prompt(where, np.concatenate([context, new_ids]), new_ids, renderer)
 
     async def _second_look(
-        self, known: _Known, request: ModelRequest, renderer: ChatRenderer, where: Continuation
+        self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation
     ) -> Continuation:
         """Go on from a turn whose history the template renders just as this conversation's beginning.
 
         The messages differ in something that the model never sees, so its recorded ids are what a plain
         server would prompt it with, but for how the sampled text was cut into tokens.
         """
-        messages, forest = request.messages, known.forest
-        candidates = [
-            (turn, len(history) + 1)
-            for turn in reversed(forest.turns)
-            if turn.tools_id == request.tools_id
-            if len(history := forest.history(turn.id)) + 1 < len(messages)
-            and messages[len(history)].role == "assistant"
-        ]
-        candidates.sort(key=lambda item: -item[1])
-        for turn, length in candidates[:_MOST_CANDIDATES]:
+        messages, forest = request.messages, forest
+        for turn, length in _replayed_at_most(forest, request)[:_MOST_CANDIDATES]:
             recorded = (*forest.history(turn.id), turn.reply)
-            cost = 2 * _characters(recorded) * _MS_PER_CHARACTER
+            cost = 2 * self._rendering_ms(recorded, request)
             same = functools.partial(_renders_alike, renderer, recorded, messages[:length], request.tools)
             if await self.off_loop(cost, same):
                 return Continuation(turn, tuple(messages[length:]), None)
         return where
 
-    def _raw(self, known: _Known, raw: str | tuple[int, ...]) -> Prompt:
-        """A prompt without a template: it goes on from the longest recorded text or ids it begins with.
-
-        A text does not show the token that ended a reply, so a plain server would not show it to the model
-        either: such a reply is not gone on from by its text.
-        """
-        tokenizer, forest = self.renderer.tokenizer, known.forest
-        best: tuple[int, Turn] | None = None
-        for turn in forest.turns:
-            if turn.tools_id != RAW_TOOLS_ID:
-                continue
-            before: str | tuple[int, ...]
-            if isinstance(raw, str):
-                if self._ends_in_stop(turn):
-                    continue
-                before = self._raw_text(forest.path(turn.id).turns)
-            else:
-                before = tuple(known.context_after(turn).tolist())
-            if len(raw) > len(before) > (best[0] if best else 0) and raw[: len(before)] == before:
-                best = (len(before), turn)
-        rest = raw[best[0] :] if best else raw
-        new_ids = as_token_ids(tokenizer.encode(rest) if isinstance(rest, str) else rest)
-        new_messages = (Message("user", rest if isinstance(rest, str) else tokenizer.decode(rest)),)
+    async def _raw_prompt(self, forest: Forest, raw: str | tuple[int, ...]) -> Prompt:
+        best = self._raw.parent(forest, raw)
+        rest = raw if best is None else raw[best[1] :]
+        rate = _MS_PER_CHARACTER if isinstance(rest, str) else _MS_PER_SAMPLED_TOKEN
+        new_ids, message = await self.off_loop(len(rest) * rate, lambda: self._raw.encode(rest))
         if best is not None:
-            ids = np.concatenate([known.context_after(best[1]), new_ids])
-            return Prompt(Continuation(best[1], new_messages, None), ids, new_ids, self.renderer)
+            ids = np.concatenate([forest.context(best[0].id), new_ids])
+            return Prompt(Continuation(best[0], (message,), None), ids, new_ids, self.renderer)
         fork = Fork(None, "new conversation", 0) if len(forest) else None
-        return Prompt(Continuation(None, new_messages, fork), new_ids, new_ids, self.renderer)
-
-    def _raw_prompt_text(self, forest: Forest, turn: Turn) -> str:
-        added = "".join(message.content for message in turn.new_messages)
-        return self._raw_text(forest.path(turn.id).turns[:-1]) + added
-
-    def _raw_text(self, turns: Sequence[Turn]) -> str:
-        """The text of a path of raw turns; what a client got ends before a stop string, the tokens after."""
-        return "".join(
-            "".join(message.content for message in turn.new_messages)
-            + (self.text_of(turn.completion.token_ids) if turn.sampling.stop else turn.reply.content)
-            for turn in turns
-        )
+        return Prompt(Continuation(None, (message,), fork), new_ids, new_ids, self.renderer)
 
 
-class PlainStream:
-    """Reads a completion without a template as it comes; see `ReplyStream`."""
+def _replayed_at_most(forest: Forest, request: ModelRequest) -> list[tuple[Turn, int]]:
+    """The turns that a conversation may replay, by the number of messages, with that number, longest first.
 
-    def __init__(self, prompts: Prompts) -> None:
-        self._prompts = prompts
-        self._ids: list[int] = []
-        self._sent = 0
-
-    def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """The text that the next tokens add; a character that is not whole yet is held back."""
-        self._ids.extend(token_ids)
-        text = self._text()
-        return self._piece(text[: len(text.rstrip("\ufffd"))])
-
-    def finish(self) -> list[Delta]:
-        """The rest of the text."""
-        return self._piece(self._text())
-
-    @property
-    def message(self) -> Message:
-        """The whole reply."""
-        return Message("assistant", self._text())
-
-    def _text(self) -> str:
-        return self._prompts.text_of(as_token_ids(self._ids))
-
-    def _piece(self, text: str) -> list[Delta]:
-        piece, self._sent = text[self._sent :], max(self._sent, len(text))
-        return [Delta("content", piece)] if piece else []
+    Of equally long ones the latest comes first.
+    """
+    messages = request.messages
+    lengths: dict[str, int] = {}
+    found = []
+    for turn in forest.turns:  # a parent comes before its children
+        before = (0 if turn.parent is None else lengths[turn.parent]) + len(turn.new_messages)
+        lengths[turn.id] = before + 1
+        fits = before + 1 < len(messages) and messages[before].role == "assistant"
+        if fits and turn.tools_id == request.tools_id:
+            found.append((turn, before + 1))
+    return sorted(reversed(found), key=lambda item: -item[1])
 
 
 def _options_key(request: ModelRequest) -> bytes:
@@ -307,6 +236,13 @@ def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
             f"the prompt has token id {outside}, outside the model's vocabulary of {vocab_size}",
             code="token_out_of_vocabulary",
         )
+
+
+def _json_size(tools: Sequence[dict[str, Any]]) -> float:
+    try:
+        return len(orjson.dumps(tools))
+    except orjson.JSONEncodeError:
+        return float("inf")
 
 
 def _characters(messages: Sequence[Message]) -> int:

@@ -54,6 +54,7 @@ class ModelRequest:
         raw_prompt: a text or token ids that are the prompt itself, without a chat template; the messages and
             `tools_id` RAW_TOOLS_ID stand for it then.
         label: who calls within the episode, for example a sub-agent.
+        session: the session header of the call, "" for none.
     """
 
     messages: tuple[Message, ...]
@@ -69,6 +70,7 @@ class ModelRequest:
     has_instructions: bool = False
     raw_prompt: str | tuple[int, ...] | None = None
     label: str = ""
+    session: str = ""
 
     def key(self) -> Hashable:
         """The same for two calls that ask for the same."""

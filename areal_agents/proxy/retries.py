@@ -45,7 +45,7 @@ class Retries:
 
         def landed(_: object) -> None:
             session.landed(names, call)
-            failure = call.failure
+            failure = None if call.is_abandoned else call.failure
             if failure is not None and as_request_error(failure).status >= _LEAST_RETRIED:
                 session.refused[key] += 1
 
@@ -68,7 +68,7 @@ class Retries:
         if retry.count and session.refused[request.key()]:
             session.refused[request.key()] -= 1
             return None
-        if retry.count and (running := session.in_flight.get(request.key())) is not None:
+        if retry.count and (running := _running(session, request.key())) is not None:
             return running
         if not retry.count and not session.undelivered:
             return None
@@ -79,6 +79,7 @@ class Retries:
         ]
         if len(turns) < request.choices:
             return None
+        session.call_answered(request)
         return self._answered(session, turns[-request.choices :])
 
     def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
@@ -90,7 +91,7 @@ class Retries:
                 status=409,
                 code="idempotency_key_reused",
             )
-        if (running := session.in_flight.get(name)) is not None:
+        if (running := _running(session, name)) is not None:
             return running
         if known is None or any(turn_id not in session.forest for turn_id in known.turn_ids):
             return None
@@ -112,6 +113,11 @@ class Retries:
                 session.undelivered.discard(turn.id)
                 _log_failure(self._store.discard_turn(turn.id, None), turn.id)
         return answered_call([_completed(session, turn) for turn in turns])
+
+
+def _running(session: Session, name: Hashable) -> Call | None:
+    call = session.in_flight.get(name)
+    return call if call is not None and not call.is_abandoned else None
 
 
 def _completed(session: Session, turn: Turn) -> CompletedTurn:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import socket
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from areal_agents.store import Store, StoreConfig
 __all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engine", "url_of"]
 
 _GRACEFUL_SHUTDOWN_S = 5
+_M_ARENA_MAX = -8  # as in malloc.h
 _GC_THRESHOLD = 20_000  # objects between collections; a call makes some hundreds that live on
 _KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
 
@@ -109,12 +111,20 @@ def serve_with_engine(
         finally:
             await engine.aclose()
 
+    _one_heap()
     # What was loaded stays for good: no collection need look at it. And few objects of a call are cyclic.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
+
+
+def _one_heap() -> None:
+    """Let the threads share one heap. With one for each, glibc keeps what is freed several times over."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc alone
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 1)
 
 
 async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:

@@ -16,9 +16,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from areal_agents.core.completion import TokenIds
 from areal_agents.core.forest import Forest
 from areal_agents.core.rollout import EpisodeStatus
 from areal_agents.core.trajectory import Turn
@@ -31,7 +28,6 @@ from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, S
 
 _logger = logging.getLogger(__name__)
 
-_CONTEXTS_KEPT = 4
 _KEYS_KEPT = 256
 
 
@@ -88,9 +84,9 @@ class Session:
         self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
         self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
         self.memo = MessageMemo()
-        self.main_session = ""  # the session header of the agent itself; others are its sub-agents'
+        # The session header of the agent itself; others are its sub-agents'.
+        self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.last_used = time.monotonic()
-        self._contexts: OrderedDict[str, TokenIds] = OrderedDict()
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[Hashable] = set()
 
@@ -99,21 +95,10 @@ class Session:
         """The episode's id."""
         return self.row.id
 
-    def context_after(self, turn: Turn) -> TokenIds:
-        """[L] everything that the model saw and sampled up to the end of `turn`."""
-        kept = self._contexts.get(turn.id)
-        return self.forest.path(turn.id).token_ids if kept is None else kept
-
-    def record(self, turn: Turn, prompt_ids: TokenIds) -> None:
-        """Add a turn that the store has; `prompt_ids` is its whole prompt."""
+    def record(self, turn: Turn) -> None:
+        """Add a turn that the store has."""
         self.forest.record(turn)
         self.sampled_tokens += len(turn.completion)
-        # The ends of the branches that are being continued, so that a call costs one concatenation.
-        if turn.parent is not None:
-            self._contexts.pop(turn.parent, None)
-        self._contexts[turn.id] = np.concatenate([prompt_ids, turn.completion.token_ids])
-        if len(self._contexts) > _CONTEXTS_KEPT:
-            self._contexts.popitem(last=False)
 
     def landed(self, names: Sequence[Hashable], call: Call) -> None:
         """Note that a call is no longer in flight."""
@@ -131,14 +116,14 @@ class Session:
         """What an Idempotency-Key named."""
         return self._keys.get(key)
 
-    def watch_write(self, write: Future[None], turn: Turn) -> None:
-        """Fail the episode if the write of a turn, whose reply did not wait for it, fails."""
+    def watch_write(self, write: Future[None], turn_ids: Sequence[str]) -> None:
+        """Fail the episode if the write of turns, whose reply did not wait for it, fails."""
         loop = asyncio.get_running_loop()
 
         def look(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
-                _logger.error("turn %s of episode %s was not recorded: %s", turn.id, self.id, error)
-                loop.call_soon_threadsafe(self._lost_calls.add, turn.id)
+                _logger.error("%s of episode %s: not recorded: %s", ", ".join(turn_ids), self.id, error)
+                loop.call_soon_threadsafe(self._lost_calls.add, tuple(turn_ids))
 
         write.add_done_callback(look)
 
@@ -180,6 +165,7 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._loading: dict[str, asyncio.Task[Session]] = {}
+        self._sealed_meanwhile: dict[str, EpisodeStatus] = {}  # while any session is being loaded
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -198,7 +184,7 @@ class Sessions:
             if loading is None:  # the first of several calls loads for all
                 loading = asyncio.create_task(self._load(digest))
                 self._loading[digest] = loading
-                loading.add_done_callback(lambda _: self._loading.pop(digest))
+                loading.add_done_callback(lambda _: self._loaded(digest))
             session = await asyncio.shield(loading)
         session.last_used = time.monotonic()
         session.refuse_if_sealed()
@@ -227,6 +213,9 @@ class Sessions:
         if session is not None and session.has_lost_calls and status in ("finished", "truncated"):
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
         state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
+        if self._loading:
+            self._sealed_meanwhile[episode_id] = state.status  # it may have been read just before
+        session = self._by_id.get(episode_id)
         if session is not None:
             session.end(state.status)
             self._forget(session)
@@ -239,6 +228,11 @@ class Sessions:
             if session.last_used < limit and not session.pending_calls and session.row.implicit_key is None:
                 self._forget(session)
 
+    def used_since(self, episode_id: str, since: float) -> bool:
+        """Whether an episode is in memory and was called after a monotonic time, or is being called."""
+        session = self._by_id.get(episode_id)
+        return session is not None and (session.pending_calls > 0 or session.last_used > since)
+
     def last_used(self) -> dict[str, float]:
         """Monotonic time of the last call of each episode in memory; now, where one is running."""
         now = time.monotonic()
@@ -250,9 +244,15 @@ class Sessions:
         except NotFound:
             raise RequestError("no episode has this API key", status=401, code="invalid_api_key") from None
         session = Session(row, turns)
-        if row.status != "open":
-            raise sealed(row.id, row.status)
+        status = self._sealed_meanwhile.get(row.id, row.status)
+        if status != "open":
+            raise sealed(row.id, status)
         return self.add(session)
+
+    def _loaded(self, digest: str) -> None:
+        del self._loading[digest]
+        if not self._loading:
+            self._sealed_meanwhile.clear()
 
     def _forget(self, session: Session) -> None:
         self._by_id.pop(session.id, None)

@@ -6,7 +6,8 @@ The stream ends only after its turns are recorded, so what a client has seen who
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -16,6 +17,7 @@ from areal_agents.proxy.dialects.base import Dialect, StreamWriter
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.rendering import Delta
 
+_LONGEST_SEND_S = 300.0
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -24,7 +26,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, body: AsyncIterator[bytes]) -> None:
+    def __init__(self, body: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
@@ -32,14 +34,16 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        async for part in self._body:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+        async with contextlib.aclosing(self._body):
+            async for part in self._body:
+                async with asyncio.timeout(_LONGEST_SEND_S):  # a client that stopped reading
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def events_of(
     call: Call, writer: StreamWriter, dialect: Dialect, gone: asyncio.Future[None], keepalive_s: float
-) -> AsyncIterator[bytes]:
+) -> AsyncGenerator[bytes, None]:
     """The events of a call, from its first piece to its end, or until the client has `gone`."""
     seen = 0
     yield writer.start()
@@ -64,17 +68,13 @@ def _written(writer: StreamWriter, choice: int, delta: Delta) -> bytes:
 
 
 def _ending(call: Call, writer: StreamWriter) -> bytes:
-    if call.task.cancelled():
-        raise asyncio.CancelledError
-    error = call.task.exception()
-    if error is None:
-        done = call.task.result()
-        parts = [writer.finish(done)]
-        if not call.deltas:  # drawn for a client that did not stream, and joined by this one
-            parts[:0] = [
-                _written(writer, i, p) for i, item in enumerate(done) for p in pieces_of(item.turn.reply)
-            ]
-        return b"".join(parts)
-    if not isinstance(error, Exception):
-        raise error
-    return writer.error(as_request_error(error))
+    if call.failure is not None:
+        return writer.error(as_request_error(call.failure))
+    done = call.task.result()
+    parts = [writer.finish(done)]
+    if not call.deltas:  # drawn for a client that did not stream, and joined by this one
+        replies = enumerate(item.turn.reply for item in done)
+        parts[:0] = [
+            _written(writer, choice, piece) for choice, reply in replies for piece in pieces_of(reply)
+        ]
+    return b"".join(parts)

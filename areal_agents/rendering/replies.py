@@ -6,11 +6,13 @@ go through it, so they cannot differ.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 import renderers
 
 from areal_agents.core.messages import Message, ToolCall
@@ -157,4 +159,19 @@ def _names_one(calls: Sequence[Any], tools: Sequence[dict[str, Any]]) -> bool:
 
 def _is_usable(call: Any) -> bool:
     ok = call.status == renderers.ToolCallParseStatus.OK
-    return ok and bool(call.name) and isinstance(call.name, str) and isinstance(call.arguments, dict)
+    ok = ok and bool(call.name) and isinstance(call.name, str) and isinstance(call.arguments, dict)
+    return ok and _is_writable([call.name, call.arguments])
+
+
+def _is_writable(value: Any) -> bool:
+    """Whether every client can be sent a value: no half of a surrogate pair, nor nesting beyond measure."""
+    try:
+        orjson.dumps(value)
+    except orjson.JSONEncodeError as error:
+        if "64-bit" not in str(error):
+            return False
+        try:  # a large integer alone is no fault
+            json.dumps(value, ensure_ascii=False).encode()
+        except (UnicodeEncodeError, RecursionError):
+            return False
+    return True

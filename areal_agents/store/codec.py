@@ -72,6 +72,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         sampling=_sampling(record["sampling"]),
         tools_id=record.get("tools_id", ""),
         label=record.get("label", ""),
+        session=record.get("session", ""),
         forked_from=Fork(fork["turn"], fork["reason"], fork["diverged_at"]) if fork else None,
         constrained=record.get("constrained", False),
         overrides=tuple(record.get("overrides", ())),
@@ -90,6 +91,8 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["tools_id"] = turn.tools_id
     if turn.label:
         record["label"] = turn.label
+    if turn.session:
+        record["session"] = turn.session
     if turn.forked_from is not None:
         fork = turn.forked_from
         record["fork"] = {"turn": fork.turn, "reason": fork.reason, "diverged_at": fork.diverged_at}

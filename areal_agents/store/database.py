@@ -33,6 +33,21 @@ _MAX_BATCH = 256
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.05
 
 
+class _JobFailed(Exception):
+    """A job of a batch raised `error`."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _run(job: Job[T], connection: sa.Connection) -> T:
+    try:
+        return job(connection)
+    except Exception as error:
+        raise _JobFailed(error) from error
+
+
 class _Written(Future[T]):
     """The future of a queued write, which nobody can take back.
 
@@ -171,13 +186,17 @@ class Database:
             return
         try:
             with connection.begin():
-                results = [job(connection) for job, _ in batch]
-        except Exception as error:
+                results = [_run(job, connection) for job, _ in batch]
+        except _JobFailed as failure:
             if len(batch) == 1:
-                batch[0][1].set_exception(_translated(error))
+                batch[0][1].set_exception(_translated(failure.error))
                 return
             for item in batch:
                 self._commit(connection, [item])
+            return
+        except Exception as error:  # of the database itself, a lock or a full disk: no job is at fault
+            for _, future in batch:
+                future.set_exception(_translated(error))
             return
         for (_, future), result in zip(batch, results, strict=True):
             future.set_result(result)

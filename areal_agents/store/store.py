@@ -81,10 +81,15 @@ class Store:
         """Open an episode. Conflict if its group has no place for it."""
         return self._database.submit(lambda c: episodes.insert_episode(c, new))
 
-    def add_turn(self, episode_id: str, turn: Turn) -> Future[None]:
-        """Record a turn. Conflict unless the episode is open."""
-        row = encode_turn(episode_id, turn, time.time())
-        return self._database.submit(lambda c: episodes.insert_turn(c, row))
+    def add_turn(self, episode_id: str, *turns: Turn) -> Future[None]:
+        """Record a turn, or siblings together: all of them or none. Conflict unless the episode is open."""
+        rows = [encode_turn(episode_id, turn, time.time()) for turn in turns]
+
+        def write(connection: sa.Connection) -> None:
+            for row in rows:
+                episodes.insert_turn(connection, row)
+
+        return self._database.submit(write)
 
     def discard_turn(self, turn_id: str, reason: str | None) -> Future[None]:
         """Note that a turn never reached its client, so that it is not trained; None takes that back."""

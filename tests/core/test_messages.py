@@ -144,3 +144,17 @@ def test_only_an_assistant_reasons_and_calls(role: Any) -> None:
         Message("robot")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name"):
         ToolCall("", "", "{}")
+
+
+def test_numbers_beyond_64_bits_compare_as_every_reader_has_them() -> None:
+    """Some JSON readers have only floats there, so a replay of such a number is a float."""
+
+    def called(arguments: str) -> Message:
+        return Message("assistant", tool_calls=(ToolCall("c", "f", arguments),))
+
+    assert (
+        called('{"x": 123456789012345678901234567890}').digest
+        == called('{"x": 1.2345678901234568e29}').digest
+    )
+    assert called('{"x": 9007199254740993}').digest != called('{"x": 9007199254740992}').digest
+    assert called(f'{{"x": 1{"0" * 400}}}').digest == called(f'{{"x": 1{"0" * 400}}}').digest

@@ -161,6 +161,7 @@ def test_without_call_ids_the_latest_of_equal_siblings_wins() -> None:
         (conversation("q a", "a a", "q b"), "tools", Fork("b", "tools changed", 3)),
         (conversation("q a"), "", Fork("a", "resampled", 1)),
         (conversation("q b", "a b", "q a", "a a", "next"), "", Fork("a", "reordered", 0)),
+        ([*conversation("q a"), Message("user", "and then?")], "", Fork("a", "unknown", 1)),
         (conversation("first", "reply", "q a", "a a", "q b"), "", Fork("a", "edited", 0)),
         (conversation("summary", "a b", "next"), "", Fork("a", "context compacted", 0)),
         (conversation("q a", "a a", "other"), "tools", Fork("a", "tools changed", 2)),
@@ -280,3 +281,42 @@ def test_the_turns_that_answered_a_conversation() -> None:
         "c",
     ]
     assert forest.answers(conversation("q a"))[0] is forest["a"] and forest.answers(conversation("x")) == ()
+
+
+def thinking(turn_id: str, reasoning: str, parent: str | None = None, **fields: Any) -> Turn:
+    """A turn that thinks, and says what its siblings say too."""
+    return make_turn(turn_id, parent, reply=Message("assistant", "same", reasoning=reasoning), **fields)
+
+
+def test_nothing_after_a_reply_with_other_reasoning_is_recognised() -> None:
+    forest = Forest([thinking("a", "hm"), make_turn("b", "a")])
+    edited = Message("assistant", "same", reasoning="aha")
+    end = Message("user", "n")
+    history = [*forest["a"].new_messages, edited, *forest["b"].new_messages, forest["b"].reply, end]
+    assert forest.continuation(history).fork == Fork("a", "edited", 1)
+
+
+def test_a_branch_is_followed_from_sibling_to_child() -> None:
+    """Two siblings and their children read alike, but for the siblings' reasoning."""
+    question, more = (Message("user", "q"),), (Message("user", "more"),)
+    forest = Forest(
+        [
+            thinking("a", "hm", new_messages=question),
+            thinking("b", "aha", new_messages=question),
+            thinking("a1", "x", "a", new_messages=more),
+            thinking("b1", "x", "b", new_messages=more),
+        ]
+    )
+    for name in ("a", "b"):
+        replayed = [*question, forest[name].reply, *more, forest[f"{name}1"].reply, Message("user", "n")]
+        assert forest.continuation(replayed).parent is forest[f"{name}1"]
+
+
+def test_an_assistant_message_in_a_prompt_is_found_again_with_its_reasoning() -> None:
+    shown = (
+        Message("user", "example"),
+        Message("assistant", "answer", reasoning="why"),
+        Message("user", "q"),
+    )
+    forest = Forest([make_turn("a", new_messages=shown)])
+    assert forest.continuation([*shown, forest["a"].reply, Message("user", "n")]).parent is forest["a"]

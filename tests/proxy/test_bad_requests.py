@@ -14,7 +14,14 @@ from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy
 
 from areal_agents.core.completion import Completion
-from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from areal_agents.errors import (
+    ConfigError,
+    EngineError,
+    EngineRejected,
+    EngineUnavailable,
+    RequestError,
+    shown,
+)
 from areal_agents.proxy import ProxyConfig, serve
 from areal_agents.proxy.server import listen
 from areal_agents.rendering import ChatRenderer
@@ -55,6 +62,9 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"max_completion_tokens": 1.5}, "max_completion_tokens"),
         ({"seed": "x"}, "seed"),
         ({"stop": [1]}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1_001}, "stop"),
+        ({"stop": ["x" * 1_000] * 64}, None),
         ({"stop": ""}, None),
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
@@ -69,6 +79,9 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"no_such_option": 1}}, "chat_template_kwargs"),
         ({"functions": [{}]}, "functions"),
+        ({"modalities": 5}, "modalities"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"modalities": ["text"]}, None),
     ],
 )
 def test_a_malformed_chat_request_names_the_field(
@@ -83,7 +96,20 @@ def test_a_malformed_chat_request_names_the_field(
     assert not proxy.engine.calls
 
 
-@pytest.mark.parametrize(("name", "value"), [("temperature", -1), ("top_p", 0), ("top_k", -2), ("min_p", 2)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", -2),
+        ("top_k", 2**31),
+        ("min_p", 2),
+        ("frequency_penalty", 1e30),
+        ("presence_penalty", -2.1),
+        ("seed", -1),
+        ("seed", 2**63),
+    ],
+)
 def test_sampling_out_of_range_is_refused_where_it_would_count(
     proxy: RunningProxy, name: str, value: float
 ) -> None:
@@ -92,6 +118,62 @@ def test_sampling_out_of_range_is_refused_where_it_would_count(
     refused(proxy.http.post(f"/e/{held_out['key']}/v1/chat/completions", json=body), 400, "invalid_value")
     training = proxy.open_episode()  # pinned: the agent's value is noted and replaced
     assert proxy.http.post(f"/e/{training['key']}/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [{"seed": 2**63 - 1, "top_k": 2**31 - 1}, {"frequency_penalty": -2, "presence_penalty": 2, "seed": 0}],
+)
+def test_the_largest_values_are_passed_on(proxy: RunningProxy, wish: dict[str, Any]) -> None:
+    held_out = proxy.open_episode(split="eval")
+    body = {"messages": [USER], **wish}
+    assert proxy.http.post(f"/e/{held_out['key']}/v1/chat/completions", json=body).status_code == 200
+    sampling = proxy.engine.calls[0].sampling
+    assert {name: getattr(sampling, name) for name in wish} == wish
+
+
+_LARGE = "x" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [USER], "temperature": _LARGE}),
+        ("/v1/chat/completions", {"messages": [USER], "tools": [SEARCH], "tool_choice": [[_LARGE]]}),
+        ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {_LARGE: 1}}),
+        ("/v1/chat/completions", {"messages": [{"role": _LARGE}]}),
+        ("/v1/completions", {"prompt": {"a": [0] * 100_000}}),
+        ("/v1/responses", {"input": "x", "tool_choice": {"type": "function", "name": _LARGE}}),
+        ("/v1/responses", {"input": "x", "previous_response_id": _LARGE}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5, "tool_choice": {"type": _LARGE}}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 5, "output_config": [_LARGE]}),
+        ("/episodes", {"task": [_LARGE]}),
+        ("/episodes", {"task": {"id": {"a": _LARGE}}}),
+        ("/episodes", {"task": "t", "sampling": {_LARGE: 1}}),
+        ("/episodes", {"task": "t", "split": _LARGE}),
+    ],
+)
+def test_an_error_shows_no_more_than_the_beginning_of_what_was_sent(
+    proxy: RunningProxy, path: str, body: dict[str, Any]
+) -> None:
+    response = proxy.http.post(path, json=body)
+    assert response.status_code == 400, response.text[:300]
+    assert len(response.text) < 1_500
+    assert not proxy.engine.calls
+
+
+@pytest.mark.parametrize(
+    "value", [None, True, 1.5, "it's", "é", [], {}, [1, "a", [None]], {"a": {"b": [1, {}]}, "c": "d"}]
+)
+def test_a_short_value_is_shown_as_it_is(value: Any) -> None:
+    assert shown(value) == repr(value)
+
+
+def test_of_a_long_value_the_beginning_is_shown() -> None:
+    assert shown("x" * 198) == repr("x" * 198)
+    assert shown("x" * 199) == "'" + "x" * 198 + "…"
+    assert shown({"a": [7] * 10_000}) == repr({"a": [7] * 10_000})[:199] + "…"
+    assert len(RequestError("m" * 5_000).message) == 1_000
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,15 @@ from proxy_support import ScriptedEngine
 
 from areal_agents.algorithms.credit import is_trained
 from areal_agents.core.messages import Message, tools_digest
-from areal_agents.errors import EngineUnavailable, RequestError
+from areal_agents.errors import EngineUnavailable, RequestError, StoreError
 from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.request import ModelRequest, SamplingWish
 from areal_agents.proxy.sessions import Session, Sessions
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import NewEpisode, Store
+from areal_agents.store import NewEpisode, Store, episodes
 
 ASKED = ModelRequest((Message("user", "Where?"),), (), tools_digest(()), SamplingWish())
 
@@ -189,3 +190,95 @@ async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
     assert retried.turn.id != beside.turn.id and not session.refused[ASKED.key()]
     [again] = await begin(completer, session, count=2).task  # its answer was lost
     assert again.turn.id == retried.turn.id
+
+
+async def test_a_retry_does_not_join_a_call_that_is_being_ended(
+    completer: Completer, session: Session, engine: ScriptedEngine
+) -> None:
+    engine.delay_s = 30
+    call = begin(completer, session)
+    await until(lambda: bool(engine.calls))
+    assert not call.leave(served=False)  # cancelled, and not yet ended
+    engine.delay_s = 0
+    retry = begin(completer, session, count=1)
+    assert retry is not call
+    [done] = await retry.task
+    assert done.turn.id == retry.turn_ids[0] and call.task.cancelled()
+
+
+async def test_siblings_are_recorded_together_or_not_at_all(
+    completer: Completer, session: Session, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = episodes.insert_turn
+    call = completer.call(session, replace(ASKED, choices=2), retry=Retry(), streamed=False)
+
+    def insert_turn(connection: Any, row: dict[str, Any]) -> None:
+        if row["id"] == call.turn_ids[1]:
+            raise StoreError("the disk is full")
+        original(connection, row)
+
+    monkeypatch.setattr(episodes, "insert_turn", insert_turn)
+    with pytest.raises(StoreError, match="disk is full"):
+        await call.task
+    assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.has_lost_calls
+
+
+async def test_a_session_that_is_sealed_while_it_is_loaded_is_not_open(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions, loop = Sessions(store), asyncio.get_running_loop()
+    await sessions.open(NewEpisode("e", key_hash("key")))
+    sessions.forget_idle(-1)
+    load = store.episode_by_key
+
+    def slow_load(digest: str) -> Any:
+        found = load(digest)  # open as yet
+        asyncio.run_coroutine_threadsafe(sessions.seal("e", "finished"), loop).result(10)
+        return found
+
+    monkeypatch.setattr(store, "episode_by_key", slow_load)
+    with pytest.raises(RequestError) as caught:
+        await sessions.by_key("key")
+    assert caught.value.code == "episode_sealed" and sessions.get("e") is None
+
+
+async def test_a_call_that_waits_for_its_turn_ends_with_its_episode(
+    store: Store, renderer: ChatRenderer, session: Session
+) -> None:
+    engine = ScriptedEngine(renderer, delay_s=30)
+    completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig(max_concurrent=1))
+    other = await Sessions(store).open(NewEpisode("other", "other"))
+    running = begin(completer, other)
+    await until(lambda: bool(engine.calls))
+    waiting = begin(completer, session)
+    await until(lambda: completer.waiting == 1)
+    session.end("finished")
+    with pytest.raises(RequestError) as caught:
+        await waiting.task
+    assert caught.value.code == "episode_sealed" and completer.waiting == 0
+    await hang_up(completer, other, running)
+    completer.close()
+
+
+async def test_a_call_does_not_wait_for_its_turn_for_ever(
+    store: Store, renderer: ChatRenderer, session: Session
+) -> None:
+    engine = ScriptedEngine(renderer, delay_s=30)
+    config = ProxyConfig(max_concurrent=1, generate_timeout_s=0.05)
+    completer = Completer(store=store, engine=engine, renderer=renderer, config=config)
+    admission = completer._admission
+    async with admission.slot():
+        with pytest.raises(RequestError) as caught:
+            await begin(completer, session).task
+    assert (caught.value.status, caught.value.code) == (503, "queue_timeout")
+    completer.close()
+
+
+async def test_the_agent_itself_is_known_after_a_restart(
+    completer: Completer, session: Session, store: Store
+) -> None:
+    await completer.call(session, replace(ASKED, session="main"), retry=Retry(), streamed=False).task
+    await completer.call(
+        session, replace(ASKED, session="sub", label="sub-agent/sub"), retry=Retry(), streamed=False
+    ).task
+    assert Session(*store.episode_by_key("hash")).main_session == "main"

@@ -192,7 +192,8 @@ async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path
     script = tmp_path / "agent.py"
     run = "asyncio.run(agents.good({'reward': 0.5}))"
     script.write_text(
-        f"import asyncio, sys; sys.path.insert(0, {str(AGENTS.parent)!r}); import rollout_agents as agents; {run}"
+        f"import asyncio, sys; sys.path.insert(0, {str(AGENTS.parent)!r})\n"
+        f"import rollout_agents as agents\n{run}"
     )
     outcome, episode = await attempts({"command": f"{sys.executable} {script}"})
     assert outcome.rewarded and rewards(episode) == {"return": 0.5}

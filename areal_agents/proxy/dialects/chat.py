@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.building import COMMENT, openai_error
@@ -62,7 +62,10 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
     for name in ("functions", "function_call"):
         if body.get(name):
             reading.unsupported(f"{name} is not supported: use tools", name)
-    if "audio" in (body.get("modalities") or ()):
+    modalities = body.get("modalities") or []
+    if not isinstance(modalities, list):
+        refuse(f"modalities must be a list, got {shown(modalities)}", "modalities")
+    if "audio" in modalities:
         reading.unsupported("this model writes text only", "modalities")
     tools = _tools(body.get("tools"))
     calls, named = _tool_choice(body.get("tool_choice"), tools)
@@ -136,10 +139,11 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         refuse(
-            f'tool_choice must be "auto", "none", "required" or name a function, got {value!r}', "tool_choice"
+            f'tool_choice must be "auto", "none", "required" or name a function, got {shown(value)}',
+            "tool_choice",
         )
     if name not in [tool["function"]["name"] for tool in tools]:
-        refuse(f"tool_choice names {name!r}, which is not among the tools", "tool_choice")
+        refuse(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
     return "required", name
 
 
@@ -155,7 +159,8 @@ def _output(value: Any) -> Grammar | None:
             refuse("response_format needs json_schema: {name, schema}", "response_format.json_schema")
         return reading.json_grammar(form.get("schema", {}), "response_format.json_schema.schema")
     return refuse(
-        f"response_format must be of type text, json_object or json_schema, got {value!r}", "response_format"
+        f"response_format must be of type text, json_object or json_schema, got {shown(value)}",
+        "response_format",
     )
 
 
@@ -203,7 +208,10 @@ def _message(item: Mapping[str, Any], index: int, call_id: str, tool_name: str) 
     wire_role = item.get("role")
     role: Any = _ROLES.get(wire_role) if isinstance(wire_role, str) else None
     if role is None:
-        refuse(f"role must be system, developer, user, assistant or tool, got {wire_role!r}", f"{where}.role")
+        refuse(
+            f"role must be system, developer, user, assistant or tool, got {shown(wire_role)}",
+            f"{where}.role",
+        )
     name = item.get("name")
     fields: dict[str, Any] = {"name": name if isinstance(name, str) else None}
     if role == "assistant":

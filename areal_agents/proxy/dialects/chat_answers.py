@@ -14,7 +14,6 @@ from openai.types.chat import (
     ChatCompletion,
     ChatCompletionChunk,
     ChatCompletionMessage,
-    ChatCompletionTokenLogprob,
 )
 from openai.types.chat import chat_completion as whole
 from openai.types.chat import chat_completion_chunk as piece
@@ -22,13 +21,13 @@ from openai.types.chat.chat_completion_message_function_tool_call import (
     ChatCompletionMessageFunctionToolCall,
     Function,
 )
-from openai.types.chat.chat_completion_token_logprob import TopLogprob
 from openai.types.completion_usage import CompletionUsage, PromptTokensDetails
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.dialects.building import DONE, event, model_name, openai_error, to_json, typed
+from areal_agents.proxy.dialects.token_texts import TokenTexts
 from areal_agents.proxy.request import CompletedTurn
 from areal_agents.rendering import Tokenizer
 
@@ -48,17 +47,20 @@ def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenize
                 index=index,
                 finish_reason=item.finish_reason,
                 message=_message(item.turn.reply),
-                logprobs=_logprobs(whole.ChoiceLogprobs, item.turn, tokenizer) if with_logprobs else None,
+                logprobs=None,
             )
             for index, item in enumerate(done)
         ],
         usage=_usage(done),
     )
-    if len(done) == 1:
+    if len(done) == 1 and not with_logprobs:
         return to_json(response)
     answer = orjson.loads(to_json(response))
     for choice, item in zip(answer["choices"], done, strict=True):
-        choice["turn_id"] = item.turn.id  # what a reward for this choice names
+        if with_logprobs:
+            choice["logprobs"] = _logprobs(item.turn, tokenizer)
+        if len(done) > 1:
+            choice["turn_id"] = item.turn.id  # what a reward for this choice names
     return orjson.dumps(answer)
 
 
@@ -81,15 +83,15 @@ class ChatStream:
     def start(self) -> bytes:
         """See `StreamWriter.start`."""
         deltas = [typed(piece.ChoiceDelta, role="assistant", content="") for _ in range(self._choices)]
-        return b"".join(self._chunk(choice, delta) for choice, delta in enumerate(deltas))
+        return b"".join(event(self._chunk(choice, delta)) for choice, delta in enumerate(deltas))
 
     def reasoning(self, choice: int, text: str) -> bytes:
         """See `StreamWriter.reasoning`."""
-        return self._chunk(choice, typed(piece.ChoiceDelta, reasoning_content=text))
+        return event(self._chunk(choice, typed(piece.ChoiceDelta, reasoning_content=text)))
 
     def content(self, choice: int, text: str) -> bytes:
         """See `StreamWriter.content`."""
-        return self._chunk(choice, typed(piece.ChoiceDelta, content=text))
+        return event(self._chunk(choice, typed(piece.ChoiceDelta, content=text)))
 
     def call(self, choice: int, call: ToolCall) -> bytes:
         """See `StreamWriter.call`."""
@@ -97,16 +99,18 @@ class ChatStream:
         self._calls[choice] += 1
         function = typed(piece.ChoiceDeltaToolCallFunction, name=call.name, arguments=call.arguments)
         item = typed(piece.ChoiceDeltaToolCall, index=index, id=call.id, type="function", function=function)
-        return self._chunk(choice, typed(piece.ChoiceDelta, tool_calls=[item]))
+        return event(self._chunk(choice, typed(piece.ChoiceDelta, tool_calls=[item])))
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
         """See `StreamWriter.finish`."""
         out = []
         for choice, item in enumerate(done):
-            logprobs = None
+            last = self._chunk(choice, typed(piece.ChoiceDelta), item.finish_reason)
             if self._with_logprobs:
-                logprobs = _logprobs(piece.ChoiceLogprobs, item.turn, self._tokenizer)
-            out.append(self._chunk(choice, typed(piece.ChoiceDelta), item.finish_reason, logprobs))
+                chunk = orjson.loads(last)
+                chunk["choices"][0]["logprobs"] = _logprobs(item.turn, self._tokenizer)
+                last = orjson.dumps(chunk)
+            out.append(event(last))
         if self._with_usage:
             out.append(event(to_json(self._response(choices=[], usage=_usage(done)))))
         return b"".join([*out, DONE])
@@ -115,11 +119,9 @@ class ChatStream:
         """See `StreamWriter.error`: OpenAI's clients raise on an event with an error."""
         return event(openai_error(refusal)) + DONE
 
-    def _chunk(
-        self, choice: int, delta: Any, finish_reason: str | None = None, logprobs: Any = None
-    ) -> bytes:
-        item = typed(piece.Choice, index=choice, delta=delta, finish_reason=finish_reason, logprobs=logprobs)
-        return event(to_json(self._response(choices=[item])))
+    def _chunk(self, choice: int, delta: Any, finish_reason: str | None = None) -> bytes:
+        item = typed(piece.Choice, index=choice, delta=delta, finish_reason=finish_reason, logprobs=None)
+        return to_json(self._response(choices=[item]))
 
     def _response(self, **fields: Any) -> ChatCompletionChunk:
         if self._with_usage:
@@ -163,23 +165,6 @@ def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
     )
 
 
-def _logprobs(kind: Any, turn: Turn, tokenizer: Tokenizer) -> Any:
+def _logprobs(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
     """The logprobs of a completion in OpenAI's shape; the alternatives only where they were asked for."""
-    completion = turn.completion
-    best = completion.top_logprobs or ((),) * len(completion)
-    content = [
-        typed(
-            ChatCompletionTokenLogprob,
-            top_logprobs=[typed(TopLogprob, **_token(*pair, tokenizer)) for pair in pairs],
-            **_token(token_id, logprob, tokenizer),
-        )
-        for token_id, logprob, pairs in zip(
-            completion.token_ids.tolist(), completion.logprobs.tolist(), best, strict=True
-        )
-    ]
-    return typed(kind, content=content, refusal=None)
-
-
-def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = tokenizer.decode([token_id])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"content": TokenTexts(tokenizer).entries(turn.completion), "refusal": None}

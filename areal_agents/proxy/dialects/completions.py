@@ -12,7 +12,7 @@ from openai.types.completion_usage import PromptTokensDetails
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.building import (
@@ -25,6 +25,7 @@ from areal_agents.proxy.dialects.building import (
     typed,
 )
 from areal_agents.proxy.dialects.reading import refuse, unsupported
+from areal_agents.proxy.dialects.token_texts import TokenTexts
 from areal_agents.proxy.request import RAW_TOOLS_ID, CompletedTurn, ModelRequest, SamplingWish
 from areal_agents.proxy.turn_ids import wire_id
 from areal_agents.rendering import Tokenizer
@@ -181,9 +182,9 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
     if isinstance(value, list) and value:
         for token_id in value:
             if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
-                refuse(f"a token id must be an integer of at least 0, got {token_id!r}", "prompt")
+                refuse(f"a token id must be an integer of at least 0, got {shown(token_id)}", "prompt")
         return tuple(value)
-    refuse(f"prompt must be a text or a list of token ids, and not empty, got {value!r}", "prompt")
+    refuse(f"prompt must be a text or a list of token ids, and not empty, got {shown(value)}", "prompt")
 
 
 def _completion(body: Mapping[str, Any], turn_id: str, created_at: float, **fields: Any) -> Completion:
@@ -216,17 +217,17 @@ def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> Logp
     """Every sampled token, the one that ends the text included; offsets are into `tokens`, joined."""
     if body.get("logprobs") is None:
         return None
-    completion = turn.completion
-    tokens = [tokenizer.decode([token_id]) for token_id in completion.token_ids.tolist()]
+    completion, texts = turn.completion, TokenTexts(tokenizer)
+    tokens = [texts.text(token_id) for token_id in completion.token_ids.tolist()]
     return typed(
         Logprobs,
         tokens=tokens,
         token_logprobs=completion.logprobs.tolist(),
-        top_logprobs=[_best(best, tokenizer) for best in completion.top_logprobs] or None,
+        top_logprobs=[_best(best, texts) for best in completion.top_logprobs] or None,
         text_offset=list(accumulate((len(token) for token in tokens[:-1]), initial=0)) if tokens else [],
     )
 
 
-def _best(best: Sequence[tuple[int, float]], tokenizer: Tokenizer) -> dict[str, float]:
+def _best(best: Sequence[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
     """Texts and logprobs; of tokens that read the same (parts of a character) the best one counts."""
-    return {tokenizer.decode([token_id]): logprob for token_id, logprob in reversed(best)}
+    return {texts.text(token_id): logprob for token_id, logprob in reversed(best)}

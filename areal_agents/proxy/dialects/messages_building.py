@@ -14,6 +14,7 @@ from anthropic.types import (
     InputJSONDelta,
     Message,
     MessageDeltaUsage,
+    MessageTokensCount,
     RawContentBlockDeltaEvent,
     RawContentBlockStartEvent,
     RawContentBlockStopEvent,
@@ -39,6 +40,11 @@ from areal_agents.proxy.turn_ids import handle_of, wire_id
 from areal_agents.rendering import Tokenizer
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+def count_json(tokens: int) -> bytes:
+    """The JSON of a `MessageTokensCount`."""
+    return to_json(typed(MessageTokensCount, input_tokens=tokens))
 
 
 def message(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) -> Message:

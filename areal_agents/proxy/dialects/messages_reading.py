@@ -12,6 +12,7 @@ from typing import Any
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message, ToolCall
+from areal_agents.errors import shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.memo import Group, MessageMemo
@@ -90,14 +91,14 @@ def _output(body: Mapping[str, Any]) -> Grammar | None:
     """The schema of `output_config.format`, or of the older `output_format`."""
     config = body.get("output_config")
     if config is not None and not isinstance(config, dict):
-        refuse(f"output_config must be an object, got {config!r}", "output_config")
+        refuse(f"output_config must be an object, got {shown(config)}", "output_config")
     where, form = "output_config.format", (config or {}).get("format")
     if form is None:
         where, form = "output_format", body.get("output_format")
     if form is None:
         return None
     if not isinstance(form, dict) or form.get("type") != "json_schema":
-        refuse(f'{where} must be of type "json_schema", got {form!r}', where)
+        refuse(f'{where} must be of type "json_schema", got {shown(form)}', where)
     return reading.json_grammar(form.get("schema"), f"{where}.schema")
 
 
@@ -111,10 +112,11 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     for index, tool in enumerate(value):
         where = f"tools.{index}"
         if not isinstance(tool, dict):
-            refuse(f"a tool must be an object, got {tool!r}", where)
+            refuse(f"a tool must be an object, got {shown(tool)}", where)
         if tool.get("type") not in (None, "custom"):
             unsupported(
-                f"only tools with an input_schema of their own are offered, got type {tool['type']!r}", where
+                f"only tools with an input_schema of their own are offered, got type {shown(tool['type'])}",
+                where,
             )
         if not isinstance(tool.get("name"), str) or not tool["name"]:
             refuse("a tool needs a name", f"{where}.name")
@@ -132,7 +134,7 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
     if value is None:
         return "auto", None, True
     if not isinstance(value, dict):
-        refuse(f"tool_choice must be an object, got {value!r}", "tool_choice")
+        refuse(f"tool_choice must be an object, got {shown(value)}", "tool_choice")
     parallel = not reading.flag(value, "disable_parallel_tool_use")
     match value.get("type"):
         case "auto":
@@ -146,10 +148,12 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
         case "tool":
             name = value.get("name")
             if name not in [tool["function"]["name"] for tool in tools]:
-                refuse(f"tool_choice names the tool {name!r}, which tools does not have", "tool_choice.name")
+                refuse(
+                    f"tool_choice names the tool {shown(name)}, which tools does not have", "tool_choice.name"
+                )
             return "required", name, parallel
         case kind:
-            refuse(f"tool_choice.type must be auto, any, tool or none, got {kind!r}", "tool_choice.type")
+            refuse(f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", "tool_choice.type")
 
 
 def _system(value: Any) -> tuple[Message, ...]:
@@ -178,7 +182,7 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
 def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
     """The messages that one of theirs stands for."""
     if not isinstance(item, dict):
-        refuse(f"a message must be an object, got {item!r}", where)
+        refuse(f"a message must be an object, got {shown(item)}", where)
     blocks = _blocks(item.get("content"), f"{where}.content")
     match item.get("role"):
         case "user":
@@ -188,7 +192,7 @@ def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
         case "assistant":
             return (_assistant(item, blocks, f"{where}.content"),)
         case role:
-            return refuse(f"role must be user, assistant or system, got {role!r}", f"{where}.role")
+            return refuse(f"role must be user, assistant or system, got {shown(role)}", f"{where}.role")
 
 
 def _append_reply(out: list[Message], message: Message) -> None:
@@ -221,7 +225,7 @@ def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> 
             case "tool_use":
                 calls.append(_call(block, at))
             case kind:
-                unsupported(f"an assistant message cannot have a block of type {kind!r} here", at)
+                unsupported(f"an assistant message cannot have a block of type {shown(kind)} here", at)
     return Message(
         "assistant",
         "".join(content),
@@ -278,10 +282,10 @@ def _blocks(content: Any, where: str) -> Sequence[Block]:
     if isinstance(content, str):
         return ({"type": "text", "text": content},)
     if not isinstance(content, list):
-        refuse(f"content must be a text or a list of blocks, got {content!r}", where)
+        refuse(f"content must be a text or a list of blocks, got {shown(content)}", where)
     for index, block in enumerate(content):
         if not isinstance(block, dict):
-            refuse(f"a block must be an object, got {block!r}", f"{where}.{index}")
+            refuse(f"a block must be an object, got {shown(block)}", f"{where}.{index}")
     return content
 
 
@@ -297,12 +301,12 @@ def _joined(placed: Iterable[tuple[Block, str]]) -> str:
 def _text_block(block: Block, where: str) -> str:
     kind = block.get("type", "text")
     if kind != "text":
-        unsupported(f"this model reads text only, got a block of type {kind!r}", where)
+        unsupported(f"this model reads text only, got a block of type {shown(kind)}", where)
     return _text(block, "text", where)
 
 
 def _text(block: Block, field: str, where: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        refuse(f"must be a text, got {value!r}", f"{where}.{field}")
+        refuse(f"must be a text, got {shown(value)}", f"{where}.{field}")
     return value

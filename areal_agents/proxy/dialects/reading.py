@@ -13,11 +13,12 @@ from typing import Any, NoReturn, TypeVar
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import tools_digest
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 
 T = TypeVar("T")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _MAX_CHOICES = 128
+_MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1_000
 
 
 def refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
@@ -44,7 +45,7 @@ def number(body: Mapping[str, Any], name: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(f"{name} must be a number, got {value!r}", name)
+        refuse(f"{name} must be a number, got {shown(value)}", name)
     return float(value)
 
 
@@ -52,7 +53,7 @@ def integer(body: Mapping[str, Any], name: str) -> int | None:
     """An integer, or None where it is absent or null."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        refuse(f"{name} must be an integer, got {value!r}", name)
+        refuse(f"{name} must be an integer, got {shown(value)}", name)
     return value
 
 
@@ -68,7 +69,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
     """A boolean; False where it is absent or null."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
-        refuse(f"{name} must be true or false, got {value!r}", name)
+        refuse(f"{name} must be true or false, got {shown(value)}", name)
     return bool(value)
 
 
@@ -87,10 +88,17 @@ def top_k(body: Mapping[str, Any]) -> int | None:
 
 
 def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
-    """Stop strings, given as a text or as a list of texts."""
+    """Stop strings, given as a text or as a list of texts.
+
+    They are bounded, since every piece of a streamed reply is searched for each of them.
+    """
     found = [value] if isinstance(value, str) and value else (value or [])
     if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
-        refuse(f"{param} must be a text or a list of texts, got {value!r}", param)
+        refuse(f"{param} must be a text or a list of texts, got {shown(value)}", param)
+    if len(found) > _MAX_STOPS:
+        refuse(f"{param} must be at most {_MAX_STOPS} texts, got {len(found)}", param)
+    if (longest := max(map(len, found), default=0)) > _MAX_STOP_CHARACTERS:
+        refuse(f"{param} must be at most {_MAX_STOP_CHARACTERS} characters each, got {longest}", param)
     return tuple(found)
 
 
@@ -111,7 +119,7 @@ def text_part(part: Any, where: str) -> str:
     if isinstance(part, dict):
         kind = part.get("type", "text")
         if kind not in _TEXT_PARTS:
-            refuse(f"this model reads text only, got a part of type {kind!r}", where)
+            refuse(f"this model reads text only, got a part of type {shown(kind)}", where)
         found = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(found, str):
         refuse("a text part needs a text", where)
@@ -131,7 +139,7 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
     if options is None:
         options = {}
     if not isinstance(options, dict):
-        refuse(f"chat_template_kwargs must be an object, got {options!r}", "chat_template_kwargs")
+        refuse(f"chat_template_kwargs must be an object, got {shown(options)}", "chat_template_kwargs")
     if "enable_thinking" in body:
         options = {**options, "enable_thinking": flag(body, "enable_thinking")}
     return options

@@ -12,7 +12,7 @@ import orjson
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.building import COMMENT, openai_error
@@ -20,6 +20,7 @@ from areal_agents.proxy.dialects.responses_events import ResponsesStream
 from areal_agents.proxy.dialects.responses_items import history_after, named_turn, read_items
 from areal_agents.proxy.dialects.responses_output import (
     ended_response,
+    logprobs,
     output_items,
     response,
     wants_logprobs,
@@ -63,7 +64,7 @@ class ResponsesDialect:
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
         """The JSON of the Response object."""
         [turn] = done
-        output = output_items(body, turn, tokenizer)
+        output = output_items(body, turn, logprobs(body, turn.turn.completion, tokenizer))
         return orjson.dumps(ended_response(body, turn.created_at, turn, output))
 
     def stream(
@@ -88,11 +89,11 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         if body.get(name):
             reading.unsupported(f"{name} is not supported: {advice}", name)
     if body.get("n") not in (None, 1):
-        reading.unsupported(f"n must be 1 in this API, got {body['n']!r}", "n")
+        reading.unsupported(f"n must be 1 in this API, got {shown(body['n'])}", "n")
     for name, kind in (("include", list), ("metadata", dict), ("reasoning", dict), ("text", dict)):
         if body.get(name) is not None and not isinstance(body[name], kind):
             expected = "a list" if kind is list else "an object"
-            reading.refuse(f"{name} must be {expected}, got {body[name]!r}", name)
+            reading.refuse(f"{name} must be {expected}, got {shown(body[name])}", name)
     tools = read_tools(body.get("tools"))
     _refuse_unanswerable(body)
     calls, named_tool = read_tool_choice(body.get("tool_choice"), tools)
@@ -183,5 +184,7 @@ def _output_grammar(text: Mapping[str, Any]) -> Grammar | None:
     if kind == "json_object":
         return reading.JSON_OBJECT
     if kind != "json_schema":
-        reading.refuse(f"text.format must be text, json_object or json_schema, got {form!r}", "text.format")
+        reading.refuse(
+            f"text.format must be text, json_object or json_schema, got {shown(form)}", "text.format"
+        )
     return reading.json_grammar(form.get("schema"), "text.format.schema")

@@ -96,7 +96,7 @@ class ResponsesStream:
         cut = turn.finish_reason == "length" and self._open == "message" and not turn.turn.reply.tool_calls
         tokens = logprobs(self._body, turn.turn.completion, self._tokenizer)
         out += self._close("incomplete" if cut else "completed", tokens)
-        output = output_items(self._body, turn, self._tokenizer)
+        output = output_items(self._body, turn, tokens)
         if [item["id"] for item in output] != [item["id"] for item in self._output]:
             output = self._output  # text after a call: another item than where it comes in one piece
         ended = ended_response(self._body, self._created_at, turn, output)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.responses_tools import custom_arguments, custom_input
 from areal_agents.proxy.turn_ids import turn_id_of, wire_id
@@ -139,19 +139,21 @@ class _Reader:
         elif kind == "item_reference":
             self._reference(item, where)
         elif kind not in _SETTINGS:
-            reading.unsupported(f"input items of type {kind!r} are not supported", f"{where}.type")
+            reading.unsupported(f"input items of type {shown(kind)} are not supported", f"{where}.type")
 
     def _message(self, item: Mapping[str, Any], where: str) -> None:
         role: Any = "system" if item.get("role") == "developer" else item.get("role")
         if role not in ("system", "user", "assistant"):
             reading.refuse(
-                f"role must be system, developer, user or assistant, got {item.get('role')!r}",
+                f"role must be system, developer, user or assistant, got {shown(item.get('role'))}",
                 f"{where}.role",
             )
         text = reading.text(item.get("content"), f"{where}.content")
         if role == "assistant":
-            if (thought := _INLINE_REASONING.match(text)) is not None:
-                self._reply("reasoning", named_turn(item)).reasoning.append(thought[1])
+            # Under an id of ours it is what was sampled, tags and all.
+            thought = None if named_turn(item) else _INLINE_REASONING.match(text)
+            if thought is not None:
+                self._reply("reasoning", "").reasoning.append(thought[1])
                 text = text[thought.end() :]
                 if not text:
                     return
@@ -178,7 +180,7 @@ class _Reader:
 
     def _custom_arguments(self, call_id: str, text: Any, where: str) -> str:
         if not isinstance(text, str):
-            reading.refuse(f"input must be a text, got {text!r}", f"{where}.input")
+            reading.refuse(f"input must be a text, got {shown(text)}", f"{where}.input")
         if self._recorded is None:
             replies = (turn.reply for turn in self._forest.turns)
             self._recorded = {call.id: call.arguments for reply in replies for call in reply.tool_calls}

@@ -14,6 +14,7 @@ from areal_agents.core.messages import ToolCall
 from areal_agents.proxy.dialects.building import model_name
 from areal_agents.proxy.dialects.responses_items import ItemKind, item_id
 from areal_agents.proxy.dialects.responses_tools import custom_input, custom_names
+from areal_agents.proxy.dialects.token_texts import TokenTexts
 from areal_agents.proxy.request import CompletedTurn
 from areal_agents.proxy.turn_ids import handle_of, wire_id
 from areal_agents.rendering import Tokenizer
@@ -85,8 +86,8 @@ def call_item(turn_id: str, index: int, call: ToolCall, custom: frozenset[str]) 
     return {**item, "arguments": call.arguments, "status": "completed"}
 
 
-def output_items(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) -> list[Item]:
-    """The output of a recorded turn: its reasoning, its text, its calls.
+def output_items(body: Mapping[str, Any], done: CompletedTurn, tokens: list[Item]) -> list[Item]:
+    """The output of a recorded turn: its reasoning, its text with the logprobs `tokens`, its calls.
 
     Without a call there is always a message, be it empty; the text that a length limit cut is incomplete.
     """
@@ -95,7 +96,7 @@ def output_items(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokeni
     if reply.reasoning:
         out.append(reasoning_item(turn_id, reply.reasoning, "completed"))
     if reply.content or not reply.tool_calls:
-        part = text_part(reply.content, logprobs(body, done.turn.completion, tokenizer))
+        part = text_part(reply.content, tokens)
         cut = done.finish_reason == "length" and not reply.tool_calls
         out.append(message_item(turn_id, [part], "incomplete" if cut else "completed"))
     custom = custom_names(body)
@@ -107,12 +108,7 @@ def logprobs(body: Mapping[str, Any], completion: Completion, tokenizer: Tokeniz
     """One entry for every sampled token of the reply, if the request includes them."""
     if not wants_logprobs(body):
         return []
-    best = completion.top_logprobs or ((),) * len(completion)
-    ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
-    return [
-        {**_token(token, value, tokenizer), "top_logprobs": [_token(*pair, tokenizer) for pair in top]}
-        for token, value, top in zip(ids, values, best, strict=True)
-    ]
+    return TokenTexts(tokenizer).entries(completion)
 
 
 def response(
@@ -166,8 +162,3 @@ def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     if tool["type"] != "function":
         return dict(tool)
     return {"description": None, "parameters": None, "strict": None, **tool}
-
-
-def _token(token_id: int, logprob: float, tokenizer: Tokenizer) -> Item:
-    text = tokenizer.decode([token_id])
-    return {"token": text, "bytes": list(text.encode()), "logprob": logprob}

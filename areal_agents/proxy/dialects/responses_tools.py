@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from areal_agents.errors import shown
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.request import CallPolicy
 
@@ -40,14 +41,16 @@ def read_tool_choice(
             reading.refuse("tool_choice required needs tools to choose from", where)
         return "required", None
     if not isinstance(value, dict):
-        reading.refuse(f"tool_choice must be auto, none, required or an object, got {value!r}", where)
+        reading.refuse(f"tool_choice must be auto, none, required or an object, got {shown(value)}", where)
     kind = value.get("type")
     if kind == "allowed_tools":
         return _allowed(value, names, where)
     if kind not in ("function", "custom"):
-        reading.unsupported(f"tool_choice of type {kind!r} is not supported: name a function", where)
+        reading.unsupported(f"tool_choice of type {shown(kind)} is not supported: name a function", where)
     if value.get("name") not in names:
-        reading.refuse(f"tool_choice names {value.get('name')!r}, and the tools are {names}", f"{where}.name")
+        reading.refuse(
+            f"tool_choice names {shown(value.get('name'))}, and the tools are {shown(names)}", f"{where}.name"
+        )
     return "required", value["name"]
 
 
@@ -78,7 +81,7 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         reading.unsupported(
-            f"tools of type {kind!r} are not supported: this server runs no tools of its own, "
+            f"tools of type {shown(kind)} are not supported: this server runs no tools of its own, "
             "only function and custom tools of the client are offered to the model",
             where,
         )

@@ -31,6 +31,7 @@ _logger = logging.getLogger(__name__)
 _HOP = "x-areal-agents-hop"  # a request: the run's secret; an answer: that the sender should look again
 _MOVED = "moved"
 _CONNECT_S = 5.0
+_RETRY_COUNT = b"x-stainless-retry-count"
 _GIVE_UP_S = 15.0  # a killed worker is back long before
 _RETRY_S = 0.05
 _LOOK_S = 0.5  # how often a waiting sender looks whether the owner still lives
@@ -92,8 +93,10 @@ class WorkerDoor:
                 return self._app
             if forwarded:
                 return Response(status_code=421, headers={_HOP: _MOVED})
-            if self._workers.is_up(index) and await self._siblings.forward(index, request, body, send):
-                return None
+            if self._workers.is_up(index):
+                if await self._siblings.forward(index, request, body, send):
+                    return None
+                _mark_as_retry(request)
             if request.scope["path"] == "/episodes":  # it may be open, and a second one would be too many
                 raise elsewhere("the worker that was to open the episode has ended")
             if time.monotonic() > give_up_at:
@@ -113,6 +116,14 @@ class WorkerDoor:
             headers=headers_of(refusal),
             media_type="application/json",
         )
+
+
+def _mark_as_retry(request: Request) -> None:
+    """Let a request count as a retry: what a worker that has died recorded for it must not be drawn twice."""
+    headers = [(name, value) for name, value in request.scope["headers"] if name != _RETRY_COUNT]
+    given = request.headers.get(_RETRY_COUNT.decode(), "")
+    headers.append((_RETRY_COUNT, given.encode() if given.isdecimal() and int(given) else b"1"))
+    request.scope["headers"] = headers
 
 
 class KeptBody:
