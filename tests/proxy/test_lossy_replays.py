@@ -1,4 +1,4 @@
-"""Agents that drop part of what they were told: over several turns, and across a root that a template makes."""
+"""Agents that drop part of what they were told: over several turns, and across a root of the template."""
 
 from __future__ import annotations
 
