@@ -43,7 +43,7 @@ from areal_agents.proxy.observe import CallRecord, Observer
 from areal_agents.proxy.passthrough import PassThrough
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
-from areal_agents.proxy.streaming import EventStream, events_of
+from areal_agents.proxy.streaming import EventStream, events_of, lists_many_tokens
 from areal_agents.rendering import ChatRenderer
 
 _logger = logging.getLogger(__name__)
@@ -226,7 +226,8 @@ class ModelCalls:
             served.body, served.asked, call.turn_ids, call.created_at, self._tokenizer
         )
         try:
-            async for part in events_of(call, writer, served.dialect, client.gone, self._config.keepalive_s):
+            keepalive_s = self._config.keepalive_s
+            async for part in events_of(call, served.asked, writer, served.dialect, client.gone, keepalive_s):
                 yield part
             error = ClientGone() if client.gone.done() else call.failure
         except Exception as failure:  # a bug of ours, after the stream has begun: told in the client's form
@@ -244,7 +245,11 @@ class ModelCalls:
                 raise ClientGone
             if call.failure is not None:
                 raise call.failure
-            answer = served.dialect.answer(served.body, call.task.result(), self._tokenizer)
+            done = call.task.result()
+            if lists_many_tokens(served.asked, done):
+                answer = await asyncio.to_thread(served.dialect.answer, served.body, done, self._tokenizer)
+            else:
+                answer = served.dialect.answer(served.body, done, self._tokenizer)
         except BaseException:
             self._leave(client, served, None, log=False)
             raise

@@ -53,6 +53,7 @@ class ModelRequest:
             response that continues this one does not inherit.
         raw_prompt: a text or token ids that are the prompt itself, without a chat template; the messages and
             `tools_id` RAW_TOOLS_ID stand for it then.
+        logprobs: whether the answer lists the tokens with their logprobs.
         label: who calls within the episode, for example a sub-agent.
         session: the session header of the call, "" for none.
     """
@@ -69,6 +70,7 @@ class ModelRequest:
     template_options: Mapping[str, Any] = field(default_factory=dict)
     has_instructions: bool = False
     raw_prompt: str | tuple[int, ...] | None = None
+    logprobs: bool = False
     label: str = ""
     session: str = ""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 from areal_agents.proxy.calls import Call, pieces_of
 from areal_agents.proxy.dialects.base import Dialect, StreamWriter
 from areal_agents.proxy.errors import as_request_error
+from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.rendering import Delta
 
 _LONGEST_SEND_S = 300.0
+_MOST_TOKENS_INLINE = 300  # at about 2 µs each
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -41,8 +43,21 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def lists_many_tokens(asked: ModelRequest, done: Sequence[CompletedTurn]) -> bool:
+    """Whether an answer with logprobs takes too long to be written on the event loop."""
+    if not asked.logprobs:
+        return False
+    listed = sum(len(item.turn.completion) for item in done) * (1 + asked.wish.top_logprobs)
+    return listed > _MOST_TOKENS_INLINE
+
+
 async def events_of(
-    call: Call, writer: StreamWriter, dialect: Dialect, gone: asyncio.Future[None], keepalive_s: float
+    call: Call,
+    asked: ModelRequest,
+    writer: StreamWriter,
+    dialect: Dialect,
+    gone: asyncio.Future[None],
+    keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
     """The events of a call, from its first piece to its end, or until the client has `gone`."""
     seen = 0
@@ -56,7 +71,10 @@ async def events_of(
         if pieces:
             yield b"".join(_written(writer, choice, delta) for choice, delta in pieces)
         if ended:
-            yield _ending(call, writer)
+            if call.failure is None and lists_many_tokens(asked, call.task.result()):
+                yield await asyncio.to_thread(_ending, call, writer)
+            else:
+                yield _ending(call, writer)
             return
 
 

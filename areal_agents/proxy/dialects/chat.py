@@ -81,6 +81,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         output=_output(body.get("response_format")),
         choices=reading.choices(body),
         template_options=options,
+        logprobs=bool(body.get("logprobs")),
         label=context.label,
     )
 

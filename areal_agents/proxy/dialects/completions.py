@@ -167,6 +167,7 @@ def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         ),
         choices=choices,
         raw_prompt=prompt,
+        logprobs=body.get("logprobs") is not None,
         label=context.label,
     )
 

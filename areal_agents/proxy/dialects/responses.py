@@ -110,6 +110,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         output=_output_grammar(body.get("text") or {}),
         template_options=options,
         has_instructions=has_instructions,
+        logprobs=wants_logprobs(body),
         label=context.label,
     )
 
