@@ -380,12 +380,13 @@ class CompletionsAgent(Agent):
     """Over /v1/completions: the conversation is a text."""
 
     dialect, many = "completions", True
+    limit = 300
 
     def body(self, options: dict[str, Any]) -> dict[str, Any]:
         return {
             "model": "policy",
             "prompt": (self.system or "") + "".join(self.items),
-            "max_tokens": 300,
+            "max_tokens": self.limit,
         } | options
 
     def hang_up(self, **options: Any) -> None:
