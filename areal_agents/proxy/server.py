@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import ctypes
 import gc
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store, StoreConfig
 
 __all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engine", "url_of"]
+
+_logger = logging.getLogger(__name__)
 
 _GRACEFUL_SHUTDOWN_S = 5
 _M_ARENA_MAX = -8  # as in malloc.h
@@ -85,7 +88,9 @@ def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
     options = dict(config.template_options)
     if config.reasoning == "keep":
         options["thinking_retention"] = "all"
-    return ChatRenderer.from_folder(model, family=config.family, options=options)
+    renderer = ChatRenderer.from_folder(model, family=config.family, options=options)
+    _logger.info("chat format: %s", renderer.describe())
+    return renderer
 
 
 def serve_with_engine(

@@ -92,6 +92,11 @@ class ChatRenderer:
         config = renderer_config(path, family=family, options=merged)
         return self._made(self.tokenizer, config, path, family, merged)
 
+    def describe(self) -> str:
+        """The chat format, and for a template that was proven here, after which messages it is extended."""
+        describe = getattr(self._format, "describe", None)
+        return f"{self.family} of the renderers library" if describe is None else describe()
+
     def render(
         self,
         messages: Sequence[Message],

@@ -208,3 +208,8 @@ def test_a_streamed_reply_of_a_template_is_the_whole_reply(qwen25: ChatRenderer)
     deltas = [delta for token in ids.tolist() for delta in stream.feed([token])] + stream.finish()
     assert "".join(delta.text for delta in deltas if delta.kind == "content") == "I look <b> 漢字."
     assert [delta.call.arguments for delta in deltas if delta.call] == ['{"a": "é"}']
+
+
+def test_a_renderer_says_what_it_can_extend() -> None:
+    assert "tool" in ChatRenderer.from_folder(qwen_folder("qwen2")).describe()
+    assert ChatRenderer.from_folder(qwen_folder("qwen3")).describe() == "qwen3 of the renderers library"
