@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -166,3 +167,11 @@ def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
     np.testing.assert_array_equal(whole[trajectory.sampled_mask], sampled)
     logprobs = np.concatenate([turn.completion.logprobs for turn in trajectory.turns])
     np.testing.assert_array_equal(trajectory.behavior_logprobs[trajectory.sampled_mask], logprobs)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    """Wait for what other threads do; an assertion error after ten seconds."""
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +63,6 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 def proxy(running: RunningProxy) -> RunningProxy:
     running.engine.reset()
     return running
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other threads do; an assertion error after ten seconds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def as_compared(replies: list[Reply]) -> list[Any]:

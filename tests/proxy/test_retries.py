@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from agents_support import AGENTS, CompletionsAgent
 from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
-from record_support import ObservedEngine, check_invariant
+from record_support import ObservedEngine, check_invariant, until
 
 from areal_agents.algorithms.credit import is_trained
 from areal_agents.errors import EngineUnavailable
@@ -37,14 +36,6 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 def proxy(running: RunningProxy) -> RunningProxy:
     running.engine.reset()
     return running
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other threads do; an assertion error after ten seconds."""
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def chat_path(episode: dict[str, Any]) -> str:
