@@ -193,6 +193,26 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("export")
+def export_model(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="A run's folder (its latest checkpoint), or a checkpoint.", metavar="RUN_OR_CHECKPOINT"
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder to write.", metavar="OUT")],
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the initial model.")
+    ] = None,
+) -> None:
+    """Write a checkpoint as a plain Hugging Face folder, adapters merged."""
+    from areal_agents.training.export import export
+
+    checkpoint = export(source, out, dtype=dtype)
+    Console().print(f"{checkpoint} is now a model in {out}", soft_wrap=True, highlight=False)
+
+
 @bench_app.command("engine")
 def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
@@ -210,6 +230,17 @@ def bench_proxy(
 ) -> None:
     """CPU per call, memory and latency of the proxy, beside a bare pass-through and LiteLLM's proxy."""
     from areal_agents.bench.proxy import run
+
+    run(json=as_json, quick=quick)
+
+
+@bench_app.command("trainer")
+def bench_trainer(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
+) -> None:
+    """Speed and memory of the trainer, beside a padded Hugging Face loop and TRL's GRPO step."""
+    from areal_agents.bench.trainer import run
 
     run(json=as_json, quick=quick)
 

@@ -85,7 +85,7 @@ class Client:
             index: which member; an index whose earlier attempt failed is a retry.
             split: "train" or "eval"; evaluation is never trained on.
             metadata: anything JSON, to find the episode again.
-            limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `time_s`.
+            limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `context_tokens`, `time_s`.
             sampling: parameters that replace what the agent asks for.
         """
         body = _opening(task, group, group_size, index, split, metadata, limits, sampling)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,10 @@ class Config(BaseModel):
     seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
     run_dir: str = Field(default="", description="Folder of the run; empty: runs/<name>-seed<seed>.")
     model: str = Field(description="Hugging Face folder of the initial weights.")
-    agent: str | dict[str, str] = Field(description="module:function, file.py:function, or {command: ...}.")
+    agent: str | dict[str, str] = Field(
+        default="",
+        description="module:function, file.py:function, or {command: ...}; not needed with data.episodes.",
+    )
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; run by --ablate-tool."
     )
@@ -48,13 +51,88 @@ class Config(BaseModel):
     store: StoreConfig = Field(default_factory=StoreConfig)
 
     @model_validator(mode="after")
-    def _check_model(self) -> Config:
+    def _check(self) -> Config:
         if not (Path(self.model) / "config.json").is_file():
             raise ValueError(
                 f"model: {self.model} is not a Hugging Face model folder (no config.json in it); "
                 "give the path of a downloaded model"
             )
+        faults = [*_episode_faults(self), *_model_faults(self), *_algorithm_faults(self)]
+        if faults:
+            raise ValueError("\n  ".join(faults))
         return self
+
+
+def _episode_faults(config: Config) -> Iterator[str]:
+    """What is wrong about where episodes come from."""
+    recorded = config.data.episodes
+    if not recorded and not config.agent:
+        yield "'agent' is required, unless data.episodes names recorded episodes to train on"
+    if config.eval is not None and not config.eval.data.path:
+        yield "eval.data: evaluation runs tasks (path), not recorded episodes"
+    if not recorded:
+        return
+    if config.eval is not None:
+        yield (
+            "eval: training on data.episodes starts no engine to evaluate with; leave eval out (eval=null), "
+            "and evaluate the result with areal-agents eval CONFIG --model RUN/final"
+        )
+    if config.data.epochs is not None:
+        yield "data.epochs: training on data.episodes lasts for trainer.steps; leave data.epochs out"
+    if "://" not in recorded and not Path(recorded).exists():
+        yield f"data.episodes: there is no store {recorded}; give a store.db, a run's folder, or a URL"
+    elif Path(recorded).is_dir() and not (Path(recorded) / "store.db").is_file():
+        yield f"data.episodes: {recorded} is a folder without a store.db"
+
+
+def _model_faults(config: Config) -> Iterator[str]:
+    """What is wrong about the critic, the reference policy, and how checkpoints are judged."""
+    trainer, algorithm = config.trainer, config.algorithm
+    wanted = (
+        ("critic_model", trainer.critic_model, algorithm.needs_critic, "trains no critic (estimator: gae)"),
+        ("reference_model", trainer.reference_model, algorithm.needs_reference,
+         "has no reference policy (kl_in: reward or loss, or dpo)"),
+    )  # fmt: skip
+    for name, path, needed, without in wanted:
+        if path and not needed:
+            yield f"trainer.{name}: the algorithm {algorithm.preset} {without}; leave it out"
+        elif path and not (Path(path) / "config.json").is_file():
+            yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
+    if trainer.best_metric == "heldout" and (config.eval is None or config.eval.every is None):
+        yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
+    if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
+        yield f"trainer.critic_lr: {algorithm.preset} learns from its critic, which would never learn at 0"
+
+
+def _algorithm_faults(config: Config) -> Iterator[str]:
+    """What the algorithm asks of the ranks and of the groups that the config does not give it."""
+    trainer, algorithm = config.trainer, config.algorithm
+    by_sequence = {
+        f"policy_loss: {algorithm.policy_loss}": algorithm.policy_loss == "gspo",
+        f"correction_level: {algorithm.correction_level}": algorithm.correction_level != "token",
+        f"veto: {algorithm.veto}": algorithm.veto is not None,
+    }
+    if trainer.context_parallel > 1:
+        for part, needs_sequences in by_sequence.items():
+            if needs_sequences:
+                yield (
+                    f"trainer.context_parallel: {trainer.context_parallel} spreads a sequence over ranks, "
+                    f"and algorithm.{part} needs whole ones; use 1, or a part that looks at single tokens"
+                )
+    if config.data.episodes or config.rollout.group_size > 1:
+        return
+    alone = "rollout.group_size: 1 leaves an episode without others to be compared with, "
+    if algorithm.policy_loss == "dpo":
+        yield alone + "and dpo needs pairs; use at least 2"
+    elif algorithm.estimator == "group":
+        parts = {
+            "advantage_mean: group": algorithm.advantage_mean == "group",
+            "advantage_std: group": algorithm.advantage_std == "group",
+            "leave_one_out": algorithm.leave_one_out,
+            "drop_equal_groups": algorithm.drop_equal_groups,
+        }
+        for part in (name for name, used in parts.items() if used):
+            yield alone + f"and with algorithm.{part} nothing is ever trained; use at least 2"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -85,7 +163,20 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not config.run_dir:
         run_dir = Path.cwd() / "runs" / f"{config.name}-seed{config.seed}"
         config = config.model_copy(update={"run_dir": str(run_dir)})
+    if _records_itself(config):
+        raise ConfigError(
+            f"{path}:\n  data.episodes: {config.data.episodes} is this run's own; training on it would go on "
+            "with that run and write to its store; choose another folder with run_dir=..."
+        )
     return config
+
+
+def _records_itself(config: Config) -> bool:
+    """Whether the recorded episodes to train on are those of the run folder that is written to."""
+    recorded, own = config.data.episodes, Path(config.run_dir).resolve()
+    if not recorded:
+        return False
+    return recorded == config.store.url or Path(recorded).resolve() in (own, own / "store.db")
 
 
 def validate_config(tree: Mapping[str, Any], *, source: str) -> Config:
@@ -144,13 +235,19 @@ def _nest(key: Sequence[str], value: Any) -> dict[str, Any]:
 def _set(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) -> None:
     for part in key[:-1]:
         nested = nested[part]
+        if part == "algorithm" and isinstance(tree.get(part), str):  # a preset's name is short for this
+            tree[part] = {"preset": tree[part]}
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
     tree[key[-1]] = nested[key[-1]]
 
 
-_PATH_KEYS = (("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("eval", "data", "path"))
+_PATH_KEYS = (
+    ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
+    ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
+)  # fmt: skip
+_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model")
 
 
 def _with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -160,7 +257,7 @@ def _with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
         for part in parents:
             node = node.get(part) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str):
-            node[leaf] = _absolute(node[leaf], base, always=leaf in ("model", "run_dir"))
+            node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
     return out
 
 
@@ -194,6 +291,8 @@ def _explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 def _known_keys(model: type[BaseModel], location: Iterable[str]) -> list[str]:
     for part in location:
+        if part.isdigit():  # a place in a list of what the part before it names
+            continue
         field = model.model_fields.get(part)
         inner = _model_in(field.annotation) if field else None
         if inner is None:

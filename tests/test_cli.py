@@ -87,6 +87,7 @@ def test_a_taken_port_is_named(proxy: str) -> None:
         (["train", "nowhere.yaml"], "there is no config file nowhere.yaml"),
         (["train", str(EXAMPLE / "config.yaml"), "trainer.stpes=3"], "did you mean 'trainer.steps'?"),
         (["eval", str(EXAMPLE / "config.yaml"), "eval=null"], "no eval.data"),
+        (["export", "nowhere", "out"], "nowhere is neither a checkpoint"),
     ],
 )
 def test_mistakes_get_one_clear_message(arguments: list[str], message: str, tmp_path: Path) -> None:

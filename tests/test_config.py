@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from areal_agents.algorithms.presets import PRESETS
 from areal_agents.config import load_config, proxy_config, save_config
 from areal_agents.errors import ConfigError
 
@@ -78,6 +79,23 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("trainer.steps=[", "not valid YAML"),
         ("model=nowhere", "not a Hugging Face model folder"),
         ("engine.kind=sglang", "urls"),
+        ("data.path=null", "data.path"),
+        ("data={seed: 1}", "data: path (of tasks) or episodes (a store of recorded ones) is required"),
+        ("agent=''", "'agent' is required"),
+        ("algorithm=grop", "did you mean 'grpo'?"),
+        ("algorithm=null", "algorithm: expected the name of a preset or a mapping of settings, got None"),
+        ("algorithm={policy_loss: dpo}", "estimator"),
+        ("rollout.group_size=1", "rollout.group_size: 1 leaves an episode without others"),
+        ("trainer.critic_model=model", "trainer.critic_model: the algorithm decoupled_ppo trains no critic"),
+        ("trainer.reference_model=model", "the algorithm decoupled_ppo has no reference policy"),
+        ("data.episodes=nowhere.db", "data.episodes: there is no store nowhere.db"),
+        ("trainer.replicas=2", "ranks must be a multiple of replicas × context_parallel, got 1 and 2 × 1"),
+        ("trainer.activation_checkpointing=0", "activation_checkpointing must be off, full or a number"),
+        ("trainer.lora.rank=0", "trainer.lora.rank"),
+        ("trainer.lora.dropout=0.1", "trainer.lora.dropout"),
+        ("trainer.best_metric=heldout", "heldout needs evaluations beside training; give eval.every"),
+        ("trainer.trackers=[tensorbord]", "trainer.trackers.0"),
+        ("rollout.context_stages=[{max_token: 9}]", "did you mean 'rollout.context_stages.0.max_tokens'?"),
     ],
 )
 def test_faults_are_named(minimal: Path, override: str, message: str) -> None:
@@ -104,3 +122,71 @@ def test_what_is_saved_loads_as_the_same_tree(minimal: Path, tmp_path: Path) -> 
 def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
     with pytest.raises(ConfigError, match="does not begin with ep-"):
         proxy_config([setting])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algorithm=ppo", "trainer.critic_lr=0"], "trainer.critic_lr: ppo learns from its critic"),
+        (["algorithm=ppo", "trainer.critic_model=nowhere"], "nowhere is not a Hugging Face model folder"),
+        (["algorithm=grpo", "trainer.reference_model=nowhere"], "trainer.reference_model"),
+        (["algorithm=gspo", "trainer.ranks=2", "trainer.context_parallel=2"],
+         "trainer.context_parallel: 2 spreads a sequence over ranks, and algorithm.policy_loss: gspo"),
+        (["algorithm.veto=1e-4", "trainer.ranks=2", "trainer.context_parallel=2"], "algorithm.veto: 0.0001"),
+        (["algorithm=dpo", "rollout.group_size=1"], "dpo needs pairs"),
+        (["trainer.lora={}", "trainer.optimizer=muon"], "use optimizer: adamw"),
+        (["data.episodes=store.db", "eval.data.path=x"], "eval: training on data.episodes starts no engine"),
+        (["eval={data: {episodes: store.db}}"], "eval.data: evaluation runs tasks (path)"),
+        (["data.episodes=store.db", "data.epochs=2"], "data.epochs: training on data.episodes lasts"),
+        (["data.episodes=empty"], "is a folder without a store.db"),
+    ],
+)  # fmt: skip
+def test_combinations_across_sections_are_refused_with_the_reason(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
+) -> None:
+    monkeypatch.chdir(minimal.parent)
+    (minimal.parent / "store.db").touch()
+    (minimal.parent / "empty").mkdir()
+    with pytest.raises(ConfigError) as caught:
+        load_config(minimal, overrides)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_an_algorithm_is_named_by_a_plain_string(minimal: Path, tmp_path: Path, name: str) -> None:
+    config = load_config(minimal, [f"algorithm={name}"])
+    assert config.algorithm.preset == name
+    save_config(config, tmp_path / "saved.yaml")  # what every process of the run reads
+    assert load_config(tmp_path / "saved.yaml") == config
+    changed = load_config(minimal, [f"algorithm={name}", "algorithm.minibatches=3"]).algorithm
+    assert (changed.preset, changed.minibatches) == (name, 3)
+
+
+def test_recorded_episodes_need_no_agent(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(minimal.parent)
+    (minimal.parent / "store.db").touch()
+    config = load_config(minimal, ["data={episodes: store.db}", "agent=''", "algorithm=sft"])
+    assert config.data.episodes == str(minimal.parent / "store.db")
+    again = load_config(minimal, ["data.episodes=postgresql://host/db", "rollout.group_size=1"])
+    assert again.data.episodes == "postgresql://host/db"
+
+
+@pytest.mark.parametrize("recorded", ["run", "run/store.db"])
+def test_a_run_does_not_train_on_its_own_store(
+    minimal: Path, monkeypatch: pytest.MonkeyPatch, recorded: str
+) -> None:
+    monkeypatch.chdir(minimal.parent)
+    (minimal.parent / "run").mkdir()
+    (minimal.parent / "run" / "store.db").touch()
+    settings = [f"data.episodes={recorded}", "algorithm=sft"]
+    with pytest.raises(ConfigError, match="is this run's own; .* choose another folder with run_dir="):
+        load_config(minimal, [*settings, "run_dir=run"])
+    assert load_config(minimal, [*settings, "run_dir=other"]).data.episodes.endswith(recorded)
+
+
+def test_models_of_critic_and_reference_are_paths(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(minimal.parent)
+    ppo = load_config(minimal, ["algorithm=ppo", "trainer.critic_model=model"])
+    assert ppo.trainer.critic_model == str(minimal.parent / "model")
+    grpo = load_config(minimal, ["algorithm=grpo", "trainer.reference_model=model"])
+    assert grpo.trainer.reference_model == str(minimal.parent / "model")

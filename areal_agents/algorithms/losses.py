@@ -1,171 +1,138 @@
-"""Policy losses over the selected tokens of a micro-batch.
+"""The loss of a micro-batch, composed of its parts as the algorithm's settings say.
 
-Every loss is a sum over tokens divided by a global count that the caller gives, so that the
-gradient does not depend on how a batch was cut into micro-batches or spread over ranks. Log-ratios
-are float32, and masked before the exponential.
+A loss is a share: Σ_t c_t · l_t with coefficients over the whole minibatch, so that micro-batches and
+ranks add up and the gradient does not depend on how the minibatch was cut.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.corrections import Correction, correct, uncorrected
+from areal_agents.algorithms.kl import kl_estimate
+from areal_agents.algorithms.loss_statistics import MAXIMA, SUMS, LossStatistics, measure
+from areal_agents.algorithms.policy_losses import TokenLosses, cispo, gspo, likelihood, ppo, sapo
+from areal_agents.algorithms.ratios import Sequences, log_ratio, widen
 
-SUMS = (
-    "tokens",
-    "loss",
-    "clipped_low",
-    "clipped_high",
-    "kl_k1",
-    "kl_k3",
-    "weight",
-    "weight_squared",
-    "weight_capped",
-    "abs_diff",
-    "on_policy_tokens",
-    "on_policy_abs_diff",
-    "entropy",
-)
-MAXIMA = ("abs_diff_max", "on_policy_abs_diff_max")
+__all__ = ["MAXIMA", "SUMS", "LossStatistics", "policy_loss"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LossStatistics:
-    """Statistics that add up over micro-batches and ranks.
-
-    Attributes:
-        sums: [len(SUMS)] float64, in the order of `SUMS`: number of tokens; loss before the
-            division; tokens whose ratio was clipped below and above; k1 and k3 estimates of
-            KL(behavior, current); the weight w, w², and how often it was capped;
-            |proximal − behavior| logprob, and the same on tokens of the trainer's own version
-            (there it is the numerical difference between engine and trainer); entropy.
-        maxima: [len(MAXIMA)] float64, in the order of `MAXIMA`.
-    """
-
-    sums: Tensor
-    maxima: Tensor
-
-    @classmethod
-    def zero(cls, device: torch.device | str = "cpu") -> LossStatistics:
-        """Statistics of no tokens."""
-        return cls(
-            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
-            torch.zeros(len(MAXIMA), dtype=torch.float64, device=device),
-        )
-
-    def __add__(self, other: LossStatistics) -> LossStatistics:
-        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
-
-    def as_dict(self) -> dict[str, float]:
-        """Every sum and maximum by name."""
-        values = [*self.sums.tolist(), *self.maxima.tolist()]
-        return dict(zip((*SUMS, *MAXIMA), values, strict=True))
-
-
-def decoupled_ppo_loss(
+def policy_loss(
     current: Tensor,
+    *,
     proximal: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    mask: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    weight_cap: float,
-    denominator: float,
-    on_policy: Tensor | None = None,
+    loss_weights: Tensor,
+    sequence_ids: Tensor,
+    algorithm: AlgorithmConfig,
+    reference: Tensor | None = None,
     entropy: Tensor | None = None,
+    on_policy: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
-    """Decoupled PPO with a capped weight: arXiv 2505.24298, eq. 5 (after arXiv 2110.00641).
+    """The share of the loss that these tokens have.
 
-        loss = − Σ_t m_t · min(w_t, cap) · min(u_t Â_t, clip(u_t, 1 − ε_low, 1 + ε_high) Â_t) / denominator
-        w_t  = sg(π_prox / μ)          u_t = π_θ / sg(π_prox)
+        loss = Σ_t c_t k_t (w_t ℓ_t + β KL_t − α H_t)
 
-    The weight is always applied; the cap truncates it, so a capped token stays in the sum and in
-    the denominator. Log-ratios are clamped to ±20.
+    with c the normalisation, k 0 for a token that is rejected or not kept, w the off-policy weight
+    π_prox/μ (1 for SFT and DPO), ℓ the policy loss, β the KL coefficient if the KL is in the loss and
+    α the entropy coefficient. By default this is decoupled PPO with a capped weight: arXiv 2505.24298,
+    eq. 5. All tokens given are trained; a token out of `keep` counts for nothing, whatever its arrays
+    hold. c is fixed beforehand, so tokens rejected or not kept stay in the denominator.
 
     Args:
-        current: [N] logprobs under the weights being trained; the only input with a gradient.
+        current: [N] logprobs under the weights being trained, with a gradient.
         proximal: [N] logprobs under the weights when the batch began (detached here).
         behavior: [N] logprobs under the policy that sampled each token.
-        advantages: [N]; mask: [N] bool, tokens outside it count for nothing.
-        denominator: number of trained tokens over all micro-batches and ranks, > 0.
+        advantages: [N]; 1 for SFT, the coefficients of `dpo` for DPO.
+        loss_weights: [N] c_t, see `normalization.loss_weights`.
+        sequence_ids: [N] int64; tokens of one TrainingSample share one, and no micro-batch splits it.
+        reference: [N] logprobs under the reference policy; needed if the KL is in the loss.
+        entropy: [N] of the current policy; with a gradient if the entropy coefficient is not 0.
         on_policy: [N] bool, tokens that the trainer's own version sampled, for the statistics.
-        entropy: [N] of the current policy, for the statistics.
+        keep: [N] bool, the mask of `m2po`.
 
     Returns:
-        The loss, a float32 scalar (a share: micro-batches and ranks add up), and its statistics.
+        The loss, a scalar (float32 for half and single precision), and its statistics.
 
     Raises:
-        ValueError: shapes that differ, or a denominator that is not positive.
+        ValueError: shapes that differ, or a reference or entropy that the settings need and is missing.
     """
-    shapes = {tuple(t.shape) for t in (current, proximal, behavior, advantages, mask)}
-    if len(shapes) != 1:
-        raise ValueError(f"expected arrays of one shape, got {sorted(shapes)}")
-    if not denominator > 0:
-        raise ValueError(f"the denominator must be positive, got {denominator}")
-    zero = torch.zeros((), dtype=torch.float32, device=current.device)
-    proximal, behavior = proximal.detach().float(), behavior.float()
-    log_weight = torch.where(mask, proximal - behavior, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    log_ratio = torch.where(mask, current.float() - proximal, zero).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    advantages = torch.where(mask, advantages.float(), zero)
-    weight, ratio = log_weight.exp(), log_ratio.exp()
-    unclipped = ratio * advantages
-    clipped = ratio.clamp(1 - clip_low, 1 + clip_high) * advantages
-    objective = weight.clamp(max=weight_cap) * torch.minimum(unclipped, clipped)
-    loss = -torch.where(mask, objective, zero).sum() / denominator
+    optional = [t for t in (reference, entropy, on_policy, keep) if t is not None]
+    _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, *optional)
+    if algorithm.kl_in == "loss" and reference is None:
+        raise ValueError("a KL in the loss needs the logprobs of the reference policy, got none")
+    if algorithm.entropy_coefficient and entropy is None:
+        raise ValueError("an entropy coefficient needs the entropies of the current policy, got none")
+    keep = torch.ones_like(current, dtype=torch.bool) if keep is None else keep
+    sequences = Sequences.of(sequence_ids, keep=keep)
+    proximal = proximal.detach()
+    log_weight = log_ratio(proximal, behavior, keep=keep).detach()
+    log_u = log_ratio(current, proximal, keep=keep)
+    logprobs, advantages = _masked(current, keep), _masked(advantages, keep)
+
+    correction = _correction(log_weight, sequences, algorithm)
+    policy = _token_losses(log_u, logprobs, advantages, sequences, algorithm)
+    weighted = correction.weight * policy.values
+    total = weighted
+    kl = None
+    if reference is not None:
+        kl = kl_estimate(current, reference, estimator=algorithm.kl_estimator, keep=keep)
+        if algorithm.kl_in == "loss":
+            total = total + algorithm.kl_coefficient * kl
+    if algorithm.entropy_coefficient and entropy is not None:
+        total = total - algorithm.entropy_coefficient * _masked(entropy, keep)
+    trained = keep & ~correction.rejected
+    loss = (loss_weights * torch.where(trained, total, torch.zeros_like(total))).sum()
     with torch.no_grad():
-        statistics = _statistics(
-            log_ratio, log_weight, weight, unclipped, clipped, advantages, mask, objective,
-            weight_cap=weight_cap, on_policy=on_policy, entropy=entropy,
+        statistics = measure(
+            weighted, log_u, log_weight, correction, policy, sequences,
+            kl=kl, entropy=entropy, on_policy=on_policy,
         )  # fmt: skip
     return loss, statistics
 
 
-def _statistics(
-    log_ratio: Tensor,
-    log_weight: Tensor,
-    weight: Tensor,
-    unclipped: Tensor,
-    clipped: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    objective: Tensor,
-    *,
-    weight_cap: float,
-    on_policy: Tensor | None,
-    entropy: Tensor | None,
-) -> LossStatistics:
-    log_current_over_behavior = log_ratio + log_weight
-    k3 = torch.expm1(log_current_over_behavior) - log_current_over_behavior
-    is_clipped = clipped < unclipped
-    abs_diff = log_weight.abs()
-    own = mask if on_policy is None else mask & on_policy
-    no_entropy = torch.zeros_like(log_ratio)
+def _check_shapes(*tensors: Tensor) -> None:
+    shapes = {tuple(t.shape) for t in tensors}
+    if len(shapes) != 1:
+        raise ValueError(f"expected arrays of one shape, got {sorted(shapes)}")
 
-    def total(values: Tensor, where: Tensor = mask) -> Tensor:
-        return torch.where(where, values.double(), 0.0).sum()
 
-    def largest(where: Tensor) -> Tensor:
-        return torch.cat([abs_diff[where].double(), no_entropy.new_zeros(1, dtype=torch.float64)]).amax()
+def _masked(values: Tensor, keep: Tensor) -> Tensor:
+    values = widen(values)
+    return torch.where(keep, values, torch.zeros_like(values))
 
-    sums = {
-        "tokens": mask.sum().double(),
-        "loss": -total(objective),
-        "clipped_low": total(is_clipped & (advantages < 0)),
-        "clipped_high": total(is_clipped & (advantages > 0)),
-        "kl_k1": -total(log_current_over_behavior),
-        "kl_k3": total(k3),
-        "weight": total(weight.clamp(max=weight_cap)),
-        "weight_squared": total(weight.clamp(max=weight_cap) ** 2),
-        "weight_capped": total(weight > weight_cap),
-        "abs_diff": total(abs_diff),
-        "on_policy_tokens": own.sum().double(),
-        "on_policy_abs_diff": total(abs_diff, own),
-        "entropy": total(no_entropy if entropy is None else entropy),
-    }
-    maxima = [largest(mask), largest(own)]
-    return LossStatistics(torch.stack([sums[name] for name in SUMS]), torch.stack(maxima))
+
+def _correction(log_weight: Tensor, sequences: Sequences, algorithm: AlgorithmConfig) -> Correction:
+    if algorithm.is_supervised:
+        return uncorrected(log_weight, sequences)
+    return correct(
+        log_weight,
+        sequences,
+        level=algorithm.correction_level,
+        action=algorithm.correction_action,
+        cap=algorithm.weight_cap,
+        floor=algorithm.weight_floor,
+        veto=algorithm.veto,
+    )
+
+
+def _token_losses(
+    log_u: Tensor, logprobs: Tensor, advantages: Tensor, sequences: Sequences, algorithm: AlgorithmConfig
+) -> TokenLosses:
+    low, high = algorithm.clip_low, algorithm.clip_high
+    match algorithm.policy_loss:
+        case "ppo":
+            return ppo(log_u, advantages, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
+        case "gspo":
+            return gspo(log_u, advantages, sequences, clip_low=low, clip_high=high)
+        case "cispo":
+            return cispo(log_u, logprobs, advantages, clip_low=low, clip_high=high)
+        case "sapo":
+            positive, negative = algorithm.sapo_tau_positive, algorithm.sapo_tau_negative
+            return sapo(log_u, advantages, tau_positive=positive, tau_negative=negative)
+        case "sft" | "dpo":
+            return likelihood(logprobs, advantages)

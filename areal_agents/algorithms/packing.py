@@ -1,4 +1,4 @@
-"""Samples packed into micro-batches by a token budget, as many on every rank.
+"""Samples packed into micro-batches by a token budget, as many on every rank, of about equal cost.
 
 A micro-batch keeps apart what the model reads (the token tree, [T]) and what the loss needs (one
 entry per trained token, [N], pointing at the row whose output predicts it). A row that several
@@ -7,19 +7,26 @@ samples share can carry several entries, so sharing never changes which tokens a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from areal_agents.algorithms.token_tree import Segment, TokenTree, build_tree, common_prefix, prefix_order
+from areal_agents.algorithms.flops import ModelShape
+from areal_agents.algorithms.model_inputs import ImageRows, image_rows, merge_keys, routed_rows
+from areal_agents.algorithms.placement import place
+from areal_agents.algorithms.token_tree import Segment, TokenTree, build_forest, build_tree
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 
-MIN_SAVED = 64  # tokens that one more segment must save: below, its extra attention calls cost more
+# A shorter common prefix is not shared: what a chat template writes before every prompt would make a
+# token tree, with its slower attention, of samples that have nothing else in common.
+MIN_SAVED = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,9 +39,15 @@ class MicroBatch:
         predictor_rows: [N] int64, the row that predicts each trained token.
         target_ids: [N] int64, the trained tokens.
         behavior_logprobs, temperatures, advantages: [N] float32.
+        loss_weights: [N] float32, what each token's loss is multiplied by; the loss is the sum.
         versions: [N] int64, the policy version that sampled each.
         sample_index: [N] int64, which sample of the packed list each belongs to.
         sample_tokens: tokens that the samples have without sharing.
+        context_group: the ranks that hold the other rows, None if all T are here. Where it is set the
+            segments are those of all rows, and the other arrays those of this rank, of the [N] the
+            tokens that its rows predict.
+        images: None without any; routed_experts: [T, layers, k] int64 of the engine, -1 where it did
+            not say, None if nowhere. See `model_inputs`.
     """
 
     input_ids: Tensor
@@ -45,37 +58,66 @@ class MicroBatch:
     behavior_logprobs: Tensor
     temperatures: Tensor
     advantages: Tensor
+    loss_weights: Tensor
     versions: Tensor
     sample_index: Tensor
     sample_tokens: int
+    context_group: ProcessGroup | None = None
+    images: ImageRows | None = None
+    routed_experts: Tensor | None = None
 
     @property
     def trained_tokens(self) -> int:
         """N."""
         return len(self.target_ids)
 
+    def forward_flops(self, shape: ModelShape) -> float:
+        """FLOPs of a forward pass: shared rows once, attention over the rows attended to."""
+        pairs = sum(segment.pairs for segment in self.segments)
+        rows = self.segments[-1].end
+        return shape.flops(rows=rows, pairs=pairs, predictions=self.trained_tokens)
+
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "Tensor"}
-        return replace(self, **{name: tensor.to(device) for name, tensor in tensors.items()})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in values.items() if isinstance(value, Tensor | ImageRows)
+        }
+        return replace(self, **moved)
 
 
 def pack(
-    samples: Sequence[TrainingSample], *, token_budget: int, ranks: int = 1, share_prefixes: bool = True
+    samples: Sequence[TrainingSample],
+    *,
+    token_budget: int,
+    ranks: int = 1,
+    share_prefixes: bool = True,
+    weights: Sequence[npt.NDArray[np.float32]] | None = None,
+    shape: ModelShape | None = None,
 ) -> list[MicroBatch]:
     """Micro-batches of at most `token_budget` model tokens; their number is a multiple of `ranks`.
 
-    Samples are cut into runs of neighbours in prefix order, of about equal cost, so that samples
-    of one group stay together and their prefix is computed once. Where there are too few runs for
-    the ranks, micro-batches of one token that trains nothing fill up: every rank takes part in
-    every collective.
+    Samples with a common prefix stay together, so that it is computed once, unless they do not
+    fit or a rank would wait for another. `batches[r::ranks]` are those of rank r, costliest first.
+    Where there are too few samples for the ranks, micro-batches of one token that trains nothing
+    fill up: every rank takes part in every collective.
+
+    Args:
+        weights: per sample what the loss of each of its trained tokens is multiplied by [N_s];
+            by default the same for all, and 1 in sum.
+        shape: of the model, for the cost of a micro-batch; without it a token costs 1.
 
     Raises:
         TrainingError: a sample alone is longer than the budget.
-        ValueError: no samples.
+        ValueError: no samples, or weights that are not one per trained token.
     """
     if not samples:
         raise ValueError("there is no sample to pack")
+    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    if weights is None:
+        weights = [np.full(count, 1 / sum(counts), np.float32) for count in counts]
+    if [len(array) for array in weights] != counts:
+        raise ValueError(f"expected a weight per trained token, {counts}, got {[len(w) for w in weights]}")
     inputs = [_model_input(sample) for sample in samples]
     for sample, tokens in zip(samples, inputs, strict=True):
         if len(tokens) > token_budget:
@@ -83,47 +125,29 @@ def pack(
                 f"group {sample.group_id}, episode {sample.episode_id}: a sample of {len(tokens)} tokens "
                 f"does not fit a micro-batch of {token_budget}; raise trainer.microbatch_tokens"
             )
-    order = prefix_order(inputs)
-    costs = np.array([len(inputs[i]) for i in order])
-    if share_prefixes:
-        pairs = zip(order, order[1:], strict=False)
-        costs[1:] -= np.array([common_prefix(inputs[a], inputs[b]) for a, b in pairs], np.int64)
-    min_saved = MIN_SAVED if share_prefixes else None
-    # at least 1, so that enough cuts take any two neighbours apart
-    runs = _cut(inputs, order, np.maximum(costs, 1), token_budget, ranks, min_saved)
-    trees = [build_tree([inputs[i] for i in run], min_saved=min_saved) for run in runs]
-    batches = [_microbatch(samples, run, tree) for run, tree in zip(runs, trees, strict=True)]
-    filler = _microbatch(samples, [], build_tree([inputs[0][:1]]))
-    return batches + [filler] * (-len(batches) % ranks)
+    keys = merge_keys(samples, [len(tokens) for tokens in inputs])
+    forest = build_forest(inputs, min_saved=MIN_SAVED if share_prefixes else None, keys=keys)
+    bins = place(forest, counts, token_budget=token_budget, ranks=ranks, shape=shape)
+    filler = build_tree([inputs[0][:1]])
+    return [
+        _microbatch(samples, members, forest.layout(members) if members else filler, weights)
+        for members in map(sorted, bins)
+    ]
 
 
-def _model_input(sample: TrainingSample) -> np.ndarray:
+def _model_input(sample: TrainingSample) -> npt.NDArray[np.int32]:
     """The tokens that the model must read: those before the last trained one."""
     return sample.token_ids[: int(np.flatnonzero(sample.loss_mask)[-1])]
 
 
-def _cut(
-    inputs: Sequence[np.ndarray],
-    order: Sequence[int],
-    costs: np.ndarray,
-    token_budget: int,
-    ranks: int,
-    min_saved: int | None,
-) -> list[list[int]]:
-    """Runs of neighbours in `order` within the budget, of about equal cost, none empty."""
-    count = ranks * math.ceil(costs.sum() / (token_budget * ranks))
-    while True:
-        middles = np.cumsum(costs) - costs / 2
-        bins = (middles * count / costs.sum()).astype(int)
-        runs = [[order[int(i)] for i in np.flatnonzero(bins == b)] for b in np.unique(bins)]
-        trees = (build_tree([inputs[i] for i in run], min_saved=min_saved) for run in runs)
-        if all(len(tree.token_ids) <= token_budget for tree in trees):
-            return runs
-        count += ranks
-
-
-def _microbatch(samples: Sequence[TrainingSample], indices: Sequence[int], tree: TokenTree) -> MicroBatch:
-    trained = [np.flatnonzero(samples[i].loss_mask) for i in indices]
+def _microbatch(
+    samples: Sequence[TrainingSample],
+    indices: Sequence[int],
+    tree: TokenTree,
+    weights: Sequence[npt.NDArray[np.float32]],
+) -> MicroBatch:
+    members = [samples[i] for i in indices]
+    trained = [np.flatnonzero(sample.loss_mask) for sample in members]
 
     def gather(name: str, dtype: torch.dtype) -> Tensor:
         arrays = [getattr(samples[i], name)[at] for i, at in zip(indices, trained, strict=True)]
@@ -140,7 +164,12 @@ def _microbatch(samples: Sequence[TrainingSample], indices: Sequence[int], tree:
         behavior_logprobs=gather("behavior_logprobs", torch.float32),
         temperatures=gather("temperatures", torch.float32),
         advantages=gather("advantages", torch.float32),
+        loss_weights=torch.from_numpy(
+            np.concatenate([np.empty(0, np.float32), *(weights[i] for i in indices)])
+        ),
         versions=gather("versions", torch.int64),
         sample_index=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *owners])),
         sample_tokens=sum(int(at[-1]) for at in trained),
+        images=image_rows(members, tree.rows[: len(members)]),
+        routed_experts=routed_rows(members, tree.rows[: len(members)], len(tree.token_ids)),
     )

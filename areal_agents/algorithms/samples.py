@@ -1,150 +1,227 @@
-"""From complete groups to training samples: one per trajectory, every sampled token owned once."""
+"""From complete groups to training data: one sample per trajectory, every sampled token owned once.
+
+A batch is made whole or not at all: whatever is wrong with a group is an error that names it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from areal_agents.algorithms.advantages import all_equal, group_advantages
+from areal_agents.algorithms.advantages import Floats, all_equal, group_advantages
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit import is_trained, owners, turn_returns
+from areal_agents.algorithms.credit import EpisodeCredit, owners, turn_returns
+from areal_agents.algorithms.report import BatchReport, batch_report, turn_is_trained
+from areal_agents.algorithms.selection import best_episodes, preference_pair
+from areal_agents.algorithms.shaping import episode_credit
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory
+from areal_agents.errors import TrainingError
+
+__all__ = ["BatchReport", "EpisodeCredit", "TrainingData", "build_training_data", "has_equal_scores"]
+
+_LARGEST_REWARD = 1e12  # as the proxy accepts: sums, and distances from a batch's mean, stay float32
 
 
-@dataclass(frozen=True, slots=True)
-class BatchReport:
-    """What the groups of a batch were like.
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingData:
+    """What a batch of groups came to.
 
     Attributes:
-        rewards: the episode scores, group after group.
-        solved_all, solved_some, solved_none: groups in which all episodes have one and the same
-            positive score; in which scores differ; in which all have one score that is not positive.
-        dropped_groups: groups left out because all their scores are equal.
-        sampled_tokens: tokens that the policy sampled in the batch.
-        untrained_tokens: of these, the ones with mask 0 (constrained, aborted, excluded).
-        turns, branches, truncated: totals over the episodes; a branch is a trajectory.
-        forks: number of roots by the reason why they were forked.
-        versions_per_rollout: mean number of policy versions that an episode's tokens came from.
+        samples: of the groups that are trained on; may be empty. Advantages are 0 where they wait for
+            values or penalties (`AlgorithmConfig.needs_token_credit`).
+        credit: by episode id, of every episode, those of groups that were left out included.
+        group_scores: by group id the shaped scores of its episodes, [G].
+        pairs: the ids of a chosen and a rejected episode each (DPO only).
+        report: on the batch.
     """
 
-    rewards: tuple[float, ...]
-    solved_all: int
-    solved_some: int
-    solved_none: int
-    dropped_groups: int
-    sampled_tokens: int
-    untrained_tokens: int
-    turns: int
-    branches: int
-    truncated: int
-    forks: dict[str, int]
-    versions_per_rollout: float
+    samples: tuple[TrainingSample, ...]
+    credit: Mapping[str, EpisodeCredit]
+    group_scores: Mapping[str, Floats]
+    pairs: tuple[tuple[str, str], ...]
+    report: BatchReport
 
 
-def build_samples(
-    groups: Sequence[RolloutGroup], config: AlgorithmConfig
-) -> tuple[list[TrainingSample], BatchReport]:
-    """The training samples of a batch of groups, and a report on the batch.
+def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> TrainingData:
+    """The training samples of a batch of groups, with what their advantages are made of.
 
     A trajectory without a trained token yields no sample. Groups with equal scores are left out if
     `config.drop_equal_groups`; the statistics of the batch include them.
 
     Raises:
-        ValueError: a score that is not finite, or no groups.
+        ValueError: no groups.
+        TrainingError: a group or episode that is there twice, a reward that is not finite, a completion
+            whose arrays differ in length, or a group of one with `leave_one_out`; the message names it.
     """
-    returns = [
-        [turn_returns(rollout.episode, turn_discount=config.turn_discount) for rollout in group.rollouts]
+    if not groups:
+        raise ValueError("a batch needs at least one group")
+    _check(groups, config)
+    credit = {
+        rollout.episode.id: episode_credit(rollout.episode, group_id=group.id, config=config)
         for group in groups
+        for rollout in group.rollouts
+    }
+    group_scores = {
+        group.id: np.array([credit[rollout.episode.id].score for rollout in group.rollouts])
+        for group in groups
+    }
+    equal = frozenset(group.id for group in groups if has_equal_scores(group, config))
+    advantages, pairs = _turn_advantages(groups, credit, group_scores, config)
+    samples = [
+        sample
+        for group in groups
+        if config.is_supervised or not (config.drop_equal_groups and group.id in equal)
+        for rollout in group.rollouts
+        if rollout.episode.id in advantages
+        for sample in episode_samples(
+            rollout.episode, advantages[rollout.episode.id], group_id=group.id, config=config
+        )
     ]
-    scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
-    flat = [[value for by_turn in group for value in by_turn.values()] for group in returns]
-    advantages = group_advantages(
-        flat, scores, mean=config.advantage_mean, std=config.advantage_std, std_estimator=config.std_estimator
-    )
-    samples: list[TrainingSample] = []
-    dropped = 0
-    for group, by_episode, values, group_scores in zip(groups, returns, advantages, scores, strict=True):
-        if config.drop_equal_groups and all_equal(group_scores):
-            dropped += 1
-            continue
-        remaining = iter(values)
-        for rollout, by_turn in zip(group.rollouts, by_episode, strict=True):
-            by_turn = {turn_id: float(next(remaining)) for turn_id in by_turn}
-            samples += episode_samples(rollout.episode, by_turn, group_id=group.id, config=config)
-    return samples, _report(groups, scores, dropped, config)
+    return TrainingData(tuple(samples), credit, group_scores, pairs, batch_report(groups, equal, config))
+
+
+def has_equal_scores(group: RolloutGroup, config: AlgorithmConfig) -> bool:
+    """Whether a group has nothing to tell: its episodes' scores are equal, as given or as shaped.
+
+    As given too, because all-solved episodes of different lengths are still all solved (DAPO, arXiv
+    2503.14476, eq. 11, which asks for correctness, not for the reward).
+    """
+    given = [rollout.episode.score for rollout in group.rollouts]
+    shaped = [episode_credit(r.episode, group_id=group.id, config=config).score for r in group.rollouts]
+    return all_equal(given) or all_equal(shaped)
 
 
 def episode_samples(
-    episode: Episode, advantages: dict[str, float], *, group_id: str, config: AlgorithmConfig
+    episode: Episode, advantages: Floats, *, group_id: str, config: AlgorithmConfig
 ) -> list[TrainingSample]:
-    """One sample per leaf of an episode; a turn's tokens have that turn's advantage in their owner."""
+    """One sample per leaf of an episode; a turn's tokens have that turn's advantage in their owner.
+
+    Args:
+        advantages: of the episode's turns, [turns].
+    """
     owner = owners(episode)
+    place = {turn.id: index for index, turn in enumerate(episode.turns)}
     samples = []
     for trajectory in episode.forest.trajectories():
         leaf = trajectory.turns[-1].id
-        trained = [
-            owner[turn.id] == leaf
-            and is_trained(
-                turn, train_constrained=config.train_constrained, exclude_labels=config.exclude_labels
-            )
-            for turn in trajectory.turns
-        ]
+        trained = [owner[turn.id] == leaf and turn_is_trained(turn, config) for turn in trajectory.turns]
         mask = trajectory.sampled_mask & np.array(trained)[trajectory.turn_index]
         if mask.any():
-            samples.append(_sample(trajectory, mask, advantages, episode.id, group_id))
+            places = np.array([place[turn.id] for turn in trajectory.turns], np.int32)
+            samples.append(_sample(trajectory, mask, places, advantages, episode.id, group_id, config))
     return samples
 
 
+def _turn_advantages(
+    groups: Sequence[RolloutGroup],
+    credit: Mapping[str, EpisodeCredit],
+    group_scores: Mapping[str, Floats],
+    config: AlgorithmConfig,
+) -> tuple[dict[str, Floats], tuple[tuple[str, str], ...]]:
+    """By episode id the advantages of its turns, of the episodes that are trained; and DPO's pairs."""
+    ids = [[rollout.episode.id for rollout in group.rollouts] for group in groups]
+    if config.policy_loss == "sft":
+        chosen = [
+            members[place]
+            for group, members in zip(groups, ids, strict=True)
+            for place in best_episodes(group_scores[group.id], min_score=config.sft_min_score)
+        ]
+        return {episode_id: np.ones(len(credit[episode_id].parents)) for episode_id in chosen}, ()
+    if config.policy_loss == "dpo":
+        pairs = _pairs(groups, group_scores, config)
+        signs = {best: 1.0 for best, _ in pairs} | {worst: -1.0 for _, worst in pairs}
+        return {i: np.full(len(credit[i].parents), sign) for i, sign in signs.items()}, pairs
+    if config.needs_token_credit:
+        return {episode_id: np.zeros(len(known.parents)) for episode_id, known in credit.items()}, ()
+    by_group = group_advantages(
+        [[turn_returns(credit[i], turn_discount=config.turn_discount) for i in members] for members in ids],
+        [group_scores[group.id] for group in groups],
+        mean=config.advantage_mean,
+        std=config.advantage_std,
+        std_estimator=config.std_estimator,
+        leave_one_out=config.leave_one_out,
+    )
+    return {
+        episode_id: values
+        for members, advantages in zip(ids, by_group, strict=True)
+        for episode_id, values in zip(members, advantages, strict=True)
+    }, ()
+
+
+def _pairs(
+    groups: Sequence[RolloutGroup], group_scores: Mapping[str, Floats], config: AlgorithmConfig
+) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for group in groups:
+        episodes = [rollout.episode for rollout in group.rollouts]
+        usable = [any(len(t.completion) and turn_is_trained(t, config) for t in e.turns) for e in episodes]
+        pair = preference_pair(group_scores[group.id], usable=usable)
+        if pair is not None:
+            pairs.append((episodes[pair[0]].id, episodes[pair[1]].id))
+    return tuple(pairs)
+
+
 def _sample(
-    trajectory: Trajectory, mask: np.ndarray, advantages: dict[str, float], episode_id: str, group_id: str
+    trajectory: Trajectory,
+    mask: npt.NDArray[np.bool_],
+    places: npt.NDArray[np.int32],
+    advantages: Floats,
+    episode_id: str,
+    group_id: str,
+    config: AlgorithmConfig,
 ) -> TrainingSample:
-    by_turn = np.array([advantages[turn.id] for turn in trajectory.turns], np.float32)
     end = int(np.flatnonzero(mask)[-1]) + 1  # nothing after the last trained token is needed
+    turn_index = places[trajectory.turn_index]
+    temperatures = trajectory.temperatures
+    if config.is_supervised:  # the policy is fitted as it is, however the episode was drawn
+        temperatures = np.ones_like(temperatures)
     return TrainingSample(
         token_ids=trajectory.token_ids[:end],
         loss_mask=mask[:end],
         behavior_logprobs=trajectory.behavior_logprobs[:end],
         versions=trajectory.versions[:end],
-        temperatures=trajectory.temperatures[:end],
-        advantages=np.where(mask, by_turn[trajectory.turn_index], np.float32(0))[:end],
+        temperatures=temperatures[:end],
+        advantages=np.where(mask, advantages[turn_index], 0.0).astype(np.float32)[:end],
+        turn_index=np.where(trajectory.sampled_mask, turn_index, -1).astype(np.int32)[:end],
         episode_id=episode_id,
         group_id=group_id,
     )
 
 
-def _report(
-    groups: Sequence[RolloutGroup], scores: Sequence[Sequence[float]], dropped: int, config: AlgorithmConfig
-) -> BatchReport:
-    episodes = [rollout.episode for group in groups for rollout in group.rollouts]
-    turns = [turn for episode in episodes for turn in episode.turns]
-    forks: dict[str, int] = {}
-    for turn in turns:
-        if turn.forked_from is not None:
-            forks[turn.forked_from.reason] = forks.get(turn.forked_from.reason, 0) + 1
-    equal = [all_equal(group) for group in scores]
-    positive = [group[0] > 0 for group in scores]
-    seen = [len({v for t in episode.turns for v in t.completion.versions.tolist()}) for episode in episodes]
-    sampled = sum(len(turn.completion) for turn in turns)
-    trained = sum(
-        len(turn.completion)
-        for turn in turns
-        if is_trained(turn, train_constrained=config.train_constrained, exclude_labels=config.exclude_labels)
-    )
-    return BatchReport(
-        rewards=tuple(score for group in scores for score in group),
-        solved_all=sum(e and p for e, p in zip(equal, positive, strict=True)),
-        solved_some=len(groups) - sum(equal),
-        solved_none=sum(e and not p for e, p in zip(equal, positive, strict=True)),
-        dropped_groups=dropped,
-        sampled_tokens=sampled,
-        untrained_tokens=sampled - trained,
-        turns=len(turns),
-        branches=sum(len(episode.forest.leaves()) for episode in episodes),
-        truncated=sum(episode.status == "truncated" for episode in episodes),
-        forks=forks,
-        versions_per_rollout=float(np.mean(seen)),
-    )
+def _check(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> None:
+    seen: set[tuple[str, str]] = set()
+    for group in groups:
+        ids = [("group", group.id), *(("episode", rollout.episode.id) for rollout in group.rollouts)]
+        for kind, known in ids:
+            if (kind, known) in seen:
+                raise TrainingError(f"group {group.id}: {kind} {known} is in the batch twice")
+            seen.add((kind, known))
+        if config.leave_one_out and len(group.rollouts) < 2:
+            raise TrainingError(
+                f"group {group.id} has one episode, and leave_one_out needs another to compare it with; "
+                "raise rollout.group_size"
+            )
+        for rollout in group.rollouts:
+            _check_episode(rollout.episode, group.id)
+
+
+def _check_episode(episode: Episode, group_id: str) -> None:
+    where = f"group {group_id}, episode {episode.id}"
+    for reward in episode.rewards:
+        if not abs(reward.value) <= _LARGEST_REWARD:  # NaN compares false
+            raise TrainingError(
+                f"{where}: the reward {reward.name!r} is {reward.value}, expected a number of at most "
+                f"{_LARGEST_REWARD:g}"
+            )
+    for turn in episode.turns:
+        drawn = turn.completion
+        if not len(drawn.token_ids) == len(drawn.logprobs) == len(drawn.versions):
+            raise TrainingError(
+                f"{where}, turn {turn.id}: {len(drawn.token_ids)} token ids, {len(drawn.logprobs)} "
+                f"logprobs and {len(drawn.versions)} versions; a completion has one of each per token"
+            )

@@ -34,17 +34,20 @@ class StalenessReport:
 
 
 def mask_stale(
-    samples: Sequence[TrainingSample], *, version: int, max_staleness: int
+    samples: Sequence[TrainingSample], *, version: int, max_staleness: int | None
 ) -> tuple[list[TrainingSample], StalenessReport]:
     """Mask the tokens that are more than `max_staleness` versions older than `version`.
 
     Args:
         version: the trainer's version when the batch begins.
-        max_staleness: η; 0 trains tokens of this very version only.
+        max_staleness: η; 0 trains tokens of this very version only. None: no bound, as for episodes that
+            were recorded under another run's versions; their staleness is reported as it is, even below 0.
 
     Raises:
         TrainingError: a trained token claims a version that does not exist yet.
     """
+    if max_staleness is None:
+        return list(samples), StalenessReport(_ages(samples, version), masked_tokens=0, dropped_samples=0)
     kept: list[TrainingSample] = []
     masked = 0
     for sample in samples:
@@ -64,16 +67,20 @@ def mask_stale(
             kept.append(
                 replace(sample, loss_mask=mask, advantages=np.where(mask, sample.advantages, np.float32(0)))
             )
-    ages = [version - sample.versions[sample.loss_mask] for sample in kept]
     return kept, StalenessReport(
-        staleness=np.concatenate([*ages, np.empty(0, np.int32)]).astype(np.int32),
-        masked_tokens=masked,
-        dropped_samples=len(samples) - len(kept),
+        staleness=_ages(kept, version), masked_tokens=masked, dropped_samples=len(samples) - len(kept)
     )
 
 
-def wholly_stale(group: RolloutGroup, *, version: int, max_staleness: int) -> bool:
+def _ages(samples: Sequence[TrainingSample], version: int) -> npt.NDArray[np.int32]:
+    ages = [version - sample.versions[sample.loss_mask] for sample in samples]
+    return np.concatenate([*ages, np.empty(0, np.int32)]).astype(np.int32)
+
+
+def wholly_stale(group: RolloutGroup, *, version: int, max_staleness: int | None) -> bool:
     """Whether every sampled token of a group is beyond the bound, so that nothing of it can be trained."""
+    if max_staleness is None:
+        return False
     newest = max(
         (int(turn.completion.versions.max()) for rollout in group.rollouts for turn in rollout.episode.turns
          if len(turn.completion)),

@@ -7,7 +7,7 @@ segment above it, which is exactly what it would attend to in its own sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,12 @@ class Segment:
     subtree_end: int
     position: int
 
+    @property
+    def pairs(self) -> int:
+        """Rows that its rows attend to, themselves included, summed over its rows."""
+        length = self.end - self.start
+        return length * self.position + length * (length + 1) // 2
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenTree:
@@ -53,6 +59,88 @@ class TokenTree:
         return sum(map(len, self.rows)) - len(self.token_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Tokens [start, end) of the sequence `source`, which all sequences below share.
+
+    Attributes:
+        parent: index of the node that it continues; -1 for a root. Parents come first.
+    """
+
+    parent: int
+    source: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrefixForest:
+    """How sequences share prefixes; micro-batches are laid out from parts of it.
+
+    Attributes:
+        sequences: [L] each.
+        nodes: depth first.
+        leaves: per sequence the node that it ends in.
+    """
+
+    sequences: tuple[npt.NDArray[np.int64], ...]
+    nodes: tuple[Node, ...]
+    leaves: tuple[int, ...]
+
+    def path(self, sequence: int) -> list[int]:
+        """The nodes whose tokens make up a sequence, from the root down."""
+        path, node = [], self.leaves[sequence]
+        while node >= 0:
+            path.append(node)
+            node = self.nodes[node].parent
+        return path[::-1]
+
+    def layout(self, members: Sequence[int]) -> TokenTree:
+        """The token tree of some of the sequences; `rows` are in the order of `members`."""
+        paths = [self.path(member) for member in members]
+        used = sorted({node for path in paths for node in path})
+        lengths = np.array([self.nodes[node].end - self.nodes[node].start for node in used], np.int64)
+        ends = np.cumsum(lengths)
+        firsts = dict(zip(used, (ends - lengths).tolist(), strict=True))
+        rows = []
+        for path in paths:
+            spans = [(firsts[n], firsts[n] + self.nodes[n].end - self.nodes[n].start) for n in path]
+            rows.append(np.concatenate([np.arange(start, end) for start, end in spans]))
+        parts = [self.sequences[n.source][n.start : n.end] for n in map(self.nodes.__getitem__, used)]
+        positions = [np.arange(n.start, n.end) for n in map(self.nodes.__getitem__, used)]
+        empty = np.empty(0, np.int64)
+        return TokenTree(
+            token_ids=np.concatenate([empty, *parts]),
+            position_ids=np.concatenate([empty, *positions]),
+            segments=_segments(self.nodes, used, {path[-1] for path in paths}, firsts),
+            rows=tuple(rows),
+        )
+
+
+def _segments(
+    nodes: Sequence[Node], used: Sequence[int], ending: Collection[int], firsts: dict[int, int]
+) -> tuple[Segment, ...]:
+    """Segments of the used nodes; a node that only one other continues makes one segment with it."""
+    children: dict[int, int] = {}
+    for index in used:
+        children[nodes[index].parent] = children.get(nodes[index].parent, 0) + 1
+    last = {index: firsts[index] + nodes[index].end - nodes[index].start for index in used}
+    ends = dict(last)
+    for index in reversed(used):  # children before parents
+        parent = nodes[index].parent
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[index])
+    made: list[Segment] = []
+    for index in used:
+        parent = nodes[index].parent
+        if parent >= 0 and children[parent] == 1 and parent not in ending:
+            above = made[-1]  # the parent, or what the parent was joined to
+            made[-1] = Segment(above.start, last[index], ends[index], above.position)
+        else:
+            made.append(Segment(firsts[index], last[index], ends[index], nodes[index].start))
+    return tuple(made)
+
+
 def prefix_order(sequences: Sequence[npt.ArrayLike]) -> list[int]:
     """Indices of the sequences in lexicographic order: neighbours share the most."""
     return sorted(range(len(sequences)), key=lambda i: np.asarray(sequences[i], ">u4").tobytes())
@@ -61,75 +149,55 @@ def prefix_order(sequences: Sequence[npt.ArrayLike]) -> list[int]:
 def common_prefix(left: npt.NDArray, right: npt.NDArray) -> int:
     """Number of leading elements that two arrays share."""
     length = min(len(left), len(right))
-    differs = np.flatnonzero(left[:length] != right[:length])
-    return int(differs[0]) if differs.size else length
+    differs = left[:length] != right[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
 
 
-def build_tree(sequences: Sequence[npt.NDArray], *, min_saved: int | None = 64) -> TokenTree:
-    """Merge sequences where that saves at least `min_saved` tokens for one more segment.
+def build_forest(
+    sequences: Sequence[npt.NDArray], *, min_saved: int | None = 64, keys: Sequence[npt.NDArray] | None = None
+) -> PrefixForest:
+    """Merge sequences where that saves at least `min_saved` tokens for each sequence merged.
 
     Args:
         sequences: token ids, each [L] with L ≥ 1.
-        min_saved: None merges nothing: every sequence is a segment of its own.
+        min_saved: None merges nothing: every sequence is a node of its own.
+        keys: what is compared in place of the token ids, each [L] of values in [0, 2³²): tokens
+            that stand for something else than their id says, such as images, have keys of their own.
 
     Raises:
         ValueError: an empty sequence.
     """
     if any(len(sequence) == 0 for sequence in sequences):
         raise ValueError("an empty sequence cannot be packed")
-    builder = _Builder(sequences, min_saved)
-    if sequences:
-        builder.add(0, len(sequences), depth=0, above=())
-    return builder.tree()
-
-
-class _Builder:
-    """Walks the sorted sequences depth first and emits segments."""
-
-    def __init__(self, sequences: Sequence[npt.NDArray], min_saved: int | None) -> None:
-        self.order = prefix_order(sequences)
-        self.sorted = [np.asarray(sequences[i], np.int64) for i in self.order]
-        pairs = zip(self.sorted, self.sorted[1:], strict=False)
-        self.shared = [0, *(common_prefix(left, right) for left, right in pairs)]  # with the one before
-        self.min_saved = min_saved
-        self.segments: list[Segment] = []
-        self.parts: list[npt.NDArray[np.int64]] = []
-        self.rows: dict[int, Rows] = {}
-        self.size = 0
-
-    def add(self, low: int, high: int, *, depth: int, above: tuple[Rows, ...]) -> None:
-        """Emit sequences [low, high), whose first `depth` tokens are in the rows `above`."""
+    compared = sequences if keys is None else keys
+    order = prefix_order(compared)
+    ordered = [compared[i] for i in order]
+    shared = [0, *(common_prefix(a, b) for a, b in zip(ordered, ordered[1:], strict=False))]
+    nodes: list[Node] = []
+    leaves = [-1] * len(order)
+    # runs [low, high) of `order` whose first `depth` tokens are those of `parent` and above
+    pending = [(0, len(order), 0, -1)] if order else []
+    while pending:
+        low, high, depth, parent = pending.pop()
+        source = order[low]
         if high - low == 1:
-            _, rows = self._emit(self.sorted[low][depth:], depth)
-            self.rows[self.order[low]] = np.concatenate([*above, rows])
-            return
-        shared = min(self.shared[low + 1 : high])
-        saves = self.min_saved is not None and (high - low - 1) * (shared - depth) >= max(1, self.min_saved)
-        index, below = None, depth
-        if saves:
-            index, rows = self._emit(self.sorted[low][depth:shared], depth)
-            below, above = shared, (*above, rows)
-        cuts = [low, *(i for i in range(low + 1, high) if self.shared[i] == shared), high]
-        for left, right in zip(cuts, cuts[1:], strict=False):
-            self.add(left, right, depth=below, above=above)
-        if index is not None:
-            segment = self.segments[index]
-            self.segments[index] = Segment(segment.start, segment.end, self.size, segment.position)
+            if len(sequences[source]) > depth:
+                nodes.append(Node(parent, source, depth, len(sequences[source])))
+                parent = len(nodes) - 1
+            leaves[source] = parent  # no node: the sequence is the whole prefix of another
+            continue
+        common = min(shared[low + 1 : high])
+        if min_saved is not None and common - depth >= max(1, min_saved):
+            nodes.append(Node(parent, source, depth, common))
+            depth, parent = common, len(nodes) - 1
+        cuts = [low, *(i for i in range(low + 1, high) if shared[i] == common), high]
+        runs = zip(cuts, cuts[1:], strict=False)
+        pending += reversed([(left, right, depth, parent) for left, right in runs])
+    arrays = tuple(np.asarray(sequence, np.int64) for sequence in sequences)
+    return PrefixForest(arrays, tuple(nodes), tuple(leaves))
 
-    def _emit(self, tokens: npt.NDArray[np.int64], position: int) -> tuple[int | None, Rows]:
-        start, end = self.size, self.size + len(tokens)
-        if len(tokens):  # none: the sequence is the whole prefix of another
-            self.segments.append(Segment(start, end, end, position))
-            self.parts.append(tokens)
-            self.size = end
-        return len(self.segments) - 1, np.arange(start, end)
 
-    def tree(self) -> TokenTree:
-        empty = np.empty(0, np.int64)
-        positions = [np.arange(s.position, s.position + s.end - s.start) for s in self.segments]
-        return TokenTree(
-            token_ids=np.concatenate([empty, *self.parts]),
-            position_ids=np.concatenate([empty, *positions]),
-            segments=tuple(self.segments),
-            rows=tuple(self.rows[i] for i in range(len(self.order))),
-        )
+def build_tree(sequences: Sequence[npt.NDArray], *, min_saved: int | None = 64) -> TokenTree:
+    """All sequences in one tree, see `build_forest`."""
+    return build_forest(sequences, min_saved=min_saved).layout(range(len(sequences)))

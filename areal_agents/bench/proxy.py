@@ -122,7 +122,7 @@ class Bench:
                 for name, length in LENGTHS.items():
                     figures |= uvloop.run(self._beside(proxy, least, name, length))
                     self._progress(figures)
-                figures |= uvloop.run(self._early_and_late(proxy))
+                figures |= uvloop.run(self._early_and_late(proxy, figures["cpu_ms_4k"] / 1e3))
                 figures |= uvloop.run(self._first_token(proxy, stub))
                 self._progress(figures)
             with self._proxy(stub) as proxy:
@@ -219,13 +219,15 @@ class Bench:
             conversation.close()
         return cpu_ms
 
-    async def _early_and_late(self, proxy: Server) -> dict[str, Any]:
-        """CPU ms per call at turn 2 and at turn 64, each with 250 new and 300 sampled tokens."""
+    async def _early_and_late(self, proxy: Server, call_s: float) -> dict[str, Any]:
+        """CPU ms per call at turn 2 and at turn 64, each with 250 new and 300 sampled tokens.
+
+        They come at the rate that suits a call of `call_s`: turn 1, a full rendering, says nothing of it.
+        """
         length = LENGTHS["4k"]
         episodes = await self._agents.episodes(proxy, self._counts.long_episodes)
-        before = proxy.cpu_s()
         await self._agents.play(episodes, length, turns=1, result=length.newest)
-        per_s = _rate((proxy.cpu_s() - before) / len(episodes))
+        per_s = _rate(call_s)
 
         def more(turns: int) -> list[Call]:
             return self._agents.turns(episodes, turns, length.output, length.newest, self.tally)

@@ -11,6 +11,30 @@ from areal_agents.core.completion import Logprobs, TokenIds, Versions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ImageInput:
+    """One image as a vision model takes it.
+
+    Attributes:
+        pixel_values: [P, D] float32, one row per patch.
+        grid_thw: patches in time, height and width; their product is P.
+        start, length: its tokens in the sample are `token_ids[start : start + length]`.
+    """
+
+    pixel_values: npt.NDArray[np.float32]
+    grid_thw: tuple[int, int, int]
+    start: int
+    length: int
+
+    def __post_init__(self) -> None:
+        time, height, width = self.grid_thw
+        if self.pixel_values.ndim != 2 or len(self.pixel_values) != time * height * width:
+            raise ValueError(
+                f"an image of {time} x {height} x {width} patches cannot have pixel values of shape "
+                f"{self.pixel_values.shape}"
+            )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TrainingSample:
     """One root-to-leaf path, ready to be packed. All arrays have shape [L].
 
@@ -22,7 +46,10 @@ class TrainingSample:
         versions: policy version per sampled token, -1 elsewhere.
         temperatures: sampling temperature per token, 1 where not sampled.
         advantages: 0 where the mask is False.
+        turn_index: the token's turn as an index into `Episode.turns`, -1 where not sampled.
         episode_id, group_id: where it comes from, for errors and metrics.
+        images: in the order of the image tokens.
+        routed_experts: [L, layers, k] the experts that the engine chose, None where it did not say.
     """
 
     token_ids: TokenIds
@@ -31,29 +58,38 @@ class TrainingSample:
     versions: Versions
     temperatures: npt.NDArray[np.float32]
     advantages: npt.NDArray[np.float32]
+    turn_index: npt.NDArray[np.int32]
     episode_id: str
     group_id: str
+    images: tuple[ImageInput, ...] = ()
+    routed_experts: npt.NDArray[np.int16] | None = None
 
     def __post_init__(self) -> None:
-        lengths = {
-            name: len(getattr(self, name))
-            for name in (
-                "token_ids",
-                "loss_mask",
-                "behavior_logprobs",
-                "versions",
-                "temperatures",
-                "advantages",
-            )
-        }
+        where = f"group {self.group_id}, episode {self.episode_id}"
+        names = [
+            "token_ids",
+            "loss_mask",
+            "behavior_logprobs",
+            "versions",
+            "temperatures",
+            "advantages",
+            "turn_index",
+        ]
+        if self.routed_experts is not None:
+            names.append("routed_experts")
+            if self.routed_experts.ndim != 3:
+                raise ValueError(
+                    f"{where}: routed experts of shape {self.routed_experts.shape}, not [L, layers, k]"
+                )
+        lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1 or not lengths["token_ids"]:
-            raise ValueError(f"group {self.group_id}, episode {self.episode_id}: misaligned arrays {lengths}")
+            raise ValueError(f"{where}: misaligned arrays {lengths}")
         if self.loss_mask[0]:
-            raise ValueError(f"episode {self.episode_id}: the first token has no prediction to train")
+            raise ValueError(f"{where}: the first token has no prediction to train")
         if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
-            raise ValueError(
-                f"group {self.group_id}, episode {self.episode_id}: a non-finite advantage or logprob"
-            )
+            raise ValueError(f"{where}: a non-finite advantage or logprob")
+        if (self.turn_index[self.loss_mask] < 0).any():
+            raise ValueError(f"{where}: a trained token without a turn")
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -71,6 +71,10 @@ class Engine(Protocol):
         """What is being served now."""
         ...
 
+    async def busy_s(self) -> float | None:
+        """Seconds since its start in which it was sampling; None where the engine does not count them."""
+        ...
+
     async def aclose(self) -> None:
         """Release connections. The engine itself goes on."""
         ...

@@ -160,6 +160,12 @@ class SGLangEngine:
         version = version_from_wire(info.get("weight_version", "default"))
         return ModelInfo(path, version, vocab_size, context, str(info.get("kernel", "")))
 
+    async def busy_s(self) -> float | None:
+        """See Engine.busy_s. The embedded engine counts, SGLang does not."""
+        answer = as_object(await self._call("GET", "/server_info"), "/server_info")
+        value = answer.get("busy_s")
+        return float(value) if isinstance(value, int | float) else None
+
     async def aclose(self) -> None:
         """See Engine.aclose."""
         if self._aborts:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from areal_agents.config import Config, load_config
@@ -108,7 +109,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
     serve(
         config.model,
         settings,
-        store=store_of(config, folder),
+        store=folder.store_at(config.store.url),
         durability=config.store,
         engine_urls=endpoints.engine_urls,
     )
@@ -117,30 +118,39 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
     from areal_agents.store import Store
+    from areal_agents.training.recorded import RecordedGroups, recorded_store
     from areal_agents.training.trainer import run
 
     stop = _stop_event()
-    endpoints = folder.read_endpoints()
     first = int(os.environ.get("RANK", "0")) == 0
-    store = Store.open(store_of(config, folder), config.store.durability) if first else None
-    try:
+    store = engine = recorded = None
+    with ExitStack() as opened:
         if first:
-            wait_until_ready(endpoints.engine_urls[0] + "/health", check=lambda: _end_if(stop))
+            store = opened.enter_context(
+                Store.open(folder.store_at(config.store.url), config.store.durability)
+            )
+        if first and config.data.episodes:
+            source = opened.enter_context(Store.open(recorded_store(config.data.episodes)))
+            seed = config.seed if config.data.seed is None else config.data.seed
+            recorded = RecordedGroups.read(source, seed=seed)
+        elif first:
+            url = folder.read_endpoints().engine_urls[0]
+            wait_until_ready(url + "/health", check=lambda: _end_if(stop))
+            engine = SGLangEngine(url)
         result = run(
             config.trainer,
             config.algorithm,
             store=store,
-            engine=SGLangEngine(endpoints.engine_urls[0]) if first else None,
+            engine=engine,
             model_path=config.model,
             run_dir=folder.root,
             groups=config.rollout.groups,
             max_staleness=config.rollout.max_staleness,
             stop=stop,
             seed=config.seed,
+            recorded=recorded,
+            evaluates=config.eval is not None and config.eval.every is not None,
         )
-    finally:
-        if store is not None:
-            store.close()
     if not result.finished:
         raise SystemExit(EXIT_STOPPED)
 
@@ -159,7 +169,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     endpoints = folder.read_endpoints()
-    with Store.open(store_of(config, folder), config.store.durability) as store:
+    with Store.open(folder.store_at(config.store.url), config.store.durability) as store:
         if options.evaluate is None:
             await run(
                 store=store,
@@ -191,11 +201,6 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)
-
-
-def store_of(config: Config, folder: RunFolder) -> str | Path:
-    """Where the store of a run is."""
-    return config.store.url or folder.store
 
 
 def _end_if(stop: threading.Event) -> None:

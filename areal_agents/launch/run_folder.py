@@ -50,8 +50,12 @@ class RunFolder:
 
     @property
     def store(self) -> Path:
-        """The SQLite store."""
+        """The SQLite store, unless the configuration names another."""
         return self.root / "store.db"
+
+    def store_at(self, url: str | None) -> str | Path:
+        """Where the run's store is: at `url`, the configuration's, or in the folder without one."""
+        return url or self.store
 
     @property
     def metrics(self) -> Path:

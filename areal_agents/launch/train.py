@@ -26,6 +26,7 @@ from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
 from areal_agents.store import Store
+from areal_agents.training.trackers import check_trackers
 
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
@@ -41,20 +42,19 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         ablate_tool: afterwards, evaluate once more with the agent's tool switched off.
 
     Raises:
-        ConfigError: another process uses the run folder, or a port is taken.
+        ConfigError: another process uses the run folder, a port is taken, or a tracker is not installed.
         ChildDied: a process ended that should not have.
         Interrupted: the user stopped the run; everything has been ended.
     """
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
+    check_trackers(config.trainer.trackers)
     folder = RunFolder(Path(config.run_dir))
     if fresh and (earlier := folder.set_aside()):
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(), interruptible():
         _say_if_resumed(folder, console)
         save_config(config, folder.config)
-        endpoints = choose_endpoints(config)
-        folder.write_endpoints(endpoints)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
             console,
@@ -64,12 +64,13 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         )
         with Children() as children:
             with view:
-                wall_s, idle = _run(config, folder, endpoints, children, view)
+                run = _run_recorded if config.data.episodes else _run
+                wall_s, idle = run(config, folder, children, view)
             dead_tool = None
             if ablate_tool:
                 console.print("evaluating once more with the agent's tool switched off")
-                dead_tool = _evaluate_once(folder, children, WITHOUT_TOOL, ablate_tool=True)
-        return _finish(folder, console, wall_s=wall_s, engine_idle=idle, without_tool=dead_tool)
+                dead_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
+        return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=dead_tool)
 
 
 def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> float:
@@ -93,7 +94,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         with Children() as children:
             start_serving(config, folder, children)
             wait_until_serving(endpoints, children, console.print)
-            return _evaluate_once(folder, children, "eval", ablate_tool=ablate_tool)
+            return _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
 
 
 def _say_if_resumed(folder: RunFolder, console: Console) -> None:
@@ -121,11 +122,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def threads_for(role: str) -> dict[str, str]:
-    """Environment that gives a process its share of the cores: the engine and the trainer half each."""
+def threads_for(role: str, *, alone: bool = False) -> dict[str, str]:
+    """Environment that gives a process its share of the cores: the engine and the trainer half each.
+
+    With `alone`, all of them.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     engine = max(1, cores // 2)
-    count = {"engine": engine, "trainer": max(1, cores - engine)}.get(role, 1)
+    count = cores if alone else {"engine": engine, "trainer": max(1, cores - engine)}.get(role, 1)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     return {**{name: str(count) for name in names}, "TOKENIZERS_PARALLELISM": "false"}
 
@@ -145,12 +149,13 @@ def wait_until_serving(endpoints: Endpoints, children: Children, say: Callable[[
     wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
 
 
-def _run(
-    config: Config, folder: RunFolder, endpoints: Endpoints, children: Children, view: LiveView
-) -> tuple[float, float | None]:
+def _run(config: Config, folder: RunFolder, children: Children, view: LiveView) -> tuple[float, float | None]:
+    """Rollouts and training side by side; the seconds they took, and the engine's idle share."""
     started = time.monotonic()
+    endpoints = choose_endpoints(config)
+    folder.write_endpoints(endpoints)
     busy = EngineBusy(endpoints.engine_urls)
-    with Store.open(folder.store) as store:
+    with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
     start_serving(config, folder, children)
     # Each waits for what it needs, so that they load side by side.
@@ -159,7 +164,7 @@ def _run(
     wait_until_serving(endpoints, children, view.stage)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
-    with Store.open(folder.store) as store:
+    with Store.open(folder.store_at(config.store.url)) as store:
         while not (children.finished("rollout") and children.finished("trainer")):
             children.check(may_finish=("rollout", "trainer"))
             metrics.update()
@@ -170,6 +175,26 @@ def _run(
         metrics.update()
         view.update(metrics.rows, read_progress(store))
     return time.monotonic() - started, busy.idle_share()
+
+
+def _run_recorded(
+    config: Config, folder: RunFolder, children: Children, view: LiveView
+) -> tuple[float, float | None]:
+    """Training on recorded episodes: the trainer alone, with all of the cores."""
+    started = time.monotonic()
+    view.stage("reading the recorded episodes")
+    _start(children, folder, "trainer", ranks=config.trainer.ranks, alone=True)
+    metrics = MetricsFile(folder.metrics)
+    with Store.open(folder.store_at(config.store.url)) as store:
+        while not children.finished("trainer"):
+            children.check(may_finish=("trainer",))
+            metrics.update()
+            view.update(metrics.rows, read_progress(store))
+            time.sleep(REFRESH_S)
+        children.check(may_finish=("trainer",))
+        metrics.update()
+        view.update(metrics.rows, read_progress(store))
+    return time.monotonic() - started, None
 
 
 class EngineBusy:
@@ -216,7 +241,9 @@ def _check_evaluation(config: Config, ablate_tool: bool) -> None:
         raise ConfigError("--ablate-tool needs `ablation:`, the agent function with its tools switched off")
 
 
-def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_tool: bool) -> float:
+def _evaluate_once(
+    config: Config, folder: RunFolder, children: Children, label: str, *, ablate_tool: bool
+) -> float:
     extra = ["--evaluate", label, *(["--ablate-tool"] if ablate_tool else [])]
     name = f"rollout-{label}"
     children.start(
@@ -229,21 +256,29 @@ def _evaluate_once(folder: RunFolder, children: Children, label: str, *, ablate_
         children.check(may_finish=("rollout", "trainer", name))
         time.sleep(REFRESH_S)
     children.check(may_finish=("rollout", "trainer", name))
-    with Store.open(folder.store) as store:
+    with Store.open(folder.store_at(config.store.url)) as store:
         return next(e.reward for e in read_held_out(store) if e.label == label)
 
 
-def _start(children: Children, folder: RunFolder, role: str, *arguments: str, ranks: int = 1) -> None:
+def _start(
+    children: Children,
+    folder: RunFolder,
+    role: str,
+    *arguments: str,
+    ranks: int = 1,
+    alone: bool = False,
+) -> None:
     children.start(
         role,
         [role, "--folder", str(folder.root), *arguments],
         log=folder.log(role),
-        environment=threads_for(role),
+        environment=threads_for(role, alone=alone),
         ranks=ranks,
     )
 
 
 def _finish(
+    config: Config,
     folder: RunFolder,
     console: Console,
     *,
@@ -253,7 +288,7 @@ def _finish(
 ) -> Summary:
     metrics = MetricsFile(folder.metrics)
     metrics.update()
-    with Store.open(folder.store) as store:
+    with Store.open(folder.store_at(config.store.url)) as store:
         held_out = read_held_out(store)
     curve = [e for e in held_out if e.label != WITHOUT_TOOL]
     summary = Summary.of(

@@ -7,8 +7,9 @@ was recorded is never tokenised again: the next prompt is these very ids plus th
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -102,13 +103,15 @@ class Completer:
         try:
             model = await self.model_info()
             prompt = await self._prompts.prompt(session.forest, request, model.vocab_size)
-            drawing = await self._drawing(session, request, prompt, model.max_context)
+            limit = self._context_limit(session, model)
+            drawing = await self._drawing(session, request, prompt, limit)
             draws = [
                 self._draw(call, choice, session, request, prompt, drawing, streamed)
                 for choice in range(request.choices)
             ]
             turns = [await draws[0]] if len(draws) == 1 else await _all(draws)
             await self._record(call, session, turns)
+            await self._mark_cut_off(session, turns, room=limit - len(prompt.ids))
             session.call_answered(request)
         except RequestError:
             raise
@@ -136,10 +139,13 @@ class Completer:
             f"episode {session.id} has reached its limit of {text}", status=403, code="episode_limit"
         )
 
+    def _context_limit(self, session: Session, model: ModelInfo) -> int:
+        """Most tokens of a prompt with its completion: the engine's, the config's or the episode's."""
+        bounds = (model.max_context, self._config.context_length, session.limits.context_tokens)
+        return min(bound for bound in bounds if bound is not None)
+
     async def _drawing(self, session: Session, request: ModelRequest, prompt: Prompt, limit: int) -> Drawing:
         prompt_tokens, most = len(prompt.ids), self._config.max_completion_tokens
-        if self._config.context_length is not None:
-            limit = min(limit, self._config.context_length)
         if prompt_tokens >= limit:
             await self._mark_limit(session, "context_length")
             raise RequestError(
@@ -245,41 +251,66 @@ class Completer:
             session.watch_write(write, call.turn_ids)
             _remember(session, turns)
         else:
-            await self._written(call, session, turns, asyncio.wrap_future(write))
-        limit = session.limits.max_tokens
-        cut_off = any(turn.completion.finish_reason == "length" for turn in turns)
-        if limit is not None and cut_off and session.sampled_tokens >= limit:
+            await self._written(call, session, turns, write)
+
+    async def _mark_cut_off(self, session: Session, turns: Sequence[Turn], *, room: int) -> None:
+        """Note a limit that cut a completion off. `room` is what the context had left for it."""
+        cut_off = [turn for turn in turns if turn.completion.finish_reason == "length"]
+        most = session.limits.max_tokens
+        if cut_off and most is not None and session.sampled_tokens >= most:
             await self._mark_limit(session, "max_tokens")
+        elif any(len(turn.completion) >= room for turn in cut_off):
+            await self._mark_limit(session, "context_length")
 
     async def _written(
-        self,
-        call: Call,
-        session: Session,
-        turns: list[Turn],
-        written: asyncio.Future[Any],
+        self, call: Call, session: Session, turns: list[Turn], write: concurrent.futures.Future[None]
     ) -> None:
+        def remember_discarded() -> None:
+            if write.exception() is None:
+                _remember(session, turns)
+                self.retries.discard(session, call)
+
         try:
-            async with asyncio.timeout(self._config.generate_timeout_s):
-                await asyncio.shield(written)
+            await _ended(write, self._config.generate_timeout_s)
+        except asyncio.CancelledError:
+            _when_ended(write, remember_discarded)
+            raise
+        if not write.done():
+            _when_ended(write, remember_discarded)
+            raise StoreError("the store did not take the turn in time")
+        try:
+            write.result()
         except Conflict as error:  # sealed while this call was under way
             raise RequestError(str(error), status=409, code="episode_sealed") from None
-        except (asyncio.CancelledError, TimeoutError) as error:
-
-            def remember_discarded(done: asyncio.Future[Any]) -> None:
-                if not done.cancelled() and done.exception() is None:
-                    _remember(session, turns)
-                    self.retries.discard(session, call)
-
-            written.add_done_callback(remember_discarded)
-            if isinstance(error, TimeoutError):
-                raise StoreError("the store did not take the turn in time") from None
-            raise
         _remember(session, turns)
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
         if session.limit_reached is None:
             session.limit_reached = limit
             await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
+
+
+async def _ended(write: concurrent.futures.Future[None], timeout_s: float) -> None:
+    """Wait until a write has ended, at most `timeout_s`."""
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+
+    def wake() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    _when_ended(write, wake)
+    timer = loop.call_later(timeout_s, wake)
+    try:
+        await ended
+    finally:
+        timer.cancel()
+
+
+def _when_ended(write: concurrent.futures.Future[None], act: Callable[[], None]) -> None:
+    """Call `act` on this event loop once a write has ended."""
+    loop = asyncio.get_running_loop()
+    write.add_done_callback(lambda _: loop.call_soon_threadsafe(act))
 
 
 def _remember(session: Session, turns: Sequence[Turn]) -> None:

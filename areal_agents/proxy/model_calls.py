@@ -158,7 +158,7 @@ class ModelCalls:
                 return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
             key = caller.episode_key
             session = None if key is None else await self._sessions.by_key(key)
-            asked = read_for_counting(body, self._context(request, session))
+            asked = read_for_counting(body, self._context(_plain_headers(request), session))
             count = await self._completer.count_tokens(session.forest if session else Forest(), asked)
             return Response(count_answer(count), media_type="application/json")
         except Exception as error:
@@ -194,9 +194,10 @@ class ModelCalls:
             record.status = response.status_code
             self._ended(record, started)
             return response
-        retry = _retry(request)
-        session, asked = await self._request(dialect, request, caller, body)
-        if name := session_of(request.headers):
+        headers = _plain_headers(request)
+        retry = _retry(headers)
+        session, asked = await self._request(dialect, headers, caller, body)
+        if name := session_of(headers):
             session.main_session = session.main_session or name
             asked = replace(asked, session=name)
         # What was said is in `asked`, once: hundreds of calls wait for the engine at a time.
@@ -277,19 +278,18 @@ class ModelCalls:
             self._ended(served.record, served.started, error)
 
     async def _request(
-        self, dialect: Dialect, request: Request, caller: Caller, body: Mapping[str, Any]
+        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: Mapping[str, Any]
     ) -> tuple[Session, ModelRequest]:
         """The episode that a request belongs to, and what it asks."""
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)
-            return session, dialect.read(body, self._context(request, session))
-        name = session_name(request.headers, body)
+            return session, dialect.read(body, self._context(headers, session))
+        name = session_name(headers, body)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
-        asked = dialect.read(body, self._context(request, known))
+        asked = dialect.read(body, self._context(headers, known))
         return known or await self._implicit.session(caller, name, asked), asked
 
-    def _context(self, request: Request, session: Session | None) -> ReadContext:
-        headers = request.headers
+    def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:
             return ReadContext(self._config.max_messages, label_of(headers, ""), Forest(), self._memo)
         label = label_of(headers, session.main_session)
@@ -340,10 +340,19 @@ async def _load_building() -> None:
         await asyncio.to_thread(importlib.import_module, BUILDING)
 
 
-def _retry(request: Request) -> Retry:
+def _plain_headers(request: Request) -> dict[str, str]:
+    """The headers by lower-case name, the first of each, as Starlette reads them.
+
+    A dozen are looked for in every call, and most are not there.
+    """
+    pairs = reversed(request.headers.raw)
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+
+
+def _retry(headers: Mapping[str, str]) -> Retry:
     """What the headers say about earlier attempts. RequestError 400 for a key that is too long."""
-    count = request.headers.get("x-stainless-retry-count", "")
-    key = request.headers.get("idempotency-key", "")
+    count = headers.get("x-stainless-retry-count", "")
+    key = headers.get("idempotency-key", "")
     if len(key) > _LONGEST_KEY:
         raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} characters, got {len(key)}")
     return Retry(int(count) if count.isdecimal() and len(count) < 10 else 0, key)

@@ -47,12 +47,14 @@ class Limits:
         max_turns: model calls.
         max_tokens: sampled tokens over all calls (calls that run at the same time may overshoot).
         max_completion_tokens: sampled tokens of one call.
+        context_tokens: tokens of a prompt with its completion, in every call.
         time_s: seconds from the opening to the start of a call.
     """
 
     max_turns: int | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    context_tokens: int | None = None
     time_s: float | None = None
 
     @classmethod

@@ -17,6 +17,10 @@ from areal_agents.rollout.tracebacks import describe
 
 OPENING_GRACE_S = 5.0
 LONGEST_ERROR = 2000  # characters kept of an agent's error
+_FIRST_PROMPT = (
+    "its first prompt is beyond the limits of the episode; raise rollout.limits or the first of "
+    "rollout.context_stages"
+)
 
 # Marks the episodes that a runner opened, so that a restarted one knows which are its own.
 SOURCE = {"source": "rollout"}
@@ -132,6 +136,8 @@ async def _finish(
         sealed = await client.finish(opened.id, truncated=overran, rewards=rewards, require_turn=True)
     except RequestError as refused:
         if refused.code == "no_turn":
+            if await _ran_into_a_limit(client, opened):
+                return await _fail(client, opened, _FIRST_PROMPT)
             within = (
                 f" within {time_s:g} s" if overran else "; does its client use ep.base_url and ep.api_key?"
             )

@@ -179,7 +179,8 @@ class Collector:
             self._groups.pop(group.id, None)
 
     async def _attempt(self, group: GroupRun, index: int) -> Outcome:
-        limits = self._config.limits
+        latest = self._store.latest_version()
+        limits = self._config.limits_at(latest.step if latest is not None else 0)
         attempt = Attempt(group.task, "train", group.id, group.size, index)
         opened = await open_attempt(self._client, attempt, limits=limits)
         group.registered = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from itertools import pairwise
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class LimitsConfig(BaseModel):
@@ -15,7 +17,21 @@ class LimitsConfig(BaseModel):
         default=None, ge=1, description="Sampled tokens per episode, over all its calls."
     )
     max_completion_tokens: int | None = Field(default=None, ge=1, description="Sampled tokens of one call.")
+    context_tokens: int | None = Field(
+        default=None, ge=2, description="Tokens of a prompt with its completion, in every call."
+    )
     time_s: float = Field(default=600.0, gt=0, description="Wall-clock time of an episode, in seconds.")
+
+
+class ContextStage(BaseModel):
+    """A bound on the context of training episodes in the first part of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    until_step: int | None = Field(
+        default=None, ge=1, description="Holds while fewer steps than this are published; absent: to the end."
+    )
+    max_tokens: int = Field(ge=2, description="Tokens of a prompt with its completion, in every call.")
 
 
 class RolloutConfig(BaseModel):
@@ -39,16 +55,48 @@ class RolloutConfig(BaseModel):
         default=128, ge=1, description="Failed attempts in a row, over all tasks, that end the run."
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
+    context_stages: tuple[ContextStage, ...] = Field(
+        default=(), description="Iterative context lengthening: shorter contexts first, in stages by step."
+    )
+
+    @field_validator("context_stages")
+    @classmethod
+    def _stages_lengthen(cls, stages: tuple[ContextStage, ...]) -> tuple[ContextStage, ...]:
+        if any(stage.until_step is None for stage in stages[:-1]):
+            raise ValueError("only the last stage may be without until_step")
+        ends = [stage.until_step for stage in stages if stage.until_step is not None]
+        for name, numbers in (("until_step", ends), ("max_tokens", [s.max_tokens for s in stages])):
+            if any(later <= earlier for earlier, later in pairwise(numbers)):
+                raise ValueError(f"{name} must grow from stage to stage, got {numbers}")
+        return stages
+
+    def limits_at(self, step: int) -> LimitsConfig:
+        """The limits of a training episode that is opened while `step` is the published step.
+
+        A stage's bound and `limits.context_tokens` hold both. After the last stage's `until_step`,
+        only the latter does.
+        """
+        for stage in self.context_stages:
+            if stage.until_step is None or step < stage.until_step:
+                bound = min(stage.max_tokens, self.limits.context_tokens or stage.max_tokens)
+                return self.limits.model_copy(update={"context_tokens": bound})
+        return self.limits
 
 
 class DataConfig(BaseModel):
-    """Where tasks come from."""
+    """Where tasks come from; or, in place of tasks, the recorded episodes to train on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    episodes: str = Field(
+        default="",
+        description="A store of recorded episodes (a file, a run's folder or a URL) to train on in place "
+        "of rollouts of tasks: no engine is started.",
+    )
     path: str = Field(
+        default="",
         description="A .jsonl, .json, .parquet or .csv file, a data set of the hub, or a function: "
-        "module:function or file.py:function."
+        "module:function or file.py:function.",
     )
     subset: str | None = Field(default=None, description="Configuration of a data set of the hub.")
     split: str | None = Field(default=None, description="Split; default: train of a data set of the hub.")
@@ -59,6 +107,12 @@ class DataConfig(BaseModel):
     epochs: int | None = Field(
         default=None, ge=1, description="Passes over the tasks; default: as many as the run needs."
     )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataConfig:
+        if not self.path and not self.episodes:
+            raise ValueError("path (of tasks) or episodes (a store of recorded ones) is required")
+        return self
 
 
 class EvalConfig(BaseModel):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -160,11 +161,10 @@ class Database:
 
     def _write_loop(self) -> None:
         with self._writer_engine.connect() as connection:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")  # see _transaction
             while (first := self._jobs.get()) is not None:
                 batch, ended = self._gather(first)
                 self._commit(connection, batch)
-                with self._changed:
-                    self._changed.notify_all()
                 if ended:
                     return
 
@@ -185,7 +185,7 @@ class Database:
         if not batch:
             return
         try:
-            with connection.begin():
+            with _transaction(connection):
                 results = [_run(job, connection) for job, _ in batch]
         except _JobFailed as failure:
             if len(batch) == 1:
@@ -198,12 +198,35 @@ class Database:
             for _, future in batch:
                 future.set_exception(_translated(error))
             return
+        with self._changed:
+            self._changed.notify_all()
         for (_, future), result in zip(batch, results, strict=True):
             future.set_result(result)
 
     def _dispose(self) -> None:
         self._writer_engine.dispose()
         self._reader_engine.dispose()
+
+
+@contextlib.contextmanager
+def _transaction(connection: sa.Connection) -> Iterator[None]:
+    """A write transaction on the driver's own connection, at a third of what SQLAlchemy's costs."""
+    driver = driver_of(connection)
+    driver.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        driver.execute("COMMIT")
+    except BaseException:
+        if driver.in_transaction:  # a full disk may have ended it already
+            driver.execute("ROLLBACK")
+        raise
+
+
+def driver_of(connection: sa.Connection) -> sqlite3.Connection:
+    """The driver's connection behind SQLAlchemy's."""
+    driver = connection.connection.driver_connection
+    assert isinstance(driver, sqlite3.Connection)
+    return driver
 
 
 def store_url(url_or_path: str | Path) -> str:
@@ -246,8 +269,9 @@ def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
 
 
 def _translated(error: Exception) -> Exception:
-    if isinstance(error, sa.exc.DBAPIError):
-        translated = StoreError(f"the store refused a write: {error.orig}")
+    if isinstance(error, (sa.exc.DBAPIError, sqlite3.Error)):
+        cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+        translated = StoreError(f"the store refused a write: {cause}")
         translated.__cause__ = error
         return translated
     return error

@@ -9,9 +9,11 @@ from typing import Any, Literal
 
 import orjson
 import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
 
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.store.chunks import chunks
+from areal_agents.store.database import driver_of
 from areal_agents.store.errors import Conflict, NotFound, NoTurn
 from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.rewards import write_default_reward, write_rewards
@@ -21,13 +23,17 @@ from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, 
 SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
 _TURN_COLUMNS = [column for column in turns.c if column.name != "seq"]
-# Check and write in one statement: this is the hot path of a run.
-_INSERT_TURN_IF_OPEN = sa.insert(turns).from_select(
-    _TURN_COLUMNS,
-    sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
-    .select_from(episodes)
-    .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == "open"),
-    include_defaults=False,
+# Check and write in one statement, compiled once: this is the hot path of a run.
+_INSERT_TURN_IF_OPEN = str(
+    sa.insert(turns)
+    .from_select(
+        _TURN_COLUMNS,
+        sa.select(*(sa.bindparam(column.name, type_=column.type) for column in _TURN_COLUMNS))
+        .select_from(episodes)
+        .where(episodes.c.id == sa.bindparam("episode_id"), episodes.c.status == sa.literal_column("'open'")),
+        include_defaults=False,
+    )
+    .compile(dialect=sqlite.dialect(paramstyle="named"))
 )
 
 
@@ -70,7 +76,7 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
 
 def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
-    if connection.execute(_INSERT_TURN_IF_OPEN, row).rowcount:
+    if driver_of(connection).execute(_INSERT_TURN_IF_OPEN, row).rowcount:
         return
     status = connection.execute(
         sa.select(episodes.c.status).where(episodes.c.id == row["episode_id"])

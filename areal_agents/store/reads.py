@@ -212,6 +212,13 @@ def in_flight_episodes(connection: sa.Connection) -> int:
     return connection.execute(query).scalar_one()
 
 
+def recorded_groups(connection: sa.Connection) -> list[str]:
+    """The ids of the training groups that were completed and not dropped, oldest first."""
+    dropped = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state == "dropped")
+    query = sa.select(groups.c.id).where(groups.c.state == "complete", groups.c.split == "train", ~dropped)
+    return list(connection.execute(query.order_by(groups.c.seq)).scalars())
+
+
 def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, int]]:
     """(task id, epoch) of each group of the split, in the order of starting; epoch 0 where the
     group's id is not "<task id>@<epoch>"."""

@@ -20,7 +20,7 @@ class NewEpisode:
         id: unique.
         key_hash: sha256 of the key that the agent calls with, in hex.
         task: None takes the group's task, or makes an empty one.
-        group_id: None for an episode outside any group; it is never trained.
+        group_id: None for an episode outside any group; only training on recorded episodes takes it.
         group_size: needed by the first episode of a group; later ones may leave it out.
         index: place in the group; None takes the first free one.
         limits, sampling, metadata: kept as they are, JSON.

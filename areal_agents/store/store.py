@@ -148,16 +148,20 @@ class Store:
 
     # -- the trainer writes -------------------------------------------------------------------
 
-    def lease_groups(
-        self, count: int, *, step: int, holder: str, lease_s: float = 3600.0
-    ) -> list[RolloutGroup]:
-        """Take the `count` oldest complete training groups, or none if there are fewer.
+    def lease_group_ids(self, count: int, *, step: int, holder: str, lease_s: float = 3600.0) -> list[str]:
+        """Take the `count` oldest complete training groups, or none if there are fewer; their ids.
 
         Their rewards are closed from here on.
         """
-        ids = self._database.submit(
+        return self._database.submit(
             lambda c: leases.take_groups(c, count, step=step, holder=holder, lease_s=lease_s)
         ).result()
+
+    def lease_groups(
+        self, count: int, *, step: int, holder: str, lease_s: float = 3600.0
+    ) -> list[RolloutGroup]:
+        """Take groups as `lease_group_ids` does, and load them."""
+        ids = self.lease_group_ids(count, step=step, holder=holder, lease_s=lease_s)
         with self._database.read() as connection:
             return reads.load_groups(connection, ids) if ids else []
 
@@ -245,6 +249,11 @@ class Store:
         """A group with its scored episodes. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.load_groups(connection, [group_id])[0]
+
+    def recorded_groups(self) -> list[str]:
+        """The ids of the training groups that were completed and not dropped, oldest first."""
+        with self._database.read() as connection:
+            return reads.recorded_groups(connection)
 
     def episode_row(self, episode_id: str) -> EpisodeRow:
         """An episode without its turns. NotFound if it is unknown."""

@@ -1,22 +1,28 @@
 """Attention over a packed token tree, registered with transformers as one more implementation.
 
-Packed rows never meet in a mask. On a CPU the fused kernel runs once per segment (causal) and once
-per shared segment (all of its descendants, which are one slice, against its keys); partial results
-are merged through their log-sum-exp, exactly. Elsewhere, and as the reference, each segment attends
-to its gathered keys through scaled_dot_product_attention.
+Packed rows never meet in a mask. On a CPU in float32 the fused kernel runs once per segment (causal)
+and once per shared segment (all of its descendants, which are one slice, against its keys); partial
+results are merged through their log-sum-exp, exactly. On a GPU see attention_gpu. Elsewhere, and as
+the reference, each segment attends to its gathered keys through scaled_dot_product_attention. Where
+the ranks of a context share the rows, attention is over all rows of some heads, see context_parallel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
+from areal_agents.algorithms.packing import MicroBatch
 from areal_agents.algorithms.token_tree import Segment
+from areal_agents.training.attention_gpu import GpuPlan, gpu_attention, gpu_plan
+from areal_agents.training.context_parallel import heads_to_rows, rows_to_heads
 
 NAME = "token_tree"
 
@@ -24,9 +30,40 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """What every layer's attention needs to know about one micro-batch.
+
+    Attributes:
+        segments: of all its rows, depth first.
+        gpu: for the kernels of a GPU; None elsewhere.
+        group: the ranks that the rows are split over; None if they are all here.
+    """
+
+    segments: tuple[Segment, ...]
+    gpu: GpuPlan | None
+    group: dist.ProcessGroup | None
+
+
+def plan(batch: MicroBatch) -> AttentionPlan:
+    """The plan of a micro-batch, to be made once and passed to the model as `segments=`.
+
+    Raises:
+        ValueError: the segments do not cover the rows, here or on all ranks of the context.
+    """
+    group = batch.context_group
+    ranks = 1 if group is None else dist.get_world_size(group)
+    rows, covered = len(batch.input_ids) * ranks, batch.segments[-1].end
+    if rows != covered:
+        raise ValueError(f"segments of {covered} rows, and {rows} rows on {ranks} ranks")
+    device = batch.input_ids.device
+    gpu = gpu_plan(batch.segments, device) if device.type == "cuda" else None
+    return AttentionPlan(batch.segments, gpu, group)
+
+
 def register() -> None:
     """Make `attn_implementation="token_tree"` known to transformers; the model is then called with
-    `segments=`, and gets no mask since none is registered under that name. Idempotent."""
+    `segments=plan(batch)`, and gets no mask since none is registered under that name. Idempotent."""
     AttentionInterface.register(NAME, _attention_forward)
 
 
@@ -138,7 +175,7 @@ def _attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    segments: Sequence[Segment],
+    segments: AttentionPlan,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls; returns [1, T, H, D]. Settings that would change the result are refused."""
@@ -146,4 +183,12 @@ def _attention_forward(
     if attention_mask is not None or refused:
         raise ValueError(f"packed attention takes no mask and no {refused}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return tree_attention(query, key, value, segments, scale).transpose(1, 2), None
+    if segments.group is not None:
+        query, key, value = rows_to_heads(query, key, value, segments.group)
+    if segments.gpu is not None:
+        out = gpu_attention(query, key, value, segments.gpu, scale)
+    else:
+        out = tree_attention(query, key, value, segments.segments, scale)
+    if segments.group is not None:
+        out = heads_to_rows(out, segments.group)
+    return out.transpose(1, 2), None

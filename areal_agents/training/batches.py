@@ -1,4 +1,9 @@
-"""Batches for the trainer: leased from the store by the first rank, and the same on every rank."""
+"""What one step trains on: groups leased from the store by the first rank, the same on every rank.
+
+A group that cannot be trained on (a reward that is no number, misaligned arrays, a sample longer than a
+micro-batch) is dropped with its reason, and another takes its place: nothing of it is trained, and
+nothing of the others is lost. Places of dropped groups are free again at once, since the gate counts rows.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +12,23 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.samples import BatchReport, build_samples
+from areal_agents.algorithms.samples import BatchReport, TrainingData, build_training_data
 from areal_agents.algorithms.staleness import StalenessReport, mask_stale, wholly_stale
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
+from areal_agents.training.vetting import Limits, Refused, load_group, vet
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # how long a stop can go unnoticed while there is nothing to lease
 _LEASE_S = 7 * 86_400.0  # one trainer holds leases, and a resume returns them: they need not run out
+_REFILLS = 8  # batches' worth of equal groups that are replaced, before the rest is trained as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +53,72 @@ class Batch:
     """What one step trains on.
 
     Attributes:
-        group_ids: the leased groups.
-        samples: within the staleness bound; may be empty (all groups had equal scores).
-        report, staleness, queue: for the metrics.
+        group_ids: the groups, leased or recorded.
+        data: of these groups; its samples are within the staleness bound, and may be none (all groups
+            had equal scores).
+        staleness, queue: for the metrics.
         stale_groups: groups dropped on the way because all of their tokens were beyond the bound.
+        equal_groups: groups dropped on the way because all of their scores were equal.
+        bad_groups: why, by id, groups were dropped on the way that cannot be trained on.
         wait_s: how long the trainer waited for the groups.
+        position: of recorded groups: how many were looked at since training began.
     """
 
     group_ids: tuple[str, ...]
-    samples: tuple[TrainingSample, ...]
-    report: BatchReport
+    data: TrainingData
     staleness: StalenessReport
     queue: QueueReport
     stale_groups: int
     wait_s: float
+    equal_groups: int = 0
+    bad_groups: Mapping[str, str] = field(default_factory=dict)
+    position: int = 0
+
+    @property
+    def samples(self) -> tuple[TrainingSample, ...]:
+        """What is trained."""
+        return self.data.samples
+
+    @property
+    def report(self) -> BatchReport:
+        """What the groups were like."""
+        return self.data.report
+
+
+class Dropped:
+    """The groups that were dropped on the way to one batch of `groups`, by why."""
+
+    def __init__(self, *, step: int, groups: int) -> None:
+        self._step, self._groups = step, groups
+        self.stale = self.equal = 0
+        self.bad: dict[str, str] = {}
+
+    @property
+    def may_refill(self) -> bool:
+        """Whether another equal group may be replaced: a task that is solved must not stop training."""
+        return self.equal < _REFILLS * self._groups
+
+    def note(self, group_id: str, refused: Refused) -> None:
+        """Count and log it. TrainingError once nearly nothing can be trained on: that is no accident."""
+        if refused.kind == "stale":
+            self.stale += 1
+        elif refused.kind == "equal":
+            self.equal += 1
+        else:
+            self.bad[group_id] = refused.reason
+            log.error("step %d: group %s is dropped: %s", self._step, group_id, refused.reason)
+            if len(self.bad) > max(4, self._groups):
+                raise TrainingError(
+                    f"step {self._step}: {len(self.bad)} groups cannot be trained on, so the fault is hardly "
+                    f"theirs; the last was {group_id}: {refused.reason}"
+                )
+
+    def log(self) -> None:
+        """One line for each kind that is nobody's fault."""
+        if self.stale:
+            log.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
+        if self.equal:
+            log.info("step %d: dropped %d groups of equal scores, took others", self._step, self.equal)
 
 
 def next_batch(
@@ -69,38 +129,69 @@ def next_batch(
     step: int,
     version: int,
     max_staleness: int,
+    limits: Limits,
     timeout_s: float,
     stop: threading.Event,
 ) -> Batch | None:
-    """Lease the groups of batch `step` and make samples of them; None if asked to stop.
+    """Lease the groups of batch `step` and make training data of them; None if asked to stop.
 
-    Groups that are wholly beyond the staleness bound are dropped, with that reason, and others
-    taken for them. A group of which only some tokens are beyond it stays, those tokens masked.
+    Groups that cannot be trained on, that are wholly beyond the staleness bound, or (with
+    `refill_equal_groups`) that have equal scores are dropped, with that reason, and others taken for
+    them. A group of which only some tokens are beyond the bound stays, those tokens masked.
 
     Raises:
-        TrainingError: there were not enough complete groups within `timeout_s`.
+        TrainingError: there were not enough complete groups within `timeout_s`, or so many that cannot
+            be trained on that something else must be wrong.
     """
     started = time.monotonic()
-    leased: list[RolloutGroup] = []
-    stale = 0
-    while len(leased) < groups:
-        more = _lease(store, groups - len(leased), step=step, timeout_s=timeout_s, stop=stop)
-        if more is None:
+    taken: list[RolloutGroup] = []
+    dropped = Dropped(step=step, groups=groups)
+
+    def judge(group_id: str) -> RolloutGroup | Refused:
+        group = load_group(store, group_id)
+        if isinstance(group, Refused):
+            return group
+        if wholly_stale(group, version=version, max_staleness=max_staleness):
+            return Refused("stale", f"more than {max_staleness} versions old at version {version}")
+        return vet(group, algorithm, limits=limits, version=version, refill=dropped.may_refill) or group
+
+    while len(taken) < groups:
+        ids = _lease(store, groups - len(taken), step=step, timeout_s=timeout_s, stop=stop)
+        if ids is None:
             return None
-        for group in more:
-            if wholly_stale(group, version=version, max_staleness=max_staleness):
-                reason = f"more than {max_staleness} versions old at version {version}"
-                store.drop_group(group.id, reason, step=step)
-                stale += 1
+        for group_id in ids:
+            group = judge(group_id)
+            if isinstance(group, Refused):
+                store.drop_group(group_id, group.reason, step=step)
+                dropped.note(group_id, group)
             else:
-                leased.append(group)
-    if stale:
-        log.warning("step %d: dropped %d groups beyond the staleness bound", step, stale)
+                taken.append(group)
+    dropped.log()
     wait_s = time.monotonic() - started
-    samples, report = build_samples(leased, algorithm)
-    fresh, staleness = mask_stale(samples, version=version, max_staleness=max_staleness)
-    queue = _queue(store, leased)
-    return Batch(tuple(g.id for g in leased), tuple(fresh), report, staleness, queue, stale, wait_s)
+    data, staleness = _within_bound(taken, algorithm, version=version, max_staleness=max_staleness)
+    return Batch(
+        tuple(group.id for group in taken), data, staleness, _queue(store, taken), dropped.stale, wait_s,
+        equal_groups=dropped.equal, bad_groups=dropped.bad,
+    )  # fmt: skip
+
+
+def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
+    """`data` with these samples of it; a pair stays while each of its two episodes has one."""
+    kept = tuple(samples)
+    if not data.pairs:
+        return replace(data, samples=kept)
+    present = {sample.episode_id for sample in kept}
+    pairs = tuple(pair for pair in data.pairs if present.issuperset(pair))
+    paired = {episode_id for pair in pairs for episode_id in pair}
+    return replace(data, samples=tuple(s for s in kept if s.episode_id in paired), pairs=pairs)
+
+
+def _within_bound(
+    groups: list[RolloutGroup], algorithm: AlgorithmConfig, *, version: int, max_staleness: int
+) -> tuple[TrainingData, StalenessReport]:
+    data = build_training_data(groups, algorithm)
+    fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
+    return keep_samples(data, fresh), staleness
 
 
 def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
@@ -117,7 +208,7 @@ def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
 
 def _lease(
     store: Store, count: int, *, step: int, timeout_s: float, stop: threading.Event
-) -> list[RolloutGroup] | None:
+) -> list[str] | None:
     deadline = time.monotonic() + timeout_s
     holder = f"{socket.gethostname()}:{os.getpid()}"
     seen = None
@@ -128,9 +219,9 @@ def _lease(
             deadline = time.monotonic() + timeout_s
         seen = cursor
         if counts["complete"] >= count:  # a look takes no lock, a lease stops every writer
-            groups = store.lease_groups(count, step=step, holder=holder, lease_s=_LEASE_S)
-            if groups:
-                return groups
+            ids = store.lease_group_ids(count, step=step, holder=holder, lease_s=_LEASE_S)
+            if ids:
+                return ids
         left = deadline - time.monotonic()
         if left <= 0:
             raise TrainingError(

@@ -1,10 +1,30 @@
-"""The trainer's settings."""
+"""The trainer's settings, torch-free; a combination that one section alone shows to be wrong is refused."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+class LoraConfig(BaseModel):
+    """Low-rank adapters in place of training every weight (arXiv 2106.09685)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rank: int = Field(default=16, ge=1, description="Rank of each adapter.")
+    alpha: float = Field(default=32.0, gt=0, description="The adapter's output is scaled by alpha / rank.")
+    targets: str | tuple[str, ...] = Field(
+        default="all-linear",
+        min_length=1,
+        description="Names of the linear layers that get one; all-linear means each but the head.",
+    )
+    dropout: Literal[0] = Field(
+        default=0,
+        description="Only 0: with dropout the ratio would differ from 1 on-policy.",
+    )
 
 
 class TrainerConfig(BaseModel):
@@ -13,36 +33,93 @@ class TrainerConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     steps: int = Field(default=100, ge=1, description="Batches to train; each publishes one version.")
-    lr: float = Field(default=1e-6, ge=0, description="Peak learning rate of AdamW.")
+    optimizer: Literal["adamw", "muon"] = Field(
+        default="adamw",
+        description="muon: Muon for the matrices of the blocks, AdamW for embeddings, head and norms.",
+    )
+    lr: float = Field(default=1e-6, ge=0, description="Peak learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Batches over which the rate rises linearly.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the rate does after the warm-up, until `steps`."
     )
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where linear and cosine end, × lr.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled decay, matrices only.")
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled decay, matrices only.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's second-moment decay.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum (Nesterov).")
+    offload_optimizer: bool = Field(
+        default=False, description="Keep the optimizer's state and its step in the memory of the host."
+    )
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     microbatch_tokens: int = Field(
         default=0,
         ge=0,
-        description="Model tokens per micro-batch; the longest sample must fit. 0: 4096 on a CPU, "
-        "where larger ones fall out of its cache, 32768 on a GPU.",
+        description="Model tokens per micro-batch; a longer sample is dropped with its group. 0: 4096 on a "
+        "CPU, where larger ones fall out of its cache, 32768 on a GPU.",
     )
     share_prefixes: bool = Field(default=True, description="Compute prefixes that samples share once.")
+    activation_checkpointing: Literal["off", "full"] | int = Field(
+        default="off", description="off, full, or n: recompute the activations of every n-th block."
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute type; master weights are float32 always."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one.")
     ranks: int = Field(default=1, ge=1, description="Processes that share the training, under torchrun.")
+    replicas: int = Field(
+        default=1, ge=1, description="Copies of the sharded weights (HSDP); ranks is a multiple of it."
+    )
+    context_parallel: int = Field(
+        default=1, ge=1, description="Ranks that share each sequence (Ulysses); ranks is a multiple of it."
+    )
     threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0 leaves torch's default.")
+    lora: LoraConfig | None = Field(default=None, description="Train adapters; absent: every weight.")
+    critic_model: str = Field(
+        default="", description="Folder that the critic starts from; empty: the run's model."
+    )
+    critic_lr: float = Field(default=1e-5, ge=0, description="Peak learning rate of the critic.")
+    reference_model: str = Field(
+        default="", description="Folder of the frozen reference policy; empty: the run's model."
+    )
     checkpoint_every: int = Field(default=20, ge=1, description="Batches between checkpoints.")
+    async_checkpoints: bool = Field(default=True, description="Go on training while a checkpoint is written.")
     keep_checkpoints: int = Field(default=2, ge=1, description="How many checkpoints are kept.")
+    keep_best: int = Field(
+        default=0, ge=0, description="How many checkpoints are kept besides, for their best_metric."
+    )
+    best_metric: str = Field(
+        default="",
+        description="heldout, or a metric of metrics.jsonl, larger is better; empty: heldout if the run "
+        "evaluates while it trains, else reward_mean.",
+    )
     keep_weights: int = Field(default=2, ge=2, description="How many published weight folders are kept.")
+    trackers: tuple[Tracker, ...] = Field(
+        default=("tensorboard",), description="Where metrics go besides metrics.jsonl."
+    )
     batch_timeout_s: float = Field(
         default=3600.0,
         gt=0,
         description="Longest wait for the groups of one batch before the run ends; "
         "before the first group, the longest time without any change in the store.",
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainerConfig:
+        shares = self.replicas * self.context_parallel
+        if self.ranks % shares:
+            raise ValueError(
+                f"ranks must be a multiple of replicas × context_parallel, got {self.ranks} and "
+                f"{self.replicas} × {self.context_parallel}"
+            )
+        if isinstance(self.activation_checkpointing, int) and self.activation_checkpointing < 1:
+            raise ValueError(
+                "activation_checkpointing must be off, full or a number of blocks of at least 1, got "
+                f"{self.activation_checkpointing}"
+            )
+        if self.lora is not None and self.optimizer == "muon":
+            raise ValueError(
+                "lora trains two thin factors, which Muon's orthogonal updates are not meant for; "
+                "use optimizer: adamw"
+            )
+        return self

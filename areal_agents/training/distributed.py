@@ -1,6 +1,8 @@
 """The ranks of one trainer: started by torchrun, or a single one.
 
-There is always a process group and a mesh, so that one rank and many run the same code.
+There is always a process group and a mesh, so that one rank and many run the same code. Weights are
+sharded over all ranks, or over groups of them that hold a copy each (HSDP); neighbouring ranks share
+the tokens of one micro-batch (context parallelism), and then count as one in the data.
 """
 
 from __future__ import annotations
@@ -19,15 +21,32 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 T = TypeVar("T")
 
+# While the first rank waits for a batch (`trainer.batch_timeout_s`, and again for each that is dropped),
+# the others wait for it in a collective. A rank that dies is torchrun's to notice.
+_TIMEOUT_S = 86_400.0
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the ranks of the trainer."""
+    """This process among the ranks of the trainer.
+
+    Attributes:
+        rank, count: among all of them; gradients are averaged over all.
+        mesh: what the weights are sharded over: [count], or [replicas, count / replicas].
+        data_rank, data_count: which micro-batches are this rank's: `batches[data_rank::data_count]`.
+        context_rank, context_count, context_group: its place among the ranks that share each of its
+            micro-batches; the group is None where there is one rank.
+    """
 
     rank: int
     count: int
     device: torch.device
     mesh: DeviceMesh
+    data_rank: int
+    data_count: int
+    context_rank: int = 0
+    context_count: int = 1
+    context_group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -67,10 +86,20 @@ class Ranks:
 
 
 @contextmanager
-def ranks(device: str = "auto", *, timeout_s: float = 7200.0) -> Iterator[Ranks]:
+def ranks(
+    device: str = "auto", *, timeout_s: float = _TIMEOUT_S, replicas: int = 1, context: int = 1
+) -> Iterator[Ranks]:
     """Join the process group that torchrun's environment describes, or make one of one rank.
 
     The group is left at the end if this call made it.
+
+    Args:
+        timeout_s: the longest that a rank waits for the others.
+        replicas: copies of the weights; each is sharded over count / replicas neighbouring ranks.
+        context: neighbouring ranks that share the tokens of a micro-batch.
+
+    Raises:
+        ValueError: the ranks do not divide into that many replicas, or into groups of `context`.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device(kind)
@@ -85,8 +114,39 @@ def ranks(device: str = "auto", *, timeout_s: float = 7200.0) -> Iterator[Ranks]
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        count = dist.get_world_size()
-        yield Ranks(dist.get_rank(), count, here, init_device_mesh(kind, (count,)))
+        yield _divide(here, replicas=replicas, context=context)
     finally:
         if made:
             dist.destroy_process_group()
+
+
+def _divide(device: torch.device, *, replicas: int, context: int) -> Ranks:
+    """The groups of this rank. Collective: every rank makes the same groups in the same order."""
+    rank, count = dist.get_rank(), dist.get_world_size()
+    for name, size in (("replicas", replicas), ("context_parallel", context)):
+        if size < 1 or count % size:
+            raise ValueError(f"{name}: expected a divisor of the {count} ranks, got {size}")
+    mesh = (
+        init_device_mesh(device.type, (count,))
+        if replicas == 1
+        else init_device_mesh(
+            device.type, (replicas, count // replicas), mesh_dim_names=("replicate", "shard")
+        )
+    )
+    group = None
+    if context > 1:
+        names = ("data", "context")
+        group = init_device_mesh(device.type, (count // context, context), mesh_dim_names=names).get_group(
+            "context"
+        )
+    return Ranks(
+        rank=rank,
+        count=count,
+        device=device,
+        mesh=mesh,
+        data_rank=rank // context,
+        data_count=count // context,
+        context_rank=rank % context,
+        context_count=context,
+        context_group=group,
+    )

@@ -1,49 +1,111 @@
-"""One line of metrics per batch, to metrics.jsonl and TensorBoard.
+"""One line of metrics per batch, to metrics.jsonl and to the trackers; docs/metrics.md defines each name.
 
 A line is written whole and flushed; a resumed run first removes the lines of steps that it will
-take again.
+take again. A figure that does not exist is null, never 0.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.tensorboard import SummaryWriter
 
 from areal_agents.algorithms.samples import BatchReport
 from areal_agents.algorithms.staleness import StalenessReport
+from areal_agents.errors import TrainingError
 from areal_agents.training.batches import Batch
-from areal_agents.training.step import StepResult
+from areal_agents.training.mfu import mfu
+from areal_agents.training.results import CriticResult, DpoResult, StepResult
+from areal_agents.training.trackers import Trackers
+
+# What docs/metrics.md defines, in its order, by the section under which trackers show it.
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "policy": (
+        "loss", "grad_norm", "lr", "skipped_steps", "tokens", "sequences", "entropy",
+        "clip_fraction", "clip_fraction_low", "clip_fraction_high", "dual_clip_fraction",
+        "ratio_mean", "log_ratio_max", "dropped_tokens",
+        "kl_behavior_k1", "kl_behavior_k3", "kl_reference",
+        "logprob_diff_mean", "logprob_diff_max",
+        "on_policy_tokens", "logprob_diff_on_policy_mean", "logprob_diff_on_policy_max",
+        "weight_mean", "weight_raw_mean", "weight_raw_max", "weight_capped", "ess",
+        "rejected_tokens", "rejected_sequences", "vetoed_sequences",
+        "value_loss", "value_clipped", "explained_variance", "critic_grad_norm", "critic_skipped_steps",
+        "dpo_loss", "dpo_accuracy", "dpo_margin",
+    ),
+    "data": (
+        "reward_mean", "reward_std", "rewards_by_name",
+        "groups_solved_all", "groups_solved_some", "groups_solved_none", "groups_equal_dropped",
+        "groups_refilled", "groups_bad", "stale_groups_dropped",
+        "staleness_mean", "staleness_p50", "staleness_p90", "staleness_max", "staleness_histogram",
+        "stale_tokens_masked", "stale_samples_dropped", "versions_per_rollout",
+        "episodes", "failed_episodes", "truncated", "truncated_share", "overlong",
+        "sampled_tokens", "untrained_tokens", "tokens_per_episode", "tokens_per_episode_max",
+        "turns_mean", "branches_mean", "forks",
+        "queue_groups", "queue_pending_groups", "queue_age_mean_s", "queue_age_max_s",
+    ),
+    "system": (
+        "step_s", "wait_s", "train_s", "train_cpu_s", "train_parts_s", "publish_s", "pause_s",
+        "pause_total_s", "trainer_idle", "rollout_idle", "engine_busy_s",
+        "tokens_per_s", "sampled_tokens_per_s", "flops", "mfu",
+        "microbatches", "model_tokens", "shared_tokens", "packing_fill", "rank_imbalance",
+    ),
+}  # fmt: skip
+_SECTION_OF = {name: section for section, names in SECTIONS.items() for name in names}
 
 
 class MetricsWriter:
-    """Appends to `<run>/metrics.jsonl` and `<run>/tb`."""
+    """Appends to `<run>/metrics.jsonl`, and hands every number to the trackers.
 
-    def __init__(self, run_dir: Path, *, after_step: int) -> None:
-        path = run_dir / "metrics.jsonl"
-        _keep_until(path, after_step)
-        self._file = path.open("a")
-        self._board = SummaryWriter(str(run_dir / "tb"), purge_step=after_step + 1)
+    Args:
+        after_step: the step that the run goes on from.
+        trackers: by name, see `trackers.py`.
+        config: settings of the run, for trackers that show them. No keys or addresses.
+
+    Raises:
+        ConfigError: a tracker that is not installed or does not start.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        after_step: int,
+        trackers: Sequence[str] = (),
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        last = _keep_until(self._path, after_step)
+        self._last: dict[str, Any] = {"pause_total_s": last.get("pause_total_s", 0.0)}
+        self._trackers = Trackers(trackers, run_dir, after_step=after_step, config=config)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write one step. `values["step"]` is its number; a value that is not finite becomes null."""
+        """Write one step, with what follows from the step before.
+
+        Args:
+            values: every metric but `pause_total_s` and `rollout_idle`, with `step`, `version` and `time`.
+                What is not finite becomes null.
+
+        Raises:
+            TrainingError: the disk refuses.
+        """
         clean = {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(clean) + "\n")
-        self._file.flush()
-        for name, value in clean.items():
-            if isinstance(value, int | float) and name != "step":
-                self._board.add_scalar(name, value, values["step"])
-        self._board.flush()
+        clean["pause_total_s"] = self._last["pause_total_s"] + clean["pause_s"]
+        clean["rollout_idle"] = _idle(self._last, clean)
+        self._last = clean
+        try:
+            with self._path.open("a") as file:
+                file.write(json.dumps(clean) + "\n")
+        except OSError as error:
+            raise TrainingError(f"cannot write {self._path}: {error}") from error
+        self._trackers.log(_numbers(clean), step=clean["step"])
 
     def close(self) -> None:
-        """Flush and close both."""
-        self._file.close()
-        self._board.close()
+        """Wait until the trackers have everything."""
+        self._trackers.close()
 
 
 def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, Any]:
@@ -54,6 +116,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
     return {
         "reward_mean": float(np.mean(report.rewards)),
         "reward_std": float(np.std(report.rewards)),
+        "rewards_by_name": report.rewards_by_name,
         "episodes": episodes,
         "groups_solved_all": report.solved_all,
         "groups_solved_some": report.solved_some,
@@ -61,9 +124,13 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
         "groups_equal_dropped": report.dropped_groups,
         "sampled_tokens": report.sampled_tokens,
         "untrained_tokens": report.untrained_tokens,
+        "tokens_per_episode": report.sampled_tokens / episodes,
+        "tokens_per_episode_max": max(report.episode_tokens),
+        "overlong": report.overlong,
         "turns_mean": report.turns / episodes,
         "branches_mean": report.branches / episodes,
         "truncated": report.truncated,
+        "truncated_share": report.truncated / episodes,
         "forks": report.forks,
         "versions_per_rollout": report.versions_per_rollout,
         "staleness_mean": float(ages.mean()),
@@ -77,10 +144,12 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
 
 
 def queue_metrics(batch: Batch) -> dict[str, Any]:
-    """What stood between rollout and training, and how long the trainer waited for it."""
+    """What stood between rollout and training."""
     return {
         "wait_s": batch.wait_s,
         "stale_groups_dropped": batch.stale_groups,
+        "groups_refilled": batch.equal_groups,
+        "groups_bad": len(batch.bad_groups),
         "queue_groups": batch.queue.groups_complete,
         "queue_pending_groups": batch.queue.groups_pending,
         "queue_age_mean_s": batch.queue.age_mean_s,
@@ -92,44 +161,143 @@ def queue_metrics(batch: Batch) -> dict[str, Any]:
 def policy_metrics(result: StepResult) -> dict[str, Any]:
     """The policy part; a batch that trained no token has 0 for every mean, and null where 0 would lie."""
     values = result.statistics.as_dict()
-    tokens = values["tokens"]
+    tokens, sequences, own = values["tokens"], values["sequences"], values["on_policy_tokens"]
     mean = {name: value / tokens if tokens else 0.0 for name, value in values.items()}
-    own = values["on_policy_tokens"]
-    weight_squared = values["weight_squared"]
+    squared = values["weight_squared"]
     return {
         "tokens": int(tokens),
+        "sequences": int(sequences),
+        "dropped_tokens": int(values["dropped_tokens"]),
         "loss": mean["loss"],
         "grad_norm": result.grad_norm,
         "skipped_steps": result.skipped_steps,
         "clip_fraction": mean["clipped_low"] + mean["clipped_high"],
         "clip_fraction_low": mean["clipped_low"],
         "clip_fraction_high": mean["clipped_high"],
-        "kl_behavior": mean["kl_k3"],
+        "dual_clip_fraction": mean["dual_clipped"],
+        "ratio_mean": mean["ratio"] if tokens else None,
+        "log_ratio_max": values["abs_log_ratio_max"],
         "kl_behavior_k1": mean["kl_k1"],
         "kl_behavior_k3": mean["kl_k3"],
+        "kl_reference": mean["kl_reference"],
         "logprob_diff_mean": mean["abs_diff"],
         "logprob_diff_max": values["abs_diff_max"],
         "on_policy_tokens": int(own),
         "logprob_diff_on_policy_mean": values["on_policy_abs_diff"] / own if own else None,
         "logprob_diff_on_policy_max": values["on_policy_abs_diff_max"] if own else None,
         "weight_mean": mean["weight"],
+        "weight_raw_mean": mean["weight_raw"],
+        "weight_raw_max": values["weight_raw_max"],
         "weight_capped": mean["weight_capped"],
-        "ess": values["weight"] ** 2 / weight_squared / tokens if weight_squared else None,
+        "ess": values["weight"] ** 2 / squared / tokens if squared else None,
+        "rejected_tokens": mean["rejected_tokens"],
+        "rejected_sequences": values["rejected_sequences"] / sequences if sequences else 0.0,
+        "vetoed_sequences": values["vetoed_sequences"] / sequences if sequences else 0.0,
         "entropy": mean["entropy"],
-        "microbatches": result.microbatches,
-        "model_tokens": result.model_tokens,
-        "shared_tokens": result.sample_tokens - result.model_tokens,
+        **_critic_metrics(result.critic),
+        **_dpo_metrics(result.dpo),
     }
 
 
+def _critic_metrics(critic: CriticResult | None) -> dict[str, Any]:
+    """All null where the algorithm has no critic."""
+    return {
+        "value_loss": critic.loss if critic else None,
+        "value_clipped": critic.clipped if critic else None,
+        "explained_variance": critic.explained_variance if critic else None,
+        "critic_grad_norm": critic.grad_norm if critic else None,
+        "critic_skipped_steps": critic.skipped_steps if critic else None,
+    }
+
+
+def _dpo_metrics(dpo: DpoResult | None) -> dict[str, Any]:
+    """All null but for DPO."""
+    return {
+        "dpo_loss": dpo.loss if dpo else None,
+        "dpo_accuracy": dpo.accuracy if dpo else None,
+        "dpo_margin": dpo.margin if dpo else None,
+    }
+
+
+def system_metrics(
+    result: StepResult,
+    *,
+    sampled_tokens: int,
+    step_s: float,
+    wait_s: float,
+    train_s: float,
+    train_cpu_s: float,
+    publish_s: float,
+    pause_s: float,
+    engine_busy_s: float | None,
+    devices: int,
+    peak: float | None,
+) -> dict[str, Any]:
+    """The system part: where the time went, and how well the devices were used.
+
+    Args:
+        sampled_tokens: of the batch.
+        step_s: from asking for the batch to its line; wait_s, train_s, publish_s: parts of it.
+        train_cpu_s: processor time of train_s on the first rank.
+        pause_s: how much of publish_s the engine did not generate.
+        engine_busy_s: `Published.busy_s`; the writer makes `rollout_idle` of it.
+        devices: ranks of the trainer; peak: FLOP/s of one, `mfu.peak_flops`.
+    """
+    return {
+        "step_s": step_s,
+        "train_s": train_s,
+        "train_cpu_s": train_cpu_s,
+        "publish_s": publish_s,
+        "pause_s": pause_s,
+        "engine_busy_s": engine_busy_s,
+        "trainer_idle": wait_s / step_s if step_s > 0 else None,
+        "microbatches": result.microbatches,
+        "model_tokens": result.model_tokens,
+        "shared_tokens": result.sample_tokens - result.model_tokens,
+        "packing_fill": result.packing_fill,
+        "rank_imbalance": result.rank_imbalance,
+        "tokens_per_s": result.sample_tokens / train_s if train_s > 0 else None,
+        "sampled_tokens_per_s": sampled_tokens / step_s if step_s > 0 else None,
+        "flops": result.flops,
+        "mfu": mfu(result.flops, seconds=train_s, devices=devices, peak=peak),
+        "train_parts_s": dict(result.seconds),
+    }
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Every number by the name that trackers see: `section/name`, and `section/name/key` in a mapping."""
+    out: dict[str, float] = {}
+    for name, value in values.items():
+        if name in ("step", "time"):
+            continue
+        entries = value.items() if isinstance(value, Mapping) else [("", value)]
+        for key, number in entries:
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                out["/".join(part for part in (_SECTION_OF.get(name), name, key) if part)] = number
+    return out
+
+
+def _idle(last: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
+    """The share of the time between two steps in which the engine sampled nothing.
+
+    None where it does not count its time, and for the first step of a life of the run.
+    """
+    busy, busy_before = now.get("engine_busy_s"), last.get("engine_busy_s")
+    if busy is None or busy_before is None:
+        return None
+    return max(0.0, 1.0 - (busy - busy_before) / (now["time"] - last["time"]))
+
+
 def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps, and a last line that a crash cut short."""
+def _keep_until(path: Path, step: int) -> dict[str, Any]:
+    """Drop the lines of later steps, and a last line that a crash cut short; the last one kept."""
     if not path.exists():
-        return
+        return {}
     kept = []
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n") and json.loads(line)["step"] <= step:
@@ -137,3 +305,4 @@ def _keep_until(path: Path, step: int) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept))
     temporary.replace(path)
+    return json.loads(kept[-1]) if kept else {}

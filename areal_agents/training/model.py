@@ -1,26 +1,65 @@
 """The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
 
-The root FSDP unit holds embedding, final norm and head together, which tied embeddings require;
-each block is a unit of its own. Everything that touches weights, the chunked head included, runs
-inside the root's forward, where the weights are whole.
+Everything that touches weights, the chunked head included, runs inside the forward of the root, where
+the weights of no block are whole; no rank ever holds all of them, but where they are asked for whole.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from areal_agents.algorithms.flops import ModelShape
 from areal_agents.algorithms.packing import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
+from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.experts import has_experts, prepare_replay
+from areal_agents.training.images import sees_images, vision_inputs
+from areal_agents.training.loading import (
+    base_state,
+    build_model,
+    load_weights,
+    published_names,
+    tied_weights,
+)
 from areal_agents.training.logprobs import CHUNK_LOGITS, token_logprobs
+from areal_agents.training.lora import (
+    LoraOptions,
+    adapter_tensors,
+    add_adapters,
+    merged,
+    reset_adapters,
+)
+from areal_agents.training.sharding import Checkpointing, checkpoint_blocks, materialize, shard
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is held.
+
+    Attributes:
+        dtype: compute type; master weights are float32, and so is the reduction of gradients.
+        activation_checkpointing: which blocks keep only their input for the backward pass: none of
+            them, all, or every n-th.
+        lora: the adapter to train in place of the weights.
+    """
+
+    dtype: torch.dtype = torch.float32
+    activation_checkpointing: Checkpointing = "off"
+    lora: LoraOptions | None = None
 
 
 class Policy(nn.Module):
@@ -38,82 +77,178 @@ class Policy(nn.Module):
         *,
         saved_dtype: torch.dtype = torch.float32,
         chunk_logits: int = CHUNK_LOGITS,
+        lora: LoraOptions | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self.saved_dtype = saved_dtype  # of the folder it came from, and of the versions published
         self.chunk_logits = chunk_logits
+        self.lora = lora
         self.eval()
 
-    def forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and detached entropies [N] of the micro-batch's trained tokens."""
-        output = self.model.get_decoder()(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
-            use_cache=False,
-            segments=batch.segments,
-        )
-        hidden = output.last_hidden_state[0].index_select(0, batch.predictor_rows)
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes, for counting FLOPs."""
+        return ModelShape.from_config(self.model.config.get_text_config().to_dict())
+
+    def backbone(self, batch: MicroBatch) -> Tensor:
+        """The last hidden states [N, d] at the rows that predict the trained tokens."""
+        return hidden_rows(self.model, batch)
+
+    def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] and entropies [N] of the micro-batch's trained tokens.
+
+        Args:
+            entropy_gradient: whether the entropies are differentiable.
+        """
         return token_logprobs(
-            hidden,
+            hidden_rows(self.model, batch),
             batch.target_ids,
             batch.temperatures,
             self.model.get_output_embeddings(),
-            vocab_size=self.model.config.vocab_size,
             chunk_logits=self.chunk_logits,
+            entropy_gradient=entropy_gradient,
         )
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's own state dict, whole, float32, on the CPU. Collective: every rank calls it.
+    def full_state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """Every weight, whole, float32, on the CPU, under the names of published checkpoints.
 
-        Tied weights appear once, as transformers saves them.
+        Collective: every rank calls it. Tied weights appear once. An adapter is merged:
+        W + (alpha / rank) · B A.
+
+        Args:
+            keep: whether this rank wants them; elsewhere the result is empty, and no rank's memory
+                holds more than one whole weight.
         """
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        whole = {}
-        for name, value in self.model.state_dict().items():
-            if name not in tied:
-                tensor = value.full_tensor() if isinstance(value, DTensor) else value
-                whole[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        return whole
+        tied = tied_weights(self.model)
+        adapters = adapter_tensors(self.model)
+        weights = {}
+        for name, value in base_state(self.model).items():
+            if name in tied:
+                continue
+            tensor = _whole(value)
+            pair = adapters.get(name)
+            factors = None if pair is None else (_whole(pair[0]), _whole(pair[1]))
+            if keep:
+                tensor = tensor.detach().to("cpu", copy=True).contiguous()
+                if factors is not None and self.lora is not None:
+                    tensor = merged(tensor, *factors, self.lora)
+                weights[name] = tensor
+        return published_names(self.model, weights)
+
+    def adapter_state_dict(self, *, keep: bool = True) -> dict[str, Tensor] | None:
+        """The adapter's weights, whole, float32, on the CPU, under peft's names; None without one.
+
+        Collective. `lora.write_adapter` makes a folder of them.
+        """
+        if self.lora is None:
+            return None
+        weights = {}
+        for name, factors in adapter_tensors(self.model).items():
+            for part, factor in zip("AB", factors, strict=True):
+                tensor = _whole(factor)
+                if keep:
+                    key = f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"
+                    weights[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        return weights
 
 
-def load_policy(path: str | Path, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> Policy:
-    """Load a Hugging Face folder in float32 and shard it over the ranks.
-
-    Args:
-        dtype: compute type; with bfloat16, gradients are still reduced in float32.
+def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """The model's last hidden states [N, d] at the rows that predict the trained tokens.
 
     Raises:
-        TrainingError: the folder cannot be loaded, lacks weights, or needs attention over a sliding
-            window, which packed attention does not have.
+        ValueError: images for a model that takes none, or images or recorded routing on rows that
+            several ranks share.
     """
-    attention.register()
-    disable_progress_bar()  # the process logs to a file
-    try:
-        config = AutoConfig.from_pretrained(path)
-        saved_dtype = config.dtype or torch.float32
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
-            dtype=torch.float32,
-            attn_implementation=attention.NAME,
-            output_loading_info=True,
-        )
-    except Exception as error:  # transformers raises types of several libraries for a bad folder
-        raise TrainingError(f"{path}: cannot load the model: {error}") from error
-    missing, mismatched = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
-    if missing or mismatched:
-        raise TrainingError(f"{path}: missing weights {missing}, mismatched {mismatched}")
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise TrainingError(f"{path}: sliding-window attention is not supported")
-    config.attention_dropout = 0.0
-    return shard(Policy(model.to(ranks.device), saved_dtype=saved_dtype), ranks, dtype=dtype)
+    vision = sees_images(model.config)
+    if batch.images is not None and not vision:
+        raise ValueError(f"{type(model).__name__} takes no images")
+    if batch.context_group is not None and (vision or batch.routed_experts is not None):
+        raise ValueError("context_parallel supports neither vision models nor recorded routing")
+    inputs: dict[str, Any]
+    if vision:
+        inputs = vision_inputs(model, batch)
+    else:
+        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    if batch.routed_experts is not None:
+        inputs["routed_experts"] = batch.routed_experts
+    output: Any = model.get_decoder()(use_cache=False, segments=attention.plan(batch), **inputs)
+    hidden: Tensor = output.last_hidden_state
+    return hidden[0].index_select(0, batch.predictor_rows)
 
 
-def shard(policy: Policy, ranks: Ranks, *, dtype: torch.dtype = torch.float32) -> Policy:
-    """Apply FSDP2 in place: a unit per block, the rest in the root."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for block in policy.model.get_decoder().layers:
-        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
-    fully_shard(policy, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = ModelOptions()) -> Policy:
+    """Load a Hugging Face folder in float32 and shard it over the ranks.
+
+    Raises:
+        TrainingError: the folder cannot be loaded, lacks weights, has other layers than those of
+            full attention, which alone keep packed samples apart, or cannot be shared by the ranks of
+            a context.
+    """
+
+    def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
+        return Policy(model, saved_dtype=saved_dtype, lora=options.lora)
+
+    policy = load_sharded(path, ranks, root, options=options)
+    register_fsdp_forward_method(policy, "backbone")
     return policy
+
+
+def load_sharded(
+    path: str | Path,
+    ranks: Ranks,
+    root: Callable[[PreTrainedModel, torch.dtype], M],
+    *,
+    options: ModelOptions,
+    head: bool = True,
+) -> M:
+    """A module around a Hugging Face model, sharded; the weights go from the files into the shards.
+
+    Args:
+        root: makes the module, on the meta device, of the model and the type of its saved weights.
+            Parameters that it adds have no value until the caller sets one.
+        head: whether the model has its output matrix.
+
+    Raises:
+        TrainingError: as `load_policy`, on every rank if on one.
+    """
+    disable_progress_bar()  # the process logs to a file
+    folder = Path(path)
+    model, saved_dtype = build_model(folder, head=head)
+    if ranks.context_count > 1:
+        _check_context(model, folder, ranks.context_count)
+    if options.lora is not None:
+        add_adapters(model, options.lora)
+    if has_experts(model):
+        prepare_replay(model)
+    checkpoint_blocks(model, options.activation_checkpointing)
+    with torch.device("meta"):
+        module = root(model, saved_dtype)
+    shard(module, model, ranks, dtype=options.dtype)
+    materialize(module, model, ranks.device)
+    error: TrainingError | None = None
+    try:
+        load_weights(model, folder)
+    except TrainingError as caught:  # raised below, when all ranks know: they would wait for this one
+        error = caught
+    if ranks.any(error is not None):
+        raise error or TrainingError(f"{folder}: another rank could not load the model")
+    if options.lora is not None:
+        reset_adapters(model, ranks)
+    return module
+
+
+def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
+    """Whether the ranks of a context can share the model: known now, not with the first batch."""
+    if sees_images(model.config):
+        raise TrainingError(f"{folder}: context_parallel does not support vision models; use 1")
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    try:
+        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, count)
+    except ValueError as error:
+        raise TrainingError(f"{folder}: {error}") from error
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

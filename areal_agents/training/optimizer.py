@@ -1,46 +1,192 @@
-"""AdamW over the sharded float32 masters, and the learning rate as a function of the step.
+"""AdamW or Muon over the sharded float32 masters; the state in the memory of the host where that is asked.
 
-The rate depends on nothing but the step, so a resumed run continues its schedule by counting.
+The state has the names of the parameters, so a checkpoint does not depend on how the parameters
+were divided among optimizers, nor on where their state was kept.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 
+Named = Sequence[tuple[str, nn.Parameter]]
 
-def make_optimizer(policy: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
-    """AdamW; the decay applies to matrices, not to norms and biases."""
-    parameters = [p for p in policy.parameters() if p.requires_grad]
+_BLOCKS = ("layers", "blocks")  # of the language model, and of a vision tower
+_WRAPPER = "_checkpoint_wrapped_module."  # activation checkpointing puts it into names
+
+
+def make_optimizer(
+    module: nn.Module, config: TrainerConfig, *, lr: float | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of every parameter that is trained; the decay applies to matrices only.
+
+    With `optimizer: muon` the matrices of the blocks get Muon (Jordan et al. 2024), its updates
+    scaled to AdamW's root mean square by 0.2·√max(rows, columns) (arXiv 2502.16982, eq. 4), so that
+    one rate serves both; embeddings, head, norms, biases and stacked experts (three dimensions) get
+    AdamW.
+
+    Args:
+        lr: peak rate; None takes the config's.
+    """
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    rate = config.lr if lr is None else lr
+    # With offload, block after block: only one block's state is on the device at a time.
+    divided = _by_block(named) if config.offload_optimizer else [named]
+    parts = [part for some in divided for part in _optimizers(some, config, rate)]
+    if len(parts) == 1 and not config.offload_optimizer:
+        return parts[0]
+    return JointOptimizer(parts, offload=config.offload_optimizer)
+
+
+class JointOptimizer(torch.optim.Optimizer):
+    """Several optimizers, of disjoint parameters, that step together and share one `state`.
+
+    With `offload`, the state lies on the CPU between steps. A step brings it to its parameters' device
+    and takes it back, one optimizer after the other: 8 bytes per parameter of AdamW cross the bus
+    twice, and the device never holds more than the state of one part.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self.parts = tuple(parts)
+        self.offload = offload
+        for part in parts:
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Step with the gradients that there are."""
+        assert closure is None, "no part takes a closure"
+        for part in self.parts:
+            if self.offload:
+                self._move(part, None)
+            part.step()
+            if self.offload:
+                self._move(part, torch.device("cpu"))
+
+    def _move(self, part: torch.optim.Optimizer, device: torch.device | None) -> None:
+        """To `device`; None: to where the parameter is. Counters (no dimension) stay on the CPU."""
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:
+                        state[name] = value.to(device or parameter.device)
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The state as "<parameter>/<moment>" → tensor; parameters that never had a gradient have none."""
+    return {
+        f"{plain_name(name)}/{moment}": value
+        for name, parameter in module.named_parameters()
+        for moment, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def load_optimizer_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
+) -> None:
+    """Use `state`, named and sharded as `optimizer_state` gives it, in place of the optimizer's own."""
+    parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+    optimizer.state.clear()
+    for key, value in state.items():
+        name, _, moment = key.rpartition("/")
+        optimizer.state[parameters[name]][moment] = value
+
+
+def empty_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Tensor]:
+    """Tensors to load a state into: `shapes` by key; a moment is sharded as its parameter is, and lies
+    where the optimizer keeps it between steps.
+
+    Raises:
+        ValueError: a key names no parameter of the module, or the shape is not its own.
+        TrainingError: the state is of another optimizer.
+    """
+    parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
+    offload = isinstance(optimizer, JointOptimizer) and optimizer.offload
+    by_muon = _ids_of_muon(optimizer)
+    out = {}
+    for key, shape in shapes.items():
+        name, _, moment = key.rpartition("/")
+        if name not in parameters:
+            raise ValueError(f"the optimizer's state has {key}, but the model has no parameter {name}")
+        if (moment == "momentum_buffer") != (id(parameters[name]) in by_muon):
+            raise TrainingError(
+                f"the checkpoint holds {moment} of {name}, the state of another optimizer; leave "
+                "trainer.optimizer as it was, or begin a new run from the exported model"
+            )
+        parameter = parameters[name].detach()
+        if not len(shape):
+            out[key] = torch.zeros((), dtype=torch.float32)
+        elif tuple(shape) == tuple(parameter.shape):
+            out[key] = torch.empty_like(parameter, device="cpu" if offload else parameter.device)
+        else:
+            raise ValueError(f"the optimizer's {key} has shape {tuple(shape)}, not {tuple(parameter.shape)}")
+    return out
+
+
+def _ids_of_muon(optimizer: torch.optim.Optimizer) -> set[int]:
+    parts = optimizer.parts if isinstance(optimizer, JointOptimizer) else (optimizer,)
+    muon = [part for part in parts if isinstance(part, torch.optim.Muon)]
+    return {id(p) for part in muon for group in part.param_groups for p in group["params"]}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without the wrappers around it."""
+    return name.replace(_WRAPPER, "")
+
+
+def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.optim.Optimizer]:
+    muon = [p for name, p in named if config.optimizer == "muon" and p.ndim == 2 and _block(name)]
+    taken = set(map(id, muon))
+    rest = [p for _, p in named if id(p) not in taken]
+    parts: list[torch.optim.Optimizer] = []
+    if muon:
+        parts.append(
+            torch.optim.Muon(
+                muon,
+                lr=lr,
+                weight_decay=config.weight_decay,
+                momentum=config.muon_momentum,
+                adjust_lr_fn="match_rms_adamw",
+            )
+        )
     groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.adam_epsilon,
-    )
+    if rest:
+        parts.append(
+            torch.optim.AdamW(
+                [group for group in groups if group["params"]],
+                lr=lr,
+                betas=(config.beta1, config.beta2),
+                eps=config.adam_epsilon,
+            )
+        )
+    return parts
 
 
-def learning_rate(step: int, config: TrainerConfig) -> float:
-    """The rate of batch `step`, counted from 0: linear warm-up, then the schedule down to
-    `min_lr_ratio · lr` at the last batch."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    last = max(1, config.steps - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / last)
-    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    ratio = 1.0 if config.schedule == "constant" else config.min_lr_ratio
-    return config.lr * (ratio + (1 - ratio) * left[config.schedule])
+def _by_block(named: Named) -> list[Named]:
+    """The parameters of each block, and those of none, in the order of the model."""
+    out: dict[str, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        out.setdefault(_block(name), []).append((name, parameter))
+    return list(out.values())
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` for every parameter group from now on."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
+def _block(name: str) -> str:
+    """The name of the block that a parameter is in, empty outside of the blocks."""
+    parts = name.split(".")
+    for place, part in enumerate(parts[:-1]):
+        if part in _BLOCKS and parts[place + 1].isdigit():
+            return ".".join(parts[: place + 2])
+    return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import time
 from collections.abc import Mapping
@@ -16,16 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from areal_agents.errors import EngineError, TrainingError
+from areal_agents.errors import EngineError
 from areal_agents.inference.engine import Engine
 from areal_agents.store import Store
+from areal_agents.training.model_folder import remove_unfinished, write_model
 
 log = logging.getLogger(__name__)
-
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +32,14 @@ class Published:
     Attributes:
         path: its folder.
         publish_s: everything, in seconds; pause_s: how much of it the engine did not generate.
+        busy_s: seconds that the engine has sampled since its start; None where it does not count them.
     """
 
     version: int
     path: Path
     publish_s: float
     pause_s: float
+    busy_s: float | None
 
 
 class Publisher:
@@ -53,6 +52,7 @@ class Publisher:
         self._model_path = model_path
         self._keep = keep
         self._runner = asyncio.Runner()
+        remove_unfinished(self._weights, "v*")
 
     def publish(
         self, weights: Mapping[str, Tensor], *, version: int, step: int, dtype: torch.dtype
@@ -67,17 +67,17 @@ class Publisher:
         path = self._weights / f"v{version}"
         write_model(weights, path, like=self._model_path, dtype=dtype)
         self._store.publish_version(version, step=step, path=str(path))
-        pause_s = self._runner.run(self._swap(path, version))
+        pause_s, busy_s = self._runner.run(self._swap(path, version))
         self._forget_before(version)
-        return Published(version, path, time.monotonic() - started, pause_s)
+        return Published(version, path, time.monotonic() - started, pause_s, busy_s)
 
     def close(self) -> None:
         """Close the event loop."""
         self._runner.close()
 
-    async def _swap(self, path: Path, version: int) -> float:
+    async def _swap(self, path: Path, version: int) -> tuple[float, float | None]:
         try:
-            return await swap(self._engine, str(path), version)
+            return await swap(self._engine, str(path), version), await self._engine.busy_s()
         finally:
             # The loop rests until the next version: a connection kept that long would not notice
             # that the server has closed it.
@@ -106,27 +106,3 @@ async def swap(engine: Engine, path: str, version: int) -> float:
         raise
     await engine.resume()
     return time.monotonic() - started
-
-
-def write_model(weights: Mapping[str, Tensor], path: Path, *, like: Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face folder: `weights` as `dtype`, every other file as in the folder `like`.
-
-    An existing folder of that name is replaced; a reader never sees half a folder under it.
-
-    Raises:
-        TrainingError: the disk refuses.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for file in like.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copyfile(file, temporary / file.name)
-        tensors = {name: tensor.to(dtype).contiguous() for name, tensor in weights.items()}
-        save_file(tensors, temporary / "model.safetensors", metadata={"format": "pt"})
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-    except OSError as error:
-        raise TrainingError(f"cannot write the weights to {path}: {error}") from error

@@ -1,188 +1,206 @@
-"""One batch: proximal logprobs where they are needed, then K optimizer steps of decoupled PPO.
+"""One batch: the passes that it needs beforehand, then K optimizer steps of policy and critic.
 
-Every micro-batch's loss is divided by the token count of its whole minibatch, so the gradient is
-the same however the batch was cut and however many ranks share it.
+The coefficients of a loss are taken over its whole minibatch, so the gradient is the same however
+the batch was cut and however many ranks share it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
-from areal_agents.algorithms.losses import LossStatistics, decoupled_ppo_loss
-from areal_agents.algorithms.minibatches import split_minibatches
-from areal_agents.algorithms.packing import MicroBatch, pack
-from areal_agents.core.sample import TrainingSample
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.dpo import DpoCoefficients
+from areal_agents.algorithms.losses import LossStatistics
+from areal_agents.algorithms.samples import TrainingData
+from areal_agents.training.clock import Clock
+from areal_agents.training.critic import CriticState
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.learner import Learner
 from areal_agents.training.model import Policy
+from areal_agents.training.pairs import pair_pass
+from areal_agents.training.plan import Minibatch, Plan, lay_out
+from areal_agents.training.results import CriticResult, DpoResult, StepResult, critic_result, dpo_result
+from areal_agents.training.scoring import Scores, passes, score_batch
+from areal_agents.training.shares import policy_share, value_share
+
+__all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", "train_batch"]
 
 
 class Stopped(Exception):
-    """The run was asked to stop in the middle of a batch.
-
-    Attributes:
-        clean: whether no optimizer step of the batch was made, so that the weights are still those
-            of the step before.
-    """
-
-    def __init__(self, *, clean: bool) -> None:
-        super().__init__("stopped in the middle of a batch")
-        self.clean = clean
+    """The run was asked to stop before the first optimizer step of a batch: the weights are as they were."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """What a batch is trained with; the names are those of the configs."""
+    """How a batch is cut and stepped, whatever the algorithm; the names are those of the config."""
 
-    clip_low: float
-    clip_high: float
-    weight_cap: float
-    minibatches: int
     microbatch_tokens: int
     share_prefixes: bool
     grad_clip: float
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
-    """What training a batch came to, summed over its minibatches and ranks.
-
-    Attributes:
-        statistics: of the losses.
-        grad_norm: mean over the minibatches of the norm before clipping; skipped ones are left out.
-        skipped_steps: optimizer steps left out because the gradient was not finite.
-        microbatches: forward and backward passes, over all ranks.
-        model_tokens: tokens that went through the model; sample_tokens: what they would have been
-            without shared prefixes.
-    """
-
-    statistics: LossStatistics
-    grad_norm: float
-    skipped_steps: int
-    microbatches: int
-    model_tokens: int
-    sample_tokens: int
-
-    @classmethod
-    def nothing(cls) -> StepResult:
-        """The result of a batch without a sample."""
-        return cls(LossStatistics.zero(), math.nan, 0, 0, 0, 0)
-
-
 def train_batch(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    samples: Sequence[TrainingSample],
+    data: TrainingData,
+    algorithm: AlgorithmConfig,
     options: StepOptions,
     *,
     ranks: Ranks,
     version: int,
     seed: int,
+    critic: CriticState | None = None,
+    reference: Policy | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Train on a batch of samples, which every rank has whole.
+    """Train on a batch, which every rank has whole.
 
     Args:
         version: the version of the weights as they are now, for the statistics.
         seed: of the order of minibatches.
-        stopping: asked before every micro-batch; all ranks stop as soon as one of them should.
+        critic: exactly if the algorithm has one; reference: exactly if it needs one.
+        stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
+            should.
 
     Raises:
-        Stopped: `stopping()` became true. Gradients are discarded.
-        TrainingError: a sample does not fit a micro-batch.
-        ValueError: no samples.
+        Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
+            be trained on these models; their weights are whole.
+        TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
+        ValueError: no samples, or a critic or reference that the algorithm needs or has no use for.
     """
-    if not samples:
-        raise ValueError("there is no sample to train on")
-    parts = split_minibatches(samples, options.minibatches, seed=seed)
-    packed = [
-        pack(
-            part,
+    _check(algorithm, ranks, critic, reference)
+    batch = _Batch(policy, optimizer, critic, algorithm, ranks, version, stopping)
+    with batch.clock.part("pack"):
+        plan = lay_out(
+            data,
+            algorithm,
+            ranks=ranks,
+            shape=policy.shape,
             token_budget=options.microbatch_tokens,
-            ranks=ranks.count,
             share_prefixes=options.share_prefixes,
+            seed=seed,
         )
-        for part in parts
-    ]
-    mine = [[batch.to(ranks.device) for batch in batches[ranks.rank :: ranks.count]] for batches in packed]
-    proximal = [_proximal_logprobs(policy, batches) for batches in mine] if len(mine) > 1 else None
-    statistics, norms = LossStatistics.zero(ranks.device), []
-    for index, batches in enumerate(mine):
-        denominator = sum(batch.trained_tokens for batch in packed[index])
-        for place, batch in enumerate(batches):
-            if ranks.any(stopping()):
-                optimizer.zero_grad()
-                raise Stopped(clean=index == 0)
-            cast(FSDPModule, policy).set_requires_gradient_sync(place == len(batches) - 1)
-            prox = proximal[index][place] if proximal is not None else None
-            loss, part = _loss(policy, batch, prox, options, denominator=denominator, version=version)
-            (loss * ranks.count).backward()  # FSDP averages over ranks, the loss is a sum
-            statistics += part
-        norms.append(_optimizer_step(policy, optimizer, options.grad_clip))
-    everything = [batch for batches in packed for batch in batches]
-    taken = [norm for norm in norms if norm is not None]
-    return StepResult(
-        statistics=LossStatistics(ranks.sum(statistics.sums), ranks.max(statistics.maxima)),
-        grad_norm=sum(taken) / len(taken) if taken else math.nan,
-        skipped_steps=len(norms) - len(taken),
-        microbatches=len(everything),
-        model_tokens=sum(len(batch.input_ids) for batch in everything),
-        sample_tokens=sum(batch.sample_tokens for batch in everything),
+    scores = score_batch(
+        plan,
+        policy,
+        algorithm,
+        critic=critic.critic if critic else None,
+        reference=reference,
+        ranks=ranks,
+        clock=batch.clock,
+        check_stop=batch.check_stop,
     )
+    for minibatch in plan.minibatches:
+        advantages = batch.advantages(plan, minibatch, scores)
+        with batch.clock.part("gradient"):
+            batch.accumulate(minibatch, scores, advantages)
+        with batch.clock.part("optimizer"):
+            for learner in batch.learners:
+                learner.step(options.grad_clip)
+    return batch.result(plan, scores)
 
 
-def _optimizer_step(
-    policy: torch.nn.Module, optimizer: torch.optim.Optimizer, grad_clip: float
-) -> float | None:
-    """Step with the gradient scaled to a norm of at most `grad_clip`, and clear it.
-
-    Returns:
-        The norm before scaling; None if it is not finite, and then the weights stay as they are.
-    """
-    parameters = [p for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    finite = bool(torch.isfinite(whole))
-    if finite:
-        torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
-        optimizer.step()
-    optimizer.zero_grad()
-    return float(whole) if finite else None
+def _check(
+    algorithm: AlgorithmConfig, ranks: Ranks, critic: CriticState | None, reference: Policy | None
+) -> None:
+    for name, needed, given in (
+        ("critic", algorithm.needs_critic, critic is not None),
+        ("reference", algorithm.needs_reference, reference is not None),
+    ):
+        if needed != given:
+            has, got = ("needs a" if needed else "has no"), ("one" if given else "none")
+            raise ValueError(f"preset {algorithm.preset} {has} {name}, got {got}")
+    by_sequence = algorithm.policy_loss == "gspo" or algorithm.correction_level != "token" or algorithm.veto
+    assert ranks.context_count == 1 or not by_sequence, "the tokens of a sequence lie on several ranks"
 
 
-def _loss(
-    policy: Policy,
-    batch: MicroBatch,
-    proximal: Tensor | None,
-    options: StepOptions,
-    *,
-    denominator: int,
-    version: int,
-) -> tuple[Tensor, LossStatistics]:
-    """The loss of one micro-batch; with `proximal` None the current logprobs, detached, are it."""
-    current, entropy = policy(batch)
-    return decoupled_ppo_loss(
-        current,
-        current.detach() if proximal is None else proximal,
-        batch.behavior_logprobs,
-        batch.advantages,
-        torch.ones_like(batch.target_ids, dtype=torch.bool),
-        clip_low=options.clip_low,
-        clip_high=options.clip_high,
-        weight_cap=options.weight_cap,
-        denominator=denominator,
-        on_policy=batch.versions == version,
-        entropy=entropy,
-    )
+@dataclass(eq=False)
+class _Batch:
+    """A batch in training on one rank: what is trained, and what has come out so far."""
 
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    critic: CriticState | None
+    algorithm: AlgorithmConfig
+    ranks: Ranks
+    version: int
+    stopping: Callable[[], bool]
+    pairs: list[DpoCoefficients] = field(default_factory=list)
 
-@torch.no_grad()
-def _proximal_logprobs(policy: Policy, batches: Sequence[MicroBatch]) -> list[Tensor]:
-    return [policy(batch)[0] for batch in batches]
+    def __post_init__(self) -> None:
+        device = self.ranks.device
+        self.clock = Clock(device)
+        self.learners = [Learner(self.policy, self.optimizer)]
+        if self.critic is not None:
+            self.learners.append(Learner(self.critic.critic, self.critic.optimizer))
+        self.statistics = LossStatistics.zero(device)
+        self.value_sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if one of them should stop.
+
+        Once a step of the batch is made the batch is finished: half of it could not be resumed from.
+        """
+        if not self.learners[0].norms and self.ranks.any(self.stopping()):
+            raise Stopped("stopped before the first optimizer step of a batch")
+
+    def advantages(self, plan: Plan, minibatch: Minibatch, scores: Scores) -> Tensor:
+        """[M] of the batch, or for DPO its coefficients under the weights as they are now."""
+        if self.algorithm.policy_loss != "dpo":
+            return scores.advantages
+        with self.clock.part("pairs"):
+            advantages, coefficients = pair_pass(
+                self.policy,
+                plan,
+                minibatch,
+                scores,
+                beta=self.algorithm.dpo_beta,
+                ranks=self.ranks,
+                check_stop=self.check_stop,
+            )
+        self.pairs.append(coefficients)
+        return advantages
+
+    def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
+        """The gradients of a minibatch; ranks exchange them once, after the last micro-batch."""
+        scale = self.ranks.count  # FSDP averages over the ranks, and the loss is a sum
+        for place, work in enumerate(minibatch.work):
+            self.check_stop()
+            last = place == len(minibatch.work) - 1
+            loss, statistics = policy_share(
+                self.policy, work, scores, advantages, self.algorithm, version=self.version
+            )
+            self.learners[0].backward(loss * scale, sync=last)
+            self.statistics += statistics
+            if self.critic is not None:
+                loss, sums = value_share(self.critic.critic, work, scores, self.algorithm)
+                self.learners[1].backward(loss * scale, sync=last)
+                self.value_sums += sums
+
+    def result(self, plan: Plan, scores: Scores) -> StepResult:
+        """What came out, over all ranks. Collective."""
+        policy, load = self.learners[0], plan.load
+        critic = None
+        if self.critic is not None:
+            critic = critic_result(self.learners[1], self.ranks.sum(self.value_sums), scores)
+        return StepResult(
+            statistics=LossStatistics(
+                self.ranks.sum(self.statistics.sums), self.ranks.max(self.statistics.maxima)
+            ),
+            grad_norm=policy.grad_norm,
+            skipped_steps=policy.skipped_steps,
+            microbatches=load.microbatches,
+            model_tokens=load.model_tokens,
+            sample_tokens=load.sample_tokens,
+            critic=critic,
+            dpo=dpo_result(self.pairs) if self.pairs else None,
+            packing_fill=load.fill,
+            rank_imbalance=load.imbalance,
+            rank_tokens=load.rank_tokens,
+            flops=load.forward_flops * passes(self.algorithm),
+            seconds=dict(self.clock.seconds),
+        )

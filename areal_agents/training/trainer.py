@@ -1,4 +1,4 @@
-"""The loop: lease a batch, train on it, publish the next version, mark the groups as trained.
+"""The loop: take a batch, train on it, publish the next version, mark the groups as trained.
 
 A step is a batch trained; a version is a number that is never used twice. A resumed run takes the
 step from its checkpoint, gives back what later steps had leased, and publishes under a version
@@ -8,31 +8,47 @@ above every one there ever was.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import TrainingError
 from areal_agents.inference.engine import Engine
 from areal_agents.store import Store
 from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.checkpoint import Progress, latest_checkpoint, load_checkpoint, save_checkpoint
+from areal_agents.training.checkpoint import Checkpoints, Progress, latest_checkpoint, load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.distributed import ranks as join_ranks
-from areal_agents.training.metrics import MetricsWriter, data_metrics, policy_metrics, queue_metrics
-from areal_agents.training.model import Policy, load_policy
-from areal_agents.training.optimizer import learning_rate, make_optimizer, set_learning_rate
-from areal_agents.training.publish import Published, Publisher, write_model
+from areal_agents.training.export import facts_of
+from areal_agents.training.heldout import heldout_reward
+from areal_agents.training.lora import write_adapter
+from areal_agents.training.metrics import (
+    MetricsWriter,
+    data_metrics,
+    policy_metrics,
+    queue_metrics,
+    system_metrics,
+)
+from areal_agents.training.mfu import peak_flops
+from areal_agents.training.model_folder import remove_unfinished, write_model
+from areal_agents.training.models import Models, load_models
+from areal_agents.training.publish import Published, Publisher
+from areal_agents.training.recorded import RecordedGroups, next_recorded_batch
 from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+from areal_agents.training.vetting import Limits
 
 log = logging.getLogger(__name__)
 
 _MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HELDOUT = "heldout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,56 +77,75 @@ def run(
     max_staleness: int,
     stop: threading.Event,
     seed: int = 0,
+    recorded: RecordedGroups | None = None,
+    evaluates: bool = False,
 ) -> RunResult:
     """Train until `config.steps` batches are done, or `stop` is set. Resumes by itself.
 
-    Under torchrun every rank calls this; only the first one's store and engine are used, the
-    others pass None.
+    Under torchrun every rank calls this; only the first one's store, engine and recorded groups are
+    used, the others pass None.
 
     Args:
+        store: of the run.
+        engine: where versions are published; None where `recorded` groups are trained on, and then
+            weights go to checkpoints and to `final` only.
         groups: groups per batch.
-        max_staleness: η, the hard bound on the staleness of a trained token.
-        stop: ends the run between micro-batches, with a checkpoint.
+        max_staleness: η, the hard bound on the staleness of a trained token. Of recorded groups any
+            token is trained, its weight π_prox/μ corrects for who sampled it.
+        stop: ends the run between micro-batches, with a checkpoint unless the batch has had an optimizer
+            step already.
+        recorded: groups of another store, trained on in place of those that `store` gets.
+        evaluates: whether held-out evaluations reach the store while this trains.
 
     Raises:
-        TrainingError: the model or checkpoint cannot be used, groups did not come in time, or a
-            sample does not fit a micro-batch.
+        TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many
+            of them cannot be trained on.
         EngineError: the engine is lost or refused the weights.
         StoreError: the store is unusable.
     """
     if config.threads:
         torch.set_num_threads(config.threads)
     torch.manual_seed(seed)
-    with join_ranks(config.device) as group:
+    with join_ranks(config.device, replicas=config.replicas, context=config.context_parallel) as group:
         link = None
         if group.is_first:
-            if store is None or engine is None:
-                raise ValueError("the first rank needs a store and an engine")
-            link = _Link(
-                store,
-                Publisher(
-                    store=store, engine=engine, run_dir=Path(run_dir), model_path=Path(model_path),
-                    keep=config.keep_weights,
-                ),
-            )  # fmt: skip
+            if store is None or (engine is None) != (recorded is not None):
+                raise ValueError("the first rank needs a store, and an engine or recorded groups")
+            link = _Link(store, _publisher(config, store, engine, Path(run_dir), Path(model_path)), recorded)
         try:
-            trainer = _Trainer(config, algorithm, group, link, Path(model_path), Path(run_dir), stop, seed)
-            return trainer.run(groups=groups, max_staleness=max_staleness)
+            trainer = _Trainer(
+                config, algorithm, group, link, Path(model_path), Path(run_dir), stop, seed, evaluates
+            )
+            try:
+                return trainer.run(groups=groups, max_staleness=max_staleness)
+            finally:
+                trainer.checkpoints.close()
         finally:
-            if link is not None:
+            if link is not None and link.publisher is not None:
                 link.publisher.close()
 
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """What only the first rank has: the store, and the way to the engine."""
+    """What only the first rank has: the store, and either the way to an engine or recorded groups."""
 
     store: Store
-    publisher: Publisher
+    publisher: Publisher | None
+    recorded: RecordedGroups | None
+
+
+def _publisher(
+    config: TrainerConfig, store: Store, engine: Engine | None, run_dir: Path, model_path: Path
+) -> Publisher | None:
+    if engine is None:
+        return None
+    return Publisher(
+        store=store, engine=engine, run_dir=run_dir, model_path=model_path, keep=config.keep_weights
+    )
 
 
 class _Trainer:
-    """The state of a run on one rank: policy, optimizer, and how far it has come."""
+    """The state of a run on one rank: models, optimizers, and how far it has come."""
 
     def __init__(
         self,
@@ -122,27 +157,37 @@ class _Trainer:
         run_dir: Path,
         stop: threading.Event,
         seed: int,
+        evaluates: bool,
     ) -> None:
         self.config, self.algorithm, self.ranks, self.link = config, algorithm, ranks, link
         self.model_path, self.run_dir, self.stop, self.seed = model_path, run_dir, stop, seed
         self.options = StepOptions(
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
-            weight_cap=algorithm.weight_cap,
-            minibatches=algorithm.minibatches,
             microbatch_tokens=config.microbatch_tokens or _MICROBATCH_TOKENS[ranks.device.type],
             share_prefixes=config.share_prefixes,
             grad_clip=config.grad_clip,
         )
-        self.policy: Policy = load_policy(model_path, ranks, dtype=_DTYPES[config.dtype])
-        self.optimizer = make_optimizer(self.policy, config)
+        self.models: Models = load_models(config, algorithm, model_path, ranks)
+        self.limits = Limits(self.options.microbatch_tokens, self.models.policy.shape.vocab)
+        self.best = config.best_metric or (HELDOUT if evaluates else "reward_mean")
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            ranks,
+            facts=facts_of(config, model_path),
+            keep=config.keep_checkpoints,
+            keep_best=config.keep_best,
+            score=self._score,
+            written=lambda step: link.store.commit_checkpoint(step) if link else None,
+            wait=not config.async_checkpoints,
+        )
+        self.publishes = ranks.broadcast(link is not None and link.publisher is not None)
         self.progress = Progress(step=0, version=-1)
         self.saved_step = 0  # the step of the newest checkpoint; a run that starts needs none
+        self.last: dict[str, Any] = {}  # metrics of the last step of this life
 
     def run(self, *, groups: int, max_staleness: int) -> RunResult:
         """Begin or resume, and loop."""
         self._begin()
-        metrics = MetricsWriter(self.run_dir, after_step=self.progress.step) if self.link else None
+        metrics = self._metrics_writer()
         try:
             while self.progress.step < self.config.steps:
                 started = time.monotonic()
@@ -150,78 +195,100 @@ class _Trainer:
                 if batch is None:
                     return self._stopped()
                 try:
-                    values = self._train(batch)
-                except Stopped as stopped:
-                    return self._stopped(clean=stopped.clean)
+                    self.last = self._train(batch, started)
+                except Stopped:
+                    return self._stopped()
                 if metrics is not None:
-                    metrics.write({**values, "step_s": time.monotonic() - started, "time": time.time()})
+                    metrics.write({**self.last, "time": time.time()})
+                self._check_best()
+                self.checkpoints.check()
                 if self.progress.step % self.config.checkpoint_every == 0:
                     self._checkpoint()  # after its line: a resume drops the lines of later steps
+            self._checkpoint()
+            self.checkpoints.finish()
         finally:
             if metrics is not None:
                 metrics.close()
-        self._checkpoint()
-        weights = self.policy.full_state_dict()
-        if self.link:
-            write_model(weights, self.run_dir / "final", like=self.model_path, dtype=self.policy.saved_dtype)
+        self._write_final()
         return RunResult(self.progress.step, self.progress.version, finished=True)
+
+    def _metrics_writer(self) -> MetricsWriter | None:
+        if self.link is None:
+            return None
+        settings = {
+            "trainer": self.config.model_dump(mode="json"),
+            "algorithm": self.algorithm.model_dump(mode="json"),
+        }
+        after = self.progress.step
+        return MetricsWriter(self.run_dir, after_step=after, trackers=self.config.trackers, config=settings)
 
     def _begin(self) -> None:
         """Load the latest checkpoint, if any, and publish its weights under an unused version."""
         path = self.ranks.broadcast(latest_checkpoint(self.run_dir / "checkpoints"))
-        step, version = 0, 0
+        progress = Progress(0, 0)
         if path is not None:
-            step = load_checkpoint(path, self.policy, self.optimizer, self.ranks).step
-            log.info("resuming after step %d from %s", step, path)
+            progress = load_checkpoint(path, self.models.parts, self.ranks)
+            log.info("resuming after step %d from %s", progress.step, path)
+        step, version = progress.step, progress.version
         if self.link:
             if path is not None:
                 self.link.store.commit_checkpoint(step)  # it may have died between the folder and the row
             returned = self.link.store.return_leases(step)
             if returned:
                 log.info("%d groups that later steps had taken are complete again", returned)
-            version = self.link.store.max_version() + 1
+            if self.publishes:
+                version = self.link.store.max_version() + 1
         version = self.ranks.broadcast(version)
         self._publish(step=step, version=version)
-        self.progress, self.saved_step = Progress(step, version), step
+        self.progress, self.saved_step = Progress(step, version, progress.position), step
 
     def _next_batch(self, groups: int, max_staleness: int) -> Batch | None:
         batch = None
-        if self.link:
+        step = self.progress.step + 1
+        if self.link and self.link.recorded:
+            batch = next_recorded_batch(
+                self.link.recorded, self.algorithm, groups=groups, step=step, position=self.progress.position,
+                limits=self.limits, stop=self.stop,
+            )  # fmt: skip
+        elif self.link:
             batch = next_batch(
                 self.link.store,
                 self.algorithm,
                 groups=groups,
-                step=self.progress.step + 1,
+                step=step,
                 version=self.progress.version,
                 max_staleness=max_staleness,
+                limits=self.limits,
                 timeout_s=self.config.batch_timeout_s,
                 stop=self.stop,
             )
         return self.ranks.broadcast(batch)
 
-    def _train(self, batch: Batch) -> dict[str, object]:
-        """One step; its metrics."""
+    def _train(self, batch: Batch, began: float) -> dict[str, Any]:
+        """One step, of a batch that was asked for at `began`; its metrics."""
         step, version = self.progress.step + 1, self.progress.version + 1
-        rate = learning_rate(self.progress.step, self.config)
-        set_learning_rate(self.optimizer, rate)
+        rate = self.models.set_rate(self.progress.step, self.config)
         started, started_cpu = time.monotonic(), time.process_time()
         result = StepResult.nothing()
         if batch.samples:
             result = train_batch(
-                self.policy,
-                self.optimizer,
-                batch.samples,
+                self.models.policy,
+                self.models.optimizer,
+                batch.data,
+                self.algorithm,
                 self.options,
                 ranks=self.ranks,
                 version=self.progress.version,
                 seed=self.seed + step,
+                critic=self.models.critic,
+                reference=self.models.reference,
                 stopping=self.stop.is_set,
             )
         train_s, train_cpu_s = time.monotonic() - started, time.process_time() - started_cpu
         published = self._publish(step=step, version=version)
-        if self.link:
+        if self.link and self.publishes:
             self.link.store.mark_trained(batch.group_ids, step=step, version=version)
-        self.progress = Progress(step, version)
+        self.progress = Progress(step, version, batch.position)
         values = {
             "step": step,
             "version": version,
@@ -229,10 +296,19 @@ class _Trainer:
             **queue_metrics(batch),
             **policy_metrics(result),
             "lr": rate,
-            "train_s": train_s,
-            "train_cpu_s": train_cpu_s,
-            "publish_s": published.publish_s if published else 0.0,
-            "pause_s": published.pause_s if published else 0.0,
+            **system_metrics(
+                result,
+                sampled_tokens=batch.report.sampled_tokens,
+                step_s=time.monotonic() - began,
+                wait_s=batch.wait_s,
+                train_s=train_s,
+                train_cpu_s=train_cpu_s,
+                publish_s=published.publish_s if published else 0.0,
+                pause_s=published.pause_s if published else 0.0,
+                engine_busy_s=published.busy_s if published else None,
+                devices=self.ranks.count,
+                peak=peak_flops(self.ranks.device),
+            ),
         }
         log.info(
             "step %d: reward %.3f, %d tokens, waited %.1f s, trained %.1f s, paused %.2f s",
@@ -241,29 +317,52 @@ class _Trainer:
         return values
 
     def _publish(self, *, step: int, version: int) -> Published | None:
-        weights = self.policy.full_state_dict()
-        if not self.link:
+        """The whole weights, adapters merged: engines load them as any other version."""
+        if not self.publishes:
             return None
-        return self.link.publisher.publish(weights, version=version, step=step, dtype=self.policy.saved_dtype)
+        weights = self.models.policy.full_state_dict(keep=self.ranks.is_first)
+        if self.link is None or self.link.publisher is None:
+            return None
+        return self.link.publisher.publish(
+            weights, version=version, step=step, dtype=self.models.policy.saved_dtype
+        )
+
+    def _score(self, step: int, facts: Mapping[str, Any]) -> float | None:
+        """By what a checkpoint is among the best."""
+        if self.best == HELDOUT and self.link is not None:
+            return heldout_reward(self.link.store, step)
+        score = facts["score"]
+        return score if isinstance(score, int | float) and math.isfinite(score) else None
+
+    def _check_best(self) -> None:
+        if self.config.keep_best and self.best != HELDOUT and self.best not in self.last:
+            raise TrainingError(
+                f"trainer.best_metric: there is no metric {self.best!r}; choose heldout or one of "
+                f"{', '.join(sorted(self.last))}"
+            )
 
     def _checkpoint(self) -> None:
-        if self.saved_step == self.progress.step:
-            return
-        save_checkpoint(
-            self.run_dir / "checkpoints",
-            self.policy,
-            self.optimizer,
-            self.progress,
-            self.ranks,
-            keep=self.config.keep_checkpoints,
-        )
-        if self.link:
-            self.link.store.commit_checkpoint(self.progress.step)
-        self.saved_step = self.progress.step
+        if self.saved_step != self.progress.step:
+            self.checkpoints.save(self.models.parts, self.progress, score=self.last.get(self.best))
+            self.saved_step = self.progress.step
 
-    def _stopped(self, *, clean: bool = True) -> RunResult:
-        """End early. Weights between two steps of one batch are not worth a checkpoint."""
-        if clean:
-            self._checkpoint()
+    def _stopped(self) -> RunResult:
+        """End early, with a checkpoint of the last whole step."""
+        self._checkpoint()
+        self.checkpoints.finish()
         log.info("stopped after step %d", self.progress.step)
         return RunResult(self.progress.step, self.progress.version, finished=False)
+
+    def _write_final(self) -> None:
+        """The trained model as a Hugging Face folder, and beside it the adapter where there is one."""
+        policy = self.models.policy
+        weights = policy.full_state_dict(keep=self.ranks.is_first)
+        adapter = policy.adapter_state_dict(keep=self.ranks.is_first)
+        if not self.link:
+            return
+        remove_unfinished(self.run_dir, "final*")  # and of the adapter
+        write_model(weights, self.run_dir / "final", like=self.model_path, dtype=policy.saved_dtype)
+        if adapter is not None and policy.lora is not None:
+            write_adapter(
+                adapter, self.run_dir / "final-adapter", policy.lora, base=str(self.model_path.resolve())
+            )

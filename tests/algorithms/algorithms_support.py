@@ -62,9 +62,14 @@ def group(episodes: Sequence[Episode], *, id: str = "g") -> RolloutGroup:
     return RolloutGroup(id, TASK, tuple(Rollout(TASK, i, e, None) for i, e in enumerate(episodes)))
 
 
-def random_episode(rng: random.Random, *, id: str = "e", turns: int = 8) -> Episode:
-    """A random forest; token ids count up, so that every sampled token has an id of its own."""
-    counter = iter(range(10**6))
+def random_episode(
+    rng: random.Random, *, id: str = "e", turns: int = 8, start: int = 0, dense: bool = False
+) -> Episode:
+    """A random forest; token ids count up from `start`, so that every sampled token has an id of its own.
+
+    With `dense` turns and branches have rewards, and every fourth turn is constrained.
+    """
+    counter = iter(range(start, start + 10**6))
     made: list[Turn] = []
     for index in range(turns):
         parent = rng.choice([None, *made]) if made else None
@@ -74,9 +79,35 @@ def random_episode(rng: random.Random, *, id: str = "e", turns: int = 8) -> Epis
                 parent.id if parent else None,
                 prompt=[next(counter) for _ in range(rng.randint(0 if parent else 1, 3))],
                 sampled=[next(counter) for _ in range(rng.randint(1, 3))],
+                constrained=dense and rng.random() < 0.25,
             )
         )
-    return episode(made, rng.random(), id=id)
+    some = [t.id for t in made if dense and rng.random() < 0.5]
+    leaves = {t.id for t in made} - {t.parent for t in made}
+    return episode(
+        made,
+        rng.random(),
+        id=id,
+        by_turn={turn_id: rng.uniform(-1, 1) for turn_id in some},
+        by_branch={turn_id: rng.uniform(-1, 1) for turn_id in sorted(leaves) if dense},
+    )
+
+
+def random_groups(seed: int, *, groups: int = 3, size: int = 3, dense: bool = True) -> list[RolloutGroup]:
+    """Groups of random episodes; no two sampled tokens of them have one id."""
+    rng = random.Random(seed)
+    return [
+        group(
+            [
+                random_episode(
+                    rng, id=f"{g}-{e}", turns=rng.randint(1, 9), start=(g * size + e) * 10**4, dense=dense
+                )
+                for e in range(size)
+            ],
+            id=f"g{g}",
+        )
+        for g in range(groups)
+    ]
 
 
 def sample(
@@ -99,6 +130,7 @@ def sample(
         versions=np.array(versions if versions is not None else np.where(mask, 0, -1), np.int32),
         temperatures=np.ones(length, np.float32),
         advantages=np.where(mask, advantage, 0).astype(np.float32),
+        turn_index=np.where(mask, 0, -1).astype(np.int32),
         episode_id=episode_id,
         group_id=group_id,
     )

@@ -2,44 +2,53 @@
 
 from __future__ import annotations
 
+import math
 import random
+import re
 from collections import Counter
 
 import numpy as np
 import pytest
-from algorithms_support import episode, group, random_episode, turn
+from algorithms_support import episode, group, random_episode, random_groups, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.samples import build_samples, episode_samples
+from areal_agents.algorithms.report import BatchReport
+from areal_agents.algorithms.samples import build_training_data, episode_samples, has_equal_scores
+from areal_agents.core.rollout import Reward, RolloutGroup
+from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Fork
+from areal_agents.errors import TrainingError
 
 GRPO = AlgorithmConfig()
 
 
-@settings(max_examples=60, deadline=None)
+def built(groups: list[RolloutGroup], config: AlgorithmConfig) -> tuple[list[TrainingSample], BatchReport]:
+    data = build_training_data(groups, config)
+    return list(data.samples), data.report
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12))
 def test_each_sampled_token_is_trained_exactly_once(seed: int, turns: int) -> None:
     recorded = random_episode(random.Random(seed), turns=turns)
-    advantages = {t.id: float(i) for i, t in enumerate(recorded.turns)}
-    samples = episode_samples(recorded, advantages, group_id="g", config=GRPO)
+    samples = episode_samples(recorded, np.arange(turns, dtype=float), group_id="g", config=GRPO)
     trained = Counter(int(token) for s in samples for token in s.token_ids[s.loss_mask])
     expected = Counter(int(token) for t in recorded.turns for token in t.completion.token_ids)
     assert trained == expected
-    by_token = {int(token): advantages[t.id] for t in recorded.turns for token in t.completion.token_ids}
-    for s in samples:  # every token carries its own turn's advantage and logprob
+    by_token = {int(token): i for i, t in enumerate(recorded.turns) for token in t.completion.token_ids}
+    for s in samples:  # every token carries its own turn's advantage and index
         assert s.advantages[s.loss_mask].tolist() == [by_token[int(i)] for i in s.token_ids[s.loss_mask]]
         assert (s.advantages[~s.loss_mask] == 0).all()
+        assert s.turn_index.tolist() == [by_token.get(int(i), -1) for i in s.token_ids]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(derandomize=True, max_examples=30, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12))
 def test_a_sample_is_the_start_of_what_the_model_saw(seed: int, turns: int) -> None:
     recorded = random_episode(random.Random(seed), turns=turns)
-    samples = episode_samples(
-        recorded, dict.fromkeys([t.id for t in recorded.turns], 1.0), group_id="g", config=GRPO
-    )
+    samples = episode_samples(recorded, np.ones(turns), group_id="g", config=GRPO)
     paths = [path.token_ids for path in recorded.forest.trajectories()]
     for s in samples:
         assert any(np.array_equal(path[: len(s)], s.token_ids) for path in paths)
@@ -53,7 +62,7 @@ def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> Non
         by_turn={"b": 1.0},
     )  # fmt: skip
     other = episode([turn("d", prompt=[1], sampled=[7])], 0.0, id="f")
-    samples, report = build_samples([group([forked, other])], AlgorithmConfig(advantage_std="none"))
+    samples, report = built([group([forked, other])], AlgorithmConfig(advantage_std="none"))
     # scores 1 and 0, mean 0.5; returns a = 0.5, b = 1, c = 0, d = 0
     assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 4], [1, 2, 5, 6], [1, 7]]
     assert [s.loss_mask.tolist() for s in samples] == [
@@ -65,15 +74,16 @@ def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> Non
 
 def test_equal_groups_are_left_out_when_asked_and_counted() -> None:
     groups = [
-        group([episode([turn("a")], 1.0), episode([turn("b")], 1.0)], id="all"),
-        group([episode([turn("c")], 0.0), episode([turn("d")], 0.0)], id="none"),
-        group([episode([turn("e")], 0.0), episode([turn("f")], 1.0)], id="some"),
+        group([episode([turn("a")], 1.0, id="a"), episode([turn("b")], 1.0, id="b")], id="all"),
+        group([episode([turn("c")], 0.0, id="c"), episode([turn("d")], 0.0, id="d")], id="none"),
+        group([episode([turn("e")], 0.0, id="e"), episode([turn("f")], 1.0, id="f")], id="some"),
     ]
-    samples, report = build_samples(groups, GRPO)
+    samples, report = built(groups, GRPO)
     assert {s.group_id for s in samples} == {"some"} and len(samples) == 2
     assert (report.solved_all, report.solved_none, report.solved_some, report.dropped_groups) == (1, 1, 1, 2)
     assert report.rewards == (1.0, 1.0, 0.0, 0.0, 0.0, 1.0)
-    kept, report = build_samples(groups, AlgorithmConfig(drop_equal_groups=False))
+    assert report.equal_groups == ("all", "none") and report.rewards_by_name == {"return": 0.5}
+    kept, report = built(groups, AlgorithmConfig(drop_equal_groups=False))
     assert len(kept) == 6 and report.dropped_groups == 0
     assert all((s.advantages == 0).all() for s in kept if s.group_id != "some")
 
@@ -86,10 +96,10 @@ def test_constrained_turns_are_recorded_but_not_trained_unless_asked() -> None:
         ]
 
     mixed = group([episode(turns(), 1.0), episode(turns(), 0.0, id="f")])
-    samples, report = build_samples([mixed], GRPO)
+    samples, report = built([mixed], GRPO)
     assert [s.loss_mask.tolist() for s in samples] == [[False, False, False, False, True]] * 2
     assert (report.sampled_tokens, report.untrained_tokens) == (6, 4)
-    samples, report = build_samples([mixed], AlgorithmConfig(train_constrained=True))
+    samples, report = built([mixed], AlgorithmConfig(train_constrained=True))
     assert [int(s.loss_mask.sum()) for s in samples] == [3, 3] and report.untrained_tokens == 0
 
 
@@ -97,7 +107,7 @@ def test_an_episode_without_a_trained_token_has_no_sample_but_counts_in_the_base
     aborted = episode([turn("a", finish="abort")], 0.0, status="truncated")
     empty = episode([], 0.0, id="e0")
     good = episode([turn("b")], 3.0, id="e1")
-    samples, report = build_samples([group([aborted, empty, good])], AlgorithmConfig(advantage_std="none"))
+    samples, report = built([group([aborted, empty, good])], AlgorithmConfig(advantage_std="none"))
     assert [s.episode_id for s in samples] == ["e1"]
     assert samples[0].advantages[samples[0].loss_mask].tolist() == [2.0, 2.0]
     assert report.truncated == 1
@@ -106,14 +116,196 @@ def test_an_episode_without_a_trained_token_has_no_sample_but_counts_in_the_base
 def test_the_report_counts_versions_and_forks() -> None:
     fork = Fork("a", "edited", 1)
     recorded = episode([turn("a", versions=[3, 4]), turn("b", versions=[4, 5], forked_from=fork)], 1.0)
-    _, report = build_samples([group([recorded, episode([turn("c")], 0.0, id="f")])], GRPO)
+    _, report = built([group([recorded, episode([turn("c")], 0.0, id="f")])], GRPO)
     assert report.versions_per_rollout == 2.0  # three and one
     assert report.forks == {"edited": 1}
 
 
 def test_versions_and_temperatures_travel_with_their_tokens() -> None:
     hot = turn("a", prompt=[1, 1], sampled=[2, 3], versions=[6, 7], temperature=0.7)
-    samples, _ = build_samples([group([episode([hot], 1.0), episode([turn("b")], 0.0, id="f")])], GRPO)
+    samples, _ = built([group([episode([hot], 1.0), episode([turn("b")], 0.0, id="f")])], GRPO)
     assert samples[0].versions.tolist() == [-1, -1, 6, 7]
     assert samples[0].temperatures.tolist() == pytest.approx([1, 1, 0.7, 0.7])
     assert samples[0].behavior_logprobs.tolist() == pytest.approx([0, 0, -0.1, -0.2])
+
+
+ESTIMATORS = [
+    {},
+    {"advantage_mean": "batch", "advantage_std": "batch"},
+    {"leave_one_out": True, "advantage_std": "none"},
+]
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from(ESTIMATORS))
+def test_turns_and_forks_without_a_reward_change_no_advantage(seed: int, parts: dict) -> None:
+    """Every episode of the second batch has turns, forks and roots that the first one's does not have."""
+    rng = random.Random(seed)
+    scores = [[rng.choice([0.0, 0.5, 1.0]) for _ in range(3)] for _ in range(2)]
+    config = AlgorithmConfig(drop_equal_groups=False, **parts)
+    plain = [
+        group([episode([turn("a")], s, id=f"{g}-{i}") for i, s in enumerate(of)], id=f"g{g}")
+        for g, of in enumerate(scores)
+    ]
+    grown = [
+        group(
+            [
+                episode(random_episode(rng, turns=rng.randint(1, 9)).turns, s, id=f"{g}-{i}")
+                for i, s in enumerate(of)
+            ],
+            id=f"g{g}",
+        )
+        for g, of in enumerate(scores)
+    ]
+    expected = {s.episode_id: s.advantages[-1] for s in build_training_data(plain, config).samples}
+    for s in build_training_data(grown, config).samples:
+        assert (s.advantages[s.loss_mask] == expected[s.episode_id]).all()
+
+
+@settings(derandomize=True, max_examples=30, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_batch_of_random_forests_trains_each_sampled_token_once(seed: int) -> None:
+    groups = random_groups(seed)
+    data = build_training_data(groups, AlgorithmConfig(drop_equal_groups=False))
+    trained = Counter(int(token) for s in data.samples for token in s.token_ids[s.loss_mask])
+    turns = [t for g in groups for r in g.rollouts for t in r.episode.turns if not t.constrained]
+    assert trained == Counter(int(token) for t in turns for token in t.completion.token_ids)
+    for g in groups:
+        scores = [r.episode.score for r in g.rollouts]
+        assert data.group_scores[g.id].tolist() == pytest.approx(scores, abs=1e-12)
+        for r in g.rollouts:  # the credit's forest is the episode's
+            ids = [t.id for t in r.episode.turns]
+            parents = [t.parent and ids.index(t.parent) for t in r.episode.turns]
+            assert data.credit[r.episode.id].parents == tuple(-1 if p is None else p for p in parents)
+            assert data.credit[r.episode.id].group_id == g.id
+
+
+def test_rewards_are_scaled_shifted_and_clipped() -> None:
+    turns = [turn("a"), turn("b", "a"), turn("c", "a")]
+    recorded = episode(turns, 3.0, by_turn={"a": 0.5, "b": -9.0}, by_branch={"c": 1.0})
+    config = AlgorithmConfig(reward_scale=2.0, reward_bias=-1.0, reward_clip=5.0)
+    data = build_training_data([group([recorded])], config)
+    assert data.credit["e"].rewards.tolist() == [1.0, -5.0, 2.0]
+    assert data.credit["e"].episode_reward == 4.0  # 2 · (3 − 1)
+    assert data.group_scores["g"].tolist() == [2.0]
+    assert data.report.rewards == (-4.5,)  # as they were given
+
+
+@pytest.mark.parametrize(("tokens", "penalty"), [(1, 0.0), (2, 0.0), (3, -0.5), (6, -2.0), (10, -4.0)])
+def test_the_length_penalty_grows_along_the_buffer(tokens: int, penalty: float) -> None:
+    """min(−(len − (8 − 4))/4 · 2, 0), the length over all turns of the episode: here 2 more."""
+    turns = [turn("a", sampled=[1, 2]), turn("b", "a", sampled=[3] * tokens)]
+    config = AlgorithmConfig(overlong_limit=8, overlong_buffer=4, overlong_factor=2.0)
+    data = build_training_data([group([episode(turns, 1.0)])], config)
+    assert data.credit["e"].episode_reward == 1.0 + penalty
+    assert data.report.overlong == (penalty < 0) and data.report.episode_tokens == (2 + tokens,)
+
+
+def test_equal_answers_of_different_lengths_are_still_an_equal_group() -> None:
+    config = AlgorithmConfig.model_validate({"preset": "dapo", "overlong_limit": 4, "overlong_buffer": 4})
+    lengths = group([episode([turn("a", sampled=[1] * n)], 1.0, id=f"e{n}") for n in (1, 2, 3)])
+    assert has_equal_scores(lengths, config)
+    data = build_training_data([lengths], config)
+    assert data.samples == () and data.report.equal_groups == ("g",)
+    kept = build_training_data([lengths], config.model_copy(update={"drop_equal_groups": False}))
+    advantages = [float(s.advantages[-1]) for s in kept.samples]
+    assert advantages == sorted(advantages, reverse=True) and advantages[0] > 0
+
+
+def test_scores_that_the_clip_makes_equal_are_equal() -> None:
+    config = AlgorithmConfig(reward_clip=1.0)
+    assert has_equal_scores(group([episode([], 2.0), episode([], 3.0, id="f")]), config)
+    assert not has_equal_scores(group([episode([], 0.5), episode([], 3.0, id="f")]), config)
+
+
+def scored(*scores: float, id: str = "g", **fields: object) -> RolloutGroup:
+    return group([episode([turn("t", **fields)], s, id=f"{id}{i}") for i, s in enumerate(scores)], id=id)
+
+
+@pytest.mark.parametrize(
+    ("scores", "min_score", "chosen"),
+    [
+        ((0.0, 1.0, 0.5), None, [1]),
+        ((1.0, 0.0, 1.0), None, [0, 2]),
+        ((1.0, 1.0), None, []),  # perhaps equally bad
+        ((0.2,), None, [0]),  # a demonstration
+        ((0.0, 1.0, 0.5), 0.5, [1, 2]),
+        ((1.0, 1.0), 0.5, [0, 1]),
+        ((0.2,), 0.5, []),
+    ],
+)
+def test_sft_trains_on_the_best(scores, min_score, chosen) -> None:  # type: ignore[no-untyped-def]
+    config = AlgorithmConfig(preset="sft", sft_min_score=min_score)
+    data = build_training_data([scored(*scores)], config)
+    assert [s.episode_id for s in data.samples] == [f"g{place}" for place in chosen]
+    assert all((s.advantages[s.loss_mask] == 1).all() for s in data.samples)
+
+
+def test_supervised_training_needs_no_sampling_distribution() -> None:
+    greedy = scored(0.0, 1.0, temperature=0.0, constrained=True)
+    (trained,) = build_training_data([greedy], AlgorithmConfig(preset="sft")).samples
+    assert trained.loss_mask.tolist() == [False, False, True, True] and (trained.temperatures == 1).all()
+    config = AlgorithmConfig(preset="sft", train_constrained=False)
+    assert build_training_data([greedy], config).samples == ()
+
+
+def test_dpo_pairs_the_best_with_the_worst() -> None:
+    groups = [scored(0.5, 2.0, 2.0, -1.0, id="a"), scored(1.0, 1.0, id="b"), scored(0.0, 1.0, id="c")]
+    data = build_training_data(groups, AlgorithmConfig(preset="dpo"))
+    assert data.pairs == (("a1", "a3"), ("c1", "c0"))
+    signs = {s.episode_id: set(s.advantages[s.loss_mask].tolist()) for s in data.samples}
+    assert signs == {"a1": {1.0}, "a3": {-1.0}, "c1": {1.0}, "c0": {-1.0}}
+
+
+def test_dpo_pairs_no_episode_that_has_nothing_to_train() -> None:
+    aborted = episode([turn("x", finish="abort")], 9.0, id="x")
+    mixed = [*(rollout.episode for rollout in scored(0.0, 1.0).rollouts), aborted]
+    assert build_training_data([group(mixed)], AlgorithmConfig(preset="dpo")).pairs == (("g1", "g0"),)
+    assert build_training_data([group([aborted])], AlgorithmConfig(preset="dpo")).pairs == ()
+
+
+def test_samples_of_a_critic_wait_for_its_values() -> None:
+    data = build_training_data([scored(0.0, 1.0)], AlgorithmConfig(preset="ppo"))
+    assert len(data.samples) == 2 and all((s.advantages == 0).all() for s in data.samples)
+
+
+def broken_reward(value: float) -> Reward:
+    reward = Reward("episode", "", "return", 0.0)
+    object.__setattr__(reward, "value", value)  # a reward refuses this at its own door
+    return reward
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e39, 1.1e12])
+def test_a_reward_that_is_no_number_is_named(value: float) -> None:
+    good, bad = scored(0.0, 1.0, id="good"), scored(0.0, 1.0, id="bad")
+    object.__setattr__(bad.rollouts[1].episode, "rewards", (broken_reward(value),))
+    with pytest.raises(
+        TrainingError, match=f"group bad, episode bad1: the reward 'return' is {re.escape(str(value))}"
+    ):
+        build_training_data([good, bad], GRPO)
+
+
+@pytest.mark.parametrize("array", ["logprobs", "versions"])
+def test_a_completion_with_one_number_too_few_is_named(array: str) -> None:
+    short = scored(0.0, 1.0)
+    completion = short.rollouts[1].episode.turns[0].completion
+    object.__setattr__(completion, array, getattr(completion, array)[:-1])
+    with pytest.raises(TrainingError, match="group g, episode g1, turn t: 2 token ids"):
+        build_training_data([short], GRPO)
+
+
+def test_what_is_twice_in_a_batch_is_named() -> None:
+    with pytest.raises(TrainingError, match="group g: group g is in the batch twice"):
+        build_training_data([scored(0.0, 1.0), scored(0.0, 1.0)], GRPO)
+    with pytest.raises(TrainingError, match="group h: episode g0 is in the batch twice"):
+        build_training_data([scored(0.0, 1.0), group([episode([turn("a")], 0.0, id="g0")], id="h")], GRPO)
+
+
+def test_leave_one_out_needs_another() -> None:
+    with pytest.raises(TrainingError, match="group g has one episode"):
+        build_training_data([scored(1.0)], AlgorithmConfig(preset="rloo"))
+
+
+def test_no_groups_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least one group"):
+        build_training_data([], GRPO)

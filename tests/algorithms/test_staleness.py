@@ -48,6 +48,15 @@ def test_the_report_is_read_off_the_masks_that_are_returned(seed: int) -> None:
     assert all((s.advantages[~s.loss_mask] == 0).all() and s.loss_mask.any() for s in kept)
 
 
+def test_without_a_bound_everything_stays_whatever_run_its_versions_are_of() -> None:
+    samples = [sample([9, 1, 2], [1, 2], versions=[-1, 0, 40])]
+    kept, report = mask_stale(samples, version=3, max_staleness=None)
+    assert kept[0] is samples[0] and report.staleness.tolist() == [3, -37]
+    assert (report.masked_tokens, report.dropped_samples) == (0, 0)
+    old = group([episode([turn("a", versions=[0, 0])])])
+    assert not wholly_stale(old, version=100, max_staleness=None)
+
+
 def test_nothing_in_nothing_out() -> None:
     kept, report = mask_stale([], version=3, max_staleness=1)
     assert kept == [] and report.staleness.size == 0

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agents.algorithms.token_tree import TokenTree, build_tree, common_prefix, prefix_order
+from areal_agents.algorithms.token_tree import (
+    TokenTree,
+    build_forest,
+    build_tree,
+    common_prefix,
+    prefix_order,
+)
 
 
 def arrays(*sequences: list[int]) -> list[np.ndarray]:
@@ -47,7 +53,7 @@ def test_small_savings_are_left_and_large_ones_below_them_found() -> None:
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(derandomize=True, deadline=None, max_examples=150)
 @given(st.lists(TOKENS, min_size=1, max_size=8), st.sampled_from([None, 1, 4]))
 def test_every_sequence_reads_and_sees_itself(sequences: list[list[int]], min_saved: int | None) -> None:
     tree = build_tree(arrays(*sequences), min_saved=min_saved)
@@ -63,6 +69,45 @@ def test_every_sequence_reads_and_sees_itself(sequences: list[list[int]], min_sa
         assert len(tree.token_ids) == len({tuple(s[: i + 1]) for s in sequences for i in range(len(s))})
 
 
+@settings(derandomize=True, deadline=None, max_examples=150)
+@given(st.lists(TOKENS, min_size=1, max_size=8), st.sampled_from([None, 1, 3]), st.data())
+def test_a_part_of_a_forest_reads_and_sees_the_same(
+    sequences: list[list[int]], min_saved: int | None, data: st.DataObject
+) -> None:
+    forest = build_forest(arrays(*sequences), min_saved=min_saved)
+    members = data.draw(st.permutations(range(len(sequences))))[: data.draw(st.integers(1, len(sequences)))]
+    tree = forest.layout(members)
+    seen = visible(tree)
+    for member, rows in zip(members, tree.rows, strict=True):
+        assert tree.token_ids[rows].tolist() == sequences[member]
+        for position, row in enumerate(rows):
+            assert np.flatnonzero(seen[row]).tolist() == sorted(rows[: position + 1])
+    used = {node for member in members for node in forest.path(member)}
+    assert len(tree.token_ids) == sum(forest.nodes[n].end - forest.nodes[n].start for n in used)
+
+
+def test_what_nothing_else_continues_is_one_segment() -> None:
+    forest = build_forest(arrays([1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 6]), min_saved=1)
+    assert len(forest.layout([0]).segments) == 1
+    assert len(forest.layout([0, 1]).segments) == 3  # [1, 2, 3], [4] and [5]
+    assert [s.pairs for s in forest.layout([0, 1]).segments] == [6, 4, 4]
+
+
+def test_keys_tell_equal_ids_apart() -> None:
+    sequences, keys = arrays([1, 7, 7, 2], [1, 7, 7, 2]), arrays([1, 90, 90, 2], [1, 91, 91, 2])
+    tree = build_forest(sequences, min_saved=1, keys=keys).layout([0, 1])
+    assert tree.token_ids.tolist() == [1, 7, 7, 2, 7, 7, 2]
+
+
+def test_a_thousand_branches_one_below_the_other() -> None:
+    trunk = np.arange(1100)
+    sequences = [np.append(trunk[: i + 1], 5000 + i).astype(np.int32) for i in range(1100)]
+    tree = build_tree(sequences, min_saved=1)
+    assert len(tree.token_ids) == 2200
+    assert tree.token_ids[tree.rows[700]].tolist() == sequences[700].tolist()
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
 @given(st.lists(st.lists(st.integers(0, 300), min_size=1, max_size=5), max_size=8))
 def test_prefix_order_is_lexicographic(sequences: list[list[int]]) -> None:
     order = prefix_order(arrays(*sequences))

@@ -10,7 +10,7 @@ import pytest
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
-from areal_agents.core.sample import TrainingSample
+from areal_agents.core.sample import ImageInput, TrainingSample
 from areal_agents.core.trajectory import Turn
 
 TASK = Task("t", {})
@@ -103,6 +103,7 @@ def make_sample(**fields: Any) -> TrainingSample:
         "versions": np.array([-1, 0]),
         "temperatures": np.ones(2),
         "advantages": np.array([0.0, 0.5]),
+        "turn_index": np.array([-1, 0]),
     }
     return TrainingSample(**{**arrays, **fields}, episode_id="e", group_id="g")
 
@@ -115,3 +116,15 @@ def test_a_sample_is_aligned_and_finite() -> None:
         make_sample(loss_mask=np.array([True, True]))
     with pytest.raises(ValueError, match="non-finite"):
         make_sample(advantages=np.array([0.0, np.inf]))
+    with pytest.raises(ValueError, match="without a turn"):
+        make_sample(turn_index=np.array([-1, -1]))
+    with pytest.raises(ValueError, match="misaligned.*'behavior_logprobs': 1"):
+        make_sample(behavior_logprobs=np.array([0.0]))
+    with pytest.raises(ValueError, match="layers"):
+        make_sample(routed_experts=np.zeros((2, 1), np.int16))
+
+
+def test_an_image_has_as_many_rows_as_its_grid_has_patches() -> None:
+    assert ImageInput(np.zeros((8, 3), np.float32), (1, 2, 4), start=0, length=2).grid_thw == (1, 2, 4)
+    with pytest.raises(ValueError, match=r"1 x 2 x 4 patches.*\(7, 3\)"):
+        ImageInput(np.zeros((7, 3), np.float32), (1, 2, 4), start=0, length=2)

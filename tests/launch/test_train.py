@@ -127,6 +127,30 @@ def test_a_finished_run_is_not_trained_again(finished: tuple[Path, str]) -> None
     assert steps_done(run_dir) == 3
 
 
+def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
+    finished: tuple[Path, str], tmp_path: Path
+) -> None:
+    recorded, _ = finished
+    run_dir = tmp_path / "sft"
+    settings = [f"data.episodes={recorded}", "eval=null", "algorithm=sft", "algorithm.sft_min_score=0"]
+    process = start(run_dir, *settings, "trainer.steps=2")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert sorted(log.name for log in (run_dir / "logs").iterdir()) == ["trainer.log"]
+    rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and all(row["tokens"] > 0 for row in rows)
+    assert json.loads(RunFolder(run_dir).summary.read_text())["heldout_after"] is None
+    with Store.open(RunFolder(recorded).store) as store:
+        assert store.group_counts()["trained"] == 6  # as before: it is only read
+
+    out = tmp_path / "model"
+    command = [sys.executable, "-m", "areal_agents.cli", "export", str(run_dir), str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "step-2 is now a model in" in done.stdout
+    assert {file.name for file in out.iterdir()} == {file.name for file in (run_dir / "final").iterdir()}
+
+
 def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) -> None:
     run_dir, _ = finished
     process = start(run_dir, "trainer.steps=4")
@@ -171,6 +195,18 @@ def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     versions = [row["version"] for row in rows]
     assert versions == sorted(set(versions))
+
+
+def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
+    run_dir, store = tmp_path / "run", tmp_path / "elsewhere.db"
+    process = start(run_dir, "trainer.steps=1", f"store.url={store}", "eval.every=1")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert not RunFolder(run_dir).store.exists()
+    summary = json.loads(RunFolder(run_dir).summary.read_text())
+    assert {"before", "after"} <= set(summary["heldout"])
+    with Store.open(store) as opened:
+        assert opened.group_counts()["trained"] == 2
 
 
 def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Path) -> None:

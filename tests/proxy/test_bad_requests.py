@@ -245,6 +245,34 @@ def test_a_prompt_that_is_too_long(proxy: RunningProxy) -> None:
     assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "truncated"
 
 
+def test_an_episode_may_have_a_shorter_context(proxy: RunningProxy) -> None:
+    proxy.engine.script = lambda call: "word " * 50
+    proxy.openai(proxy.open_episode()).chat.completions.create(model="p", messages=[USER])
+    prompt = len(proxy.engine.calls[0].input_ids)
+    cut_off = proxy.open_episode(limits={"context_tokens": prompt + 5})
+    answer = proxy.openai(cut_off).chat.completions.create(model="p", messages=[USER])
+    assert (
+        answer.choices[0].finish_reason == "length"
+        and proxy.tokens(cut_off)["turns"][0]["sampled_tokens"] == 5
+    )
+    too_short = proxy.open_episode(limits={"context_tokens": prompt})
+    with pytest.raises(openai.BadRequestError, match=f"maximum context length is {prompt} tokens") as caught:
+        proxy.openai(too_short).chat.completions.create(model="p", messages=[USER])
+    assert caught.value.code == "context_length_exceeded" and len(proxy.engine.calls) == 2
+    for episode in (cut_off, too_short):
+        state = proxy.http.post(f"/episodes/{episode['id']}/finish").json()
+        assert (state["status"], state["limit_reached"]) == ("truncated", "context_length")
+
+
+def test_an_answer_that_ends_by_itself_ran_into_no_limit(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode(limits={"context_tokens": 4096})
+    client = proxy.openai(episode)
+    client.chat.completions.create(model="p", messages=[USER])
+    proxy.engine.script = lambda call: "word " * 50
+    client.chat.completions.create(model="p", messages=[USER], max_tokens=3)  # the client's own limit
+    assert proxy.http.post(f"/episodes/{episode['id']}/finish").json()["status"] == "finished"
+
+
 def test_completions_are_cut_to_what_fits(proxy: RunningProxy) -> None:
     client = proxy.openai(proxy.open_episode(limits={"max_completion_tokens": 30}))
     client.chat.completions.create(model="p", messages=[USER], max_tokens=10**6)

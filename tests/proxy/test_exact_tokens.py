@@ -142,6 +142,15 @@ async def test_branches_that_grow_at_the_same_time(proxy: RunningProxy) -> None:
     assert {turn.label for turn in recorded.turns} == {"scout"}
 
 
+def test_of_a_header_that_comes_twice_the_first_counts(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    labels = [("X-Episode-Label", "first"), ("x-episode-label", "second")]
+    answer = proxy.http.post(f"/e/{episode['key']}/v1/chat/completions", json=body, headers=labels)
+    assert answer.status_code == 200
+    assert [turn.label for turn in proxy.store.turns_of(episode["id"])] == ["first"]
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_restarted_proxy_goes_on_with_the_exact_tokens(
     renderer: ChatRenderer, tmp_path: Path, seed: int

@@ -135,6 +135,13 @@ async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_
     assert len(episode.turns) == 2 and episode.score == 0.0
 
 
+async def test_a_first_prompt_beyond_the_context_is_no_doing_of_the_policy(attempts: Attempts) -> None:
+    outcome, episode = await attempts("good", context_tokens=2)
+    assert outcome.error is not None
+    assert "beyond the limits of the episode; raise rollout.limits" in outcome.error
+    assert episode.status == "failed" and not episode.turns
+
+
 async def test_an_agent_without_a_reward_stays_unrewarded(attempts: Attempts) -> None:
     outcome, episode = await attempts("unrewarded")
     assert outcome == Outcome("finished", rewarded=False)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from training_support import random_group
+from presets_support import WHOLE, preset, train_once
+from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Progress, save_checkpoint
+from areal_agents.training.checkpoint import Checkpoints, Progress
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model import load_policy
@@ -23,7 +25,13 @@ from areal_agents.training.optimizer import make_optimizer
 from areal_agents.training.step import StepOptions, Stopped, train_batch
 from areal_agents.training.trainer import run
 
-OPTIONS = StepOptions(0.2, 0.28, 5.0, 2, 150, True, 1.0)
+ALGORITHM = AlgorithmConfig(clip_high=0.28, minibatches=2)
+OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
+LAYOUTS = {  # how two ranks share the work, and the presets that are trained so
+    "data": ("ppo", "grpo", "reinforce_pp", "gspo", "m2po", "sft", "dpo"),
+    "context": ("ppo", "m2po", "dpo"),
+    "replicas": ("ppo",),
+}
 
 
 def samples() -> list[TrainingSample]:
@@ -31,19 +39,44 @@ def samples() -> list[TrainingSample]:
     return [s for g in "abc" for s in random_group(rng, group_id=g)]
 
 
+def batch(count: int | None = None) -> TrainingData:
+    return training_data(samples()[:count])
+
+
+def train_preset(
+    name: str, folder: Path, reference: Path, group: Ranks
+) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
+    """The weights after a batch, the statistics, and the norm of the gradient."""
+    options = replace(WHOLE, microbatch_tokens=150)
+    result, weights = train_once(preset(name), folder, reference, group, options=options)
+    return weights, result.statistics.as_dict(), result.grad_norm
+
+
+def train_layouts(folder: Path, reference: Path) -> dict[tuple[str, str], tuple]:
+    """Every preset of every layout, by (layout, preset)."""
+    results = {}
+    for layout, names in LAYOUTS.items():
+        with ranks("cpu", **({layout: 2} if layout != "data" else {})) as group:
+            for name in names:
+                results[layout, name] = train_preset(name, folder, reference, group)
+    return results
+
+
 def train(folder: Path, group: Ranks) -> tuple[dict, dict[str, torch.Tensor]]:
     """Three AdamW steps of two minibatches; statistics of the last, and the weights."""
     policy = load_policy(folder, group)
     optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
     for seed in range(3):
-        result = train_batch(policy, optimizer, samples(), OPTIONS, ranks=group, version=0, seed=seed)
+        result = train_batch(
+            policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=seed
+        )
     # one sample: the other rank has nothing of its own, and takes part all the same
-    alone = replace(OPTIONS, minibatches=1)
-    train_batch(policy, optimizer, samples()[:1], alone, ranks=group, version=0, seed=3)
+    alone = AlgorithmConfig()
+    train_batch(policy, optimizer, batch(1), alone, OPTIONS, ranks=group, version=0, seed=3)
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
 
 
-def main(rank: int, port: int, model: str, out: str, engine_url: str) -> None:
+def main(rank: int, port: int, model: str, reference: str, out: str, engine_url: str) -> None:
     """Train like one rank, save a checkpoint, stop together, and run the whole loop."""
     torch.set_num_threads(1)
     environment = {
@@ -59,12 +92,13 @@ def main(rank: int, port: int, model: str, out: str, engine_url: str) -> None:
         statistics, weights = train(Path(model), group)
         policy = load_policy(Path(model), group)
         optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
-        train_batch(policy, optimizer, samples(), OPTIONS, ranks=group, version=0, seed=0)
-        save_checkpoint(folder / "checkpoints", policy, optimizer, Progress(1, 1), group, keep=2)
+        train_batch(policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0)
+        checkpoints = Checkpoints(folder / "checkpoints", group, wait=True)
+        checkpoints.save({"policy": (policy, optimizer)}, Progress(1, 1))
         after_one = policy.full_state_dict()
         try:
             train_batch(
-                policy, optimizer, samples(), OPTIONS, ranks=group, version=0, seed=0,
+                policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0,
                 stopping=lambda: rank == 1,  # one rank's signal stops both
             )  # fmt: skip
             stopped = False
@@ -84,6 +118,8 @@ def main(rank: int, port: int, model: str, out: str, engine_url: str) -> None:
         )
         if store is not None:
             store.close()
+        layouts = train_layouts(Path(model), Path(reference))
         torch.save(
-            (statistics, weights, after_one, stopped, (result.step, result.version)), folder / f"{rank}.pt"
+            (statistics, weights, after_one, stopped, (result.step, result.version), layouts),
+            folder / f"{rank}.pt",
         )

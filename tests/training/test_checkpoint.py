@@ -1,66 +1,114 @@
-"""Checkpoints: training goes on as if nothing had happened, and bad folders are named."""
+"""Checkpoints: training goes on as if nothing had happened, and bad files are named."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from training_support import build_model, random_group
+import torch.distributed.checkpoint as dcp
+from training_support import build_model, random_group, training_data
 
+from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
-from areal_agents.training.checkpoint import (
-    Progress,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from areal_agents.training.checkpoint import Checkpoints, Progress, latest_checkpoint, load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import Policy, load_policy
+from areal_agents.training.lora import LoraOptions
+from areal_agents.training.model import ModelOptions, Policy, load_policy
 from areal_agents.training.optimizer import make_optimizer
 from areal_agents.training.step import StepOptions, train_batch
 
-OPTIONS = StepOptions(0.2, 0.28, 5.0, 1, 4096, True, 1.0)
+OPTIONS = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1.0)
 
 
 class Run:
     """A policy and its optimizer."""
 
-    def __init__(self, folder: Path, ranks: Ranks) -> None:
+    def __init__(self, folder: Path, ranks: Ranks, *, lora: LoraOptions | None = None, **config: Any) -> None:
         self.ranks = ranks
-        self.policy: Policy = load_policy(folder, ranks)
-        self.optimizer = make_optimizer(self.policy, TrainerConfig(lr=1e-2, weight_decay=0.1))
+        self.policy: Policy = load_policy(folder, ranks, options=ModelOptions(lora=lora))
+        self.optimizer = make_optimizer(self.policy, TrainerConfig(lr=1e-2, weight_decay=0.1, **config))
+        self.parts = {"policy": (self.policy, self.optimizer)}
 
-    def step(self, seed: int) -> None:
-        batch = random_group(np.random.default_rng(seed), group_id=str(seed))
-        train_batch(self.policy, self.optimizer, batch, OPTIONS, ranks=self.ranks, version=0, seed=seed)
+    def step(self, *seeds: int) -> None:
+        for seed in seeds:
+            data = training_data(random_group(np.random.default_rng(seed), group_id=str(seed)))
+            train_batch(
+                self.policy, self.optimizer, data, AlgorithmConfig(), OPTIONS,
+                ranks=self.ranks, version=0, seed=seed,
+            )  # fmt: skip
 
-    def save(self, folder: Path, step: int, keep: int = 2) -> Path:
-        return save_checkpoint(
-            folder, self.policy, self.optimizer, Progress(step, step), self.ranks, keep=keep
-        )
+    def save(self, folder: Path, step: int) -> Path:
+        return Checkpoints(folder, self.ranks, wait=True).save(self.parts, Progress(step, step))
 
     def load(self, path: Path) -> Progress:
-        return load_checkpoint(path, self.policy, self.optimizer, self.ranks)
+        return load_checkpoint(path, self.parts, self.ranks)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.policy.full_state_dict()
 
 
-def test_a_resumed_run_takes_the_same_steps(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
-    straight = Run(model_folder, group)
-    for seed in range(2):
-        straight.step(seed)
-    path = straight.save(tmp_path, 2)
-    for seed in range(2, 4):
-        straight.step(seed)
-    resumed = Run(model_folder, group)
-    assert resumed.load(path) == Progress(2, 2)
-    for seed in range(2, 4):  # the moments are there too, or AdamW would step elsewhere
-        resumed.step(seed)
-    want = straight.policy.full_state_dict()
-    got = resumed.policy.full_state_dict()
+def assert_equal(got: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> None:
+    assert got.keys() == want.keys()
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        ({}, {}),
+        ({"offload_optimizer": True}, {}),  # a checkpoint does not say where the state was kept
+        ({}, {"offload_optimizer": True}),
+        ({"optimizer": "muon"}, {"optimizer": "muon", "offload_optimizer": True}),
+    ],
+)
+def test_a_resumed_run_takes_the_same_steps(
+    model_folder: Path, tmp_path: Path, group: Ranks, saved: dict[str, Any], resumed: dict[str, Any]
+) -> None:
+    straight = Run(model_folder, group, **saved)
+    straight.step(0, 1)
+    path = straight.save(tmp_path, 2)
+    straight.step(2, 3)
+    again = Run(model_folder, group, **resumed)
+    assert again.load(path) == Progress(2, 2)
+    again.step(2, 3)  # the moments are there too, or the optimizer would step elsewhere
+    assert_equal(again.weights(), straight.weights())
+
+
+def test_what_is_saved_is_what_was_there_when_saving_began(
+    model_folder: Path, tmp_path: Path, group: Ranks
+) -> None:
+    run = Run(model_folder, group)
+    run.step(0)
+    checkpoints = Checkpoints(tmp_path, group)
+    path = checkpoints.save(run.parts, Progress(1, 4, 9))
+    want = run.weights()
+    run.step(1, 2)  # while it is being written
+    checkpoints.finish()
+    again = Run(model_folder, group)
+    assert again.load(path) == Progress(1, 4, 9)
+    assert_equal(again.weights(), want)
+
+
+def test_adapters_are_saved_without_the_frozen_weights(
+    model_folder: Path, tmp_path: Path, group: Ranks
+) -> None:
+    lora = LoraOptions(rank=2)
+    run = Run(model_folder, group, lora=lora)
+    run.step(0, 1)
+    path = run.save(tmp_path, 2)
+    again = Run(model_folder, group, lora=lora)
+    again.load(path)
+    assert_equal(again.weights(), run.weights())
+    saved = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+    assert saved and all("lora_" in name for name in saved)
+    with pytest.raises(TrainingError, match="of another model"):
+        Run(model_folder, group).load(path)
 
 
 def test_the_random_state_is_restored(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
@@ -73,28 +121,66 @@ def test_the_random_state_is_restored(model_folder: Path, tmp_path: Path, group:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_the_last_k_are_kept_and_nothing_unfinished_is_found(
+def test_the_last_and_the_best_are_kept_and_nothing_unfinished_is_found(
     model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     assert latest_checkpoint(tmp_path) is None
+    (tmp_path / ".step-11.tmp").mkdir()  # of a run that was killed
+    written: list[int] = []
     run = Run(model_folder, group)
-    for step in (2, 9, 10):
-        run.save(tmp_path, step)
-    (tmp_path / ".step-11.tmp").mkdir()
-    assert sorted(p.name for p in tmp_path.glob("step-*")) == ["step-10", "step-9"]
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-10"
-    assert run.save(tmp_path, 10) == tmp_path / "step-10"  # again, over the old one
+    checkpoints = Checkpoints(tmp_path, group, keep=2, keep_best=1, written=written.append)
+    for step, score in ((2, 0.5), (3, 0.9), (9, 0.7), (10, None), (11, 0.1), (12, 0.2)):
+        checkpoints.save(run.parts, Progress(step, step), score=score)
+    checkpoints.finish()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12", "step-3"]
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-12"
+    assert written == [2, 3, 9, 10, 11, 12]  # each only once it had its name
 
 
-def test_a_checkpoint_of_another_model_is_refused(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
-    path = Run(model_folder, group).save(tmp_path / "checkpoints", 1)
-    other = Run(build_model(tmp_path / "other", "llama"), group)
+def test_a_damaged_older_checkpoint_ends_no_run(
+    model_folder: Path, tmp_path: Path, group: Ranks, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(model_folder, group)
+    checkpoints = Checkpoints(tmp_path, group, keep=1, keep_best=1, written=lambda step: None)
+    for step, score in ((1, 0.9), (2, 0.5)):
+        checkpoints.save(run.parts, Progress(step, step), score=score)
+    checkpoints.finish()
+    (tmp_path / "step-1" / "trainer.json").write_text("{")
+    checkpoints.save(run.parts, Progress(3, 3), score=0.1)
+    checkpoints.finish()
+    assert "step-1" in caplog.text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]  # the best that can be read
+
+
+def test_another_model_is_refused(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
+    path = Run(model_folder, group).save(tmp_path, 1)
+    other = Run(build_model(tmp_path / "other", "qwen2"), group)
     with pytest.raises(TrainingError, match="step-1 is a checkpoint of another model"):
         other.load(path)
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no facts"])
-def test_a_damaged_checkpoint_is_named(damage: str, model_folder: Path, tmp_path: Path, group: Ranks) -> None:
+def test_another_algorithm_is_refused(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
+    run = Run(model_folder, group)
+    path = run.save(tmp_path, 1)
+    with pytest.raises(TrainingError, match="step-1 is a checkpoint of another algorithm"):
+        load_checkpoint(path, {**run.parts, "critic": run.parts["policy"]}, group)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("adamw", "muon"), ("muon", "adamw")])
+def test_another_optimizer_is_refused(
+    model_folder: Path, tmp_path: Path, group: Ranks, saved: str, resumed: str
+) -> None:
+    run = Run(model_folder, group, optimizer=saved)
+    run.step(0)
+    path = run.save(tmp_path, 1)
+    with pytest.raises(TrainingError, match="leave trainer.optimizer as it was"):
+        Run(model_folder, group, optimizer=resumed).load(path)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "facts"])
+def test_a_damaged_checkpoint_is_named_with_its_file(
+    model_folder: Path, tmp_path: Path, group: Ranks, damage: str
+) -> None:
     run = Run(model_folder, group)
     run.step(0)
     path = run.save(tmp_path, 1)
@@ -103,21 +189,24 @@ def test_a_damaged_checkpoint_is_named(damage: str, model_folder: Path, tmp_path
     if damage == "truncated":
         shard.write_bytes(data[: len(data) // 2])
     elif damage == "flipped":
-        middle = len(data) // 2
-        data[middle : middle + 64] = bytes(byte ^ 0xFF for byte in data[middle : middle + 64])
+        data[len(data) // 2] ^= 1  # one bit
         shard.write_bytes(data)
     elif damage == "missing":
         shard.unlink()
     else:
         (path / "trainer.json").write_text("{")
-    with pytest.raises(TrainingError, match="step-1 is damaged"):
-        Run(model_folder, group).load(path)
+    name = "trainer.json" if damage == "facts" else shard.name
+    again = Run(model_folder, group)
+    before = again.weights()
+    with pytest.raises(TrainingError, match=rf"step-1 is damaged: .*{name}"):
+        again.load(path)
+    assert_equal(again.weights(), before)  # nothing of it was taken
 
 
 def test_facts_are_plain_json(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
     path = Run(model_folder, group).save(tmp_path, 3)
     facts = json.loads((path / "trainer.json").read_text())
-    assert (facts["step"], facts["version"], facts["ranks"]) == (3, 3, 1)
+    assert (facts["step"], facts["version"], facts["position"], facts["ranks"]) == (3, 3, 0, 1)
 
 
 def test_a_full_disk_is_a_training_error(model_folder: Path, tmp_path: Path, group: Ranks) -> None:
@@ -125,3 +214,17 @@ def test_a_full_disk_is_a_training_error(model_folder: Path, tmp_path: Path, gro
     blocked.write_text("a file where the folder should be")
     with pytest.raises(TrainingError, match="cannot write the checkpoint"):
         Run(model_folder, group).save(blocked, 1)
+
+
+def test_a_disk_that_refuses_later_is_reported_by_the_next_look(
+    model_folder: Path, tmp_path: Path, group: Ranks
+) -> None:
+    run = Run(model_folder, group)
+    checkpoints = Checkpoints(tmp_path, group, written=_refuse)
+    checkpoints.save(run.parts, Progress(1, 1))
+    with pytest.raises(TrainingError, match="cannot write the checkpoint .*step-1: no space"):
+        checkpoints.finish()
+
+
+def _refuse(step: int) -> None:
+    raise OSError("no space")

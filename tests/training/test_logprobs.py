@@ -1,19 +1,50 @@
-"""Chunked logprobs against the whole softmax."""
+"""Chunked logprobs and entropies against the whole softmax, in values and gradients."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from areal_agents.training.logprobs import token_logprobs
+from areal_agents.training.logprobs import CPU_ROWS, token_logprobs
+
+ROWS, WIDTH, VOCAB = 10, 8, 50
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """An output layer with these weights."""
+    head = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    head.weight = nn.Parameter(weight)
+    if bias is not None:
+        head.bias = nn.Parameter(bias)
+    return head
+
+
+def whole(hidden: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition, with every logit at once."""
+    p = torch.softmax(head(hidden) / temperatures[:, None], -1)
+    return p[torch.arange(len(targets)), targets].log(), -(p * p.log()).sum(-1)
+
+
+def case(dtype: torch.dtype, *, rows: int = ROWS) -> tuple[Tensor, nn.Linear, Tensor, Tensor]:
+    """Random hidden states, head, targets and temperatures between 0.5 and 1.5."""
+    torch.manual_seed(0)
+    head = linear(torch.randn(VOCAB, WIDTH, dtype=dtype), torch.randn(VOCAB, dtype=dtype))
+    hidden = torch.randn(rows, WIDTH, dtype=dtype, requires_grad=True)
+    return hidden, head, torch.randint(0, VOCAB, (rows,)), torch.rand(rows, dtype=dtype) + 0.5
 
 
 def test_logprobs_entropy_and_temperature_by_hand() -> None:
-    logits = torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]])
     logprobs, entropies = token_logprobs(
-        logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]), lambda hidden: hidden, vocab_size=2
+        torch.tensor([[0.0, math.log(3.0)], [0.0, math.log(3.0)]]),
+        torch.tensor([1, 1]),
+        torch.tensor([1.0, 0.5]),
+        linear(torch.eye(2)),
     )
     assert logprobs.tolist() == pytest.approx([math.log(3 / 4), math.log(9 / 10)])
     assert entropies.tolist() == pytest.approx(
@@ -21,46 +52,109 @@ def test_logprobs_entropy_and_temperature_by_hand() -> None:
     )
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 3, 10])
-def test_chunks_change_nothing(chunk_rows: int) -> None:
-    torch.manual_seed(0)
-    head = torch.nn.Linear(8, 50)
-    hidden, targets = torch.randn(10, 8), torch.randint(0, 50, (10,))
-    temperatures = torch.rand(10) + 0.5
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_rows", [1, 3, 9, 10])
+def test_chunks_are_the_whole_softmax(chunk_rows: int, entropy_gradient: bool) -> None:
+    hidden, head, targets, temperatures = case(torch.float64)
+    weights = torch.randn(2, ROWS, dtype=torch.float64)
+    inputs = (hidden, *head.parameters())
 
-    def compute(chunk_logits: int) -> list[torch.Tensor]:
-        states = hidden.clone().requires_grad_()
-        logprobs, entropies = token_logprobs(
-            states, targets, temperatures, head, vocab_size=50, chunk_logits=chunk_logits
+    logprobs, entropies = token_logprobs(
+        hidden, targets, temperatures, head,
+        chunk_logits=chunk_rows * VOCAB, entropy_gradient=entropy_gradient,
+    )  # fmt: skip
+    got = logprobs @ weights[0] + (entropies @ weights[1] if entropy_gradient else 0)
+    expected_logprobs, expected_entropies = whole(hidden, head, targets, temperatures)
+    expected = expected_logprobs @ weights[0] + (expected_entropies @ weights[1] if entropy_gradient else 0)
+
+    assert entropies.requires_grad == entropy_gradient
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-12, rtol=0)
+    torch.testing.assert_close(entropies, expected_entropies.detach(), atol=1e-12, rtol=0, check_stride=False)
+    for mine, theirs in zip(
+        torch.autograd.grad(got, inputs), torch.autograd.grad(expected, inputs), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-12, rtol=0)
+
+
+def test_gradients_are_those_of_finite_differences() -> None:
+    hidden, head, targets, temperatures = case(torch.float64, rows=4)
+
+    def both(hidden: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        head = nn.Linear(WIDTH, VOCAB)
+        del head.weight, head.bias
+        head.weight, head.bias = weight, bias
+        return token_logprobs(
+            hidden, targets, temperatures, head, chunk_logits=3 * VOCAB, entropy_gradient=True
         )
-        gradients = torch.autograd.grad((logprobs * torch.arange(10)).sum(), [states, *head.parameters()])
-        return [logprobs.detach(), entropies, *gradients]
 
-    for whole, chunked in zip(compute(10**6), compute(50 * chunk_rows), strict=True):
-        torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)
+    assert torch.autograd.gradcheck(both, (hidden, head.weight, head.bias))
+
+
+def test_float32_with_large_logits_stays_within_its_rounding() -> None:
+    hidden, head, targets, temperatures = case(torch.float64, rows=2 * CPU_ROWS + 1)
+    with torch.no_grad():
+        hidden *= 10
+    expected = whole(hidden, head, targets, temperatures)
+    for chunk_logits in (2**25, 7 * VOCAB):
+        got = token_logprobs(
+            hidden.float(), targets, temperatures.float(), head.float(), chunk_logits=chunk_logits
+        )
+        assert all(array.dtype == torch.float32 for array in got)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine.double(), theirs, atol=1e-4, rtol=1e-6)
+        head.double()
+
+
+def test_bfloat16_states_get_float32_logprobs_and_their_own_gradients() -> None:
+    hidden, head, targets, temperatures = case(torch.float32)
+    states = hidden.detach().bfloat16().requires_grad_()
+    head.bfloat16()
+    logprobs, entropies = token_logprobs(states, targets, temperatures, head, chunk_logits=3 * VOCAB)
+    logprobs.sum().backward()
+    assert logprobs.dtype == entropies.dtype == torch.float32
+    assert states.grad is not None and states.grad.dtype == torch.bfloat16
+    expected, _ = whole(states.detach().float(), head.float(), targets, temperatures)
+    torch.testing.assert_close(logprobs, expected, atol=0.05, rtol=0.02)
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_computed() -> None:
     seen: list[int] = []
 
-    def head(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(len(hidden))
-        return hidden @ torch.ones(4, 100)
+    class Sizes(TorchDispatchMode):
+        """Notes the size of every array that any operation makes."""
 
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            seen.extend(array.numel() for array in tree_leaves(out) if isinstance(array, Tensor))
+            return out
+
+    head = linear(torch.randn(100, 4))
     states = torch.randn(25, 4, requires_grad=True)
-    logprobs, _ = token_logprobs(
-        states, torch.zeros(25, dtype=torch.long), torch.ones(25), head, vocab_size=100, chunk_logits=1000
-    )
-    logprobs.sum().backward()
-    assert seen == [10, 10, 5] + [5, 10, 10]  # forward, and again in the backward pass
+    with Sizes():
+        logprobs, entropies = token_logprobs(
+            states, torch.zeros(25, dtype=torch.long), torch.ones(25), head,
+            chunk_logits=1000, entropy_gradient=True,
+        )  # fmt: skip
+        (logprobs + entropies).sum().backward()
+    assert max(seen) == 1000
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    hidden, head, targets, temperatures = case(torch.float32)
+    head.requires_grad_(False)
+    token_logprobs(hidden, targets, temperatures, head)[0].sum().backward()
+    assert hidden.grad is not None and head.weight.grad is None
 
 
 def test_no_rows_are_no_logprobs_and_a_gradient_of_zero() -> None:
-    states = torch.randn(0, 4, requires_grad=True)
-    head = torch.nn.Linear(4, 9)
-    logprobs, entropies = token_logprobs(
-        states, torch.zeros(0, dtype=torch.long), torch.ones(0), head, vocab_size=9
-    )
+    hidden, head, targets, temperatures = case(torch.float32, rows=0)
+    logprobs, entropies = token_logprobs(hidden, targets, temperatures, head)
     logprobs.sum().backward()
     assert logprobs.shape == entropies.shape == (0,)
     assert head.weight.grad is not None and (head.weight.grad == 0).all()
+
+
+def test_a_head_that_is_more_than_a_matrix_is_refused() -> None:
+    hidden, head, targets, temperatures = case(torch.float32)
+    with pytest.raises(ValueError, match=r"nn\.Linear, got Sequential"):
+        token_logprobs(hidden, targets, temperatures, nn.Sequential(head))

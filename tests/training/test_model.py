@@ -3,74 +3,38 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from training_support import build_model, make_sample, random_group
-from transformers import AutoModelForCausalLM
+from model_support import assert_same, packed, reference, samples
+from training_support import VOCAB, build_model, make_sample
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GraniteConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+)
 
 from areal_agents.algorithms.packing import pack
-from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import Policy, load_policy
+from areal_agents.training.model import ModelOptions, load_policy
 
-
-def samples(seed: int = 0, temperature: float = 1.0) -> list[TrainingSample]:
-    rng = np.random.default_rng(seed)
-    return [s for g in "abc" for s in random_group(rng, group_id=g, temperature=temperature)]
-
-
-def reference(folder: Path, batch: Sequence[TrainingSample]) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Logprobs of the trained tokens per sample, and the gradient of Σ advantage · logprob, from
-    transformers' own eager attention, one unpadded sequence at a time."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", dtype=torch.float32
-    ).eval()
-    logprobs = []
-    for sample in batch:
-        logits = model(torch.from_numpy(sample.token_ids[None].astype(np.int64))).logits[0]
-        at = np.flatnonzero(sample.loss_mask)
-        scaled = logits[at - 1] / torch.from_numpy(sample.temperatures[at])[:, None]
-        targets = torch.from_numpy(sample.token_ids[at].astype(np.int64))
-        chosen = scaled.log_softmax(-1).gather(1, targets[:, None])[:, 0]
-        (chosen * torch.from_numpy(sample.advantages[at])).sum().backward()
-        logprobs.append(chosen.detach())
-    return logprobs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def packed(
-    policy: Policy, batch: Sequence[TrainingSample], **options: object
-) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same from packed micro-batches."""
-    by_sample: dict[int, list[float]] = {i: [] for i in range(len(batch))}
-    for micro in pack(batch, **{"token_budget": 4096, **options}):  # type: ignore[arg-type]
-        chosen, _ = policy(micro)
-        (chosen * micro.advantages).sum().backward()
-        for index, value in zip(micro.sample_index.tolist(), chosen.tolist(), strict=True):
-            by_sample[index].append(value)
-    gradients = {
-        name[len("model.") :]: p.grad.full_tensor()
-        for name, p in policy.named_parameters()
-        if p.grad is not None
-    }
-    policy.zero_grad()
-    return [torch.tensor(values) for values in by_sample.values()], gradients
-
-
-def assert_same(
-    got: tuple[list[Tensor], dict[str, Tensor]], want: tuple[list[Tensor], dict[str, Tensor]]
-) -> None:
-    for got_logprobs, want_logprobs in zip(got[0], want[0], strict=True):
-        torch.testing.assert_close(got_logprobs, want_logprobs, atol=1e-5, rtol=1e-5)
-    assert got[1].keys() == want[1].keys()
-    for name, gradient in want[1].items():
-        error = (got[1][name] - gradient).abs().max() / gradient.abs().max()
-        assert error <= 1e-5, (name, float(error))
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama"])
@@ -115,7 +79,7 @@ def test_a_token_that_two_samples_predict_from_one_row(model_folder: Path, group
 
 def test_bfloat16_compute_keeps_float32_masters_and_gradients(model_folder: Path, group: Ranks) -> None:
     batch = samples()
-    policy = load_policy(model_folder, group, dtype=torch.bfloat16)
+    policy = load_policy(model_folder, group, options=ModelOptions(dtype=torch.bfloat16))
     logprobs, gradients = packed(policy, batch)
     assert {p.dtype for p in policy.parameters()} == {g.dtype for g in gradients.values()} == {torch.float32}
     want_logprobs, want_gradients = reference(model_folder, batch)
@@ -124,6 +88,20 @@ def test_bfloat16_compute_keeps_float32_masters_and_gradients(model_folder: Path
     for name, gradient in want_gradients.items():
         cosine = torch.cosine_similarity(gradients[name].flatten(), gradient.flatten(), dim=0)
         assert cosine > 0.98, (name, float(cosine))
+
+
+def test_the_backbone_gives_the_states_that_predict(model_folder: Path, group: Ranks) -> None:
+    batch = samples()[:1]
+    (micro,) = pack(batch, token_budget=4096)
+    decoder = AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="eager").model
+    ids = torch.from_numpy(batch[0].token_ids[None].astype(np.int64))
+    want = decoder(ids).last_hidden_state[0, np.flatnonzero(batch[0].loss_mask) - 1]
+    policy = load_policy(model_folder, group)
+    hidden = policy.backbone(micro)
+    torch.testing.assert_close(hidden, want, atol=1e-5, rtol=1e-5)
+    hidden.sum().backward()
+    assert all(p.grad is not None for p in policy.parameters())
+    assert (policy.shape.layers, policy.shape.hidden, policy.shape.vocab) == (2, 32, 96)
 
 
 def test_full_state_dict_is_what_was_loaded(tmp_path: Path, group: Ranks) -> None:
@@ -155,3 +133,30 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
     (sliding / "config.json").write_text(json.dumps({**config, **changed}))
     with pytest.raises(TrainingError, match="sliding-window attention is not supported"):
         load_policy(sliding, group)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **SIZES), "linear_attention"),
+        (Lfm2Config(layer_types=["conv", "full_attention"], **SIZES), "conv, full_attention"),
+        (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention of their own"),
+        (MistralConfig(sliding_window=4, **SIZES), "sliding-window attention"),
+        (GraniteConfig(logits_scaling=8.0, **SIZES), r"after the head \(logits_scaling\)"),
+        (LlamaConfig(rope_parameters=DYNAMIC, **SIZES), "frequencies of type dynamic"),
+    ],
+    ids=[
+        "recurrent",
+        "convolution",
+        "own attention",
+        "window without layer types",
+        "scaled logits",
+        "frequencies by length",
+    ],
+)
+def test_models_that_would_silently_be_computed_otherwise_are_refused(
+    config: PretrainedConfig, reason: str, tmp_path: Path, group: Ranks
+) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(TrainingError, match=reason):
+        load_policy(tmp_path, group)

@@ -1,17 +1,22 @@
-"""Schedules by hand, and where the decay applies."""
+"""Schedules by hand, Muon's step from its definition, and state that lies elsewhere between steps."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.optimizer import learning_rate, make_optimizer, set_learning_rate
+from areal_agents.training.optimizer import JointOptimizer, make_optimizer, optimizer_state
+from areal_agents.training.schedule import rate_factor, set_learning_rate
 
 
-def rates(**options: object) -> list[float]:
-    config = TrainerConfig(steps=6, lr=1.0, **options)  # type: ignore[arg-type]
-    return [learning_rate(step, config) for step in range(6)]
+def rates(**options: Any) -> list[float]:
+    config = TrainerConfig(steps=6, **options)
+    return [rate_factor(step, config) for step in range(6)]
 
 
 def test_schedules_by_hand() -> None:
@@ -30,7 +35,77 @@ def test_a_warmup_as_long_as_the_run_is_only_warmup() -> None:
 
 
 def test_decay_is_for_matrices_only_and_the_rate_for_all() -> None:
-    optimizer = make_optimizer(torch.nn.Linear(3, 2), TrainerConfig(lr=0.1, weight_decay=0.01))
+    optimizer = make_optimizer(nn.Linear(3, 2), TrainerConfig(lr=0.1, weight_decay=0.01))
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     set_learning_rate(optimizer, 0.25)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+
+
+class Tiny(nn.Module):
+    """Named like a decoder: an embedding, two blocks, a norm and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed_tokens = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.lm_head = nn.Linear(4, 8, bias=False)
+
+    def step(self, optimizer: torch.optim.Optimizer, count: int) -> dict[str, torch.Tensor]:
+        """Train; a copy of the weights."""
+        for _ in range(count):
+            x = self.embed_tokens(torch.arange(8))
+            for layer in self.layers:
+                x = x + torch.tanh(layer(x))
+            nn.functional.cross_entropy(self.lm_head(self.norm(x)), torch.arange(8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {name: p.detach().clone() for name, p in self.named_parameters()}
+
+
+def test_muon_takes_the_matrices_of_the_blocks_only() -> None:
+    model = Tiny()
+    optimizer = make_optimizer(model, TrainerConfig(optimizer="muon", lr=0.01))
+    model.step(optimizer, 1)
+    moments: dict[str, set[str]] = {}
+    for key in optimizer_state(model, optimizer):
+        moments.setdefault(key.split("/")[0], set()).add(key.split("/")[1])
+    blocks = {name for name, kinds in moments.items() if kinds == {"momentum_buffer"}}
+    assert blocks == {"layers.0.weight", "layers.1.weight"}
+    assert moments["embed_tokens.weight"] == {"step", "exp_avg", "exp_avg_sq"}
+    assert moments.keys() == dict(model.named_parameters()).keys()
+
+
+def test_muons_step_is_nearly_orthogonal_and_has_adamws_size() -> None:
+    """U·Vᵀ of the gradient's singular vectors, times lr · 0.2 · √max(rows, columns), up to the five
+    Newton–Schulz iterations, which leave singular values between about 0.7 and 1.2."""
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(6, 3, bias=False)])})
+    (weight,) = model.parameters()
+    optimizer = make_optimizer(model, TrainerConfig(optimizer="muon", lr=0.5))
+    before = weight.detach().clone()
+    torch.manual_seed(1)
+    weight.grad = torch.randn(3, 6)
+    u, _, v = torch.linalg.svd(weight.grad.double(), full_matrices=False)
+    optimizer.step()
+    update = (before - weight.detach()).double() / (0.5 * 0.2 * math.sqrt(6))
+    singular = torch.linalg.svdvals(update)
+    assert singular.min() > 0.6 and singular.max() < 1.3
+    assert float((update * (u @ v)).sum() / (update.norm() * (u @ v).norm())) > 0.97
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_offloaded_state_changes_no_weight_and_is_stepped_block_by_block(name: Any) -> None:
+    here, away = Tiny(), Tiny()
+    config = TrainerConfig(optimizer=name, lr=0.01, weight_decay=0.1)
+    there = make_optimizer(away, config.model_copy(update={"offload_optimizer": True}))
+    want, got = here.step(make_optimizer(here, config), 3), away.step(there, 3)
+    assert all(torch.equal(got[key], want[key]) for key in want)
+    assert isinstance(there, JointOptimizer)
+    assert {v.device.type for v in optimizer_state(away, there).values()} == {"cpu"}
+    assert len(there.state) == len(list(away.parameters()))
+    assert len(there.parts) >= 3  # two blocks and the rest: one of them is on the device at a time
+    set_learning_rate(there, 0.0)
+    before = {key: value.clone() for key, value in got.items()}
+    after = away.step(there, 1)
+    assert all(torch.equal(after[key], before[key]) for key in before)

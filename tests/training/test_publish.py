@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +15,11 @@ from training_support import build_model
 from transformers import AutoModelForCausalLM
 
 from areal_agents.core.completion import SamplingParams, as_token_ids
-from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
 from areal_agents.inference import PauseMode, SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.publish import Publisher, swap, write_model
+from areal_agents.training.model_folder import write_model
+from areal_agents.training.publish import Publisher, swap
 
 
 def test_a_folder_is_what_transformers_loads(model_folder: Path, tmp_path: Path) -> None:
@@ -42,6 +45,32 @@ def test_a_folder_is_replaced_and_its_type_is_the_one_asked_for(model_folder: Pa
     write_model(weights, path, like=model_folder, dtype=torch.float32)
     write_model(weights, path, like=model_folder, dtype=torch.bfloat16)
     assert {t.dtype for t in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_a_refusing_disk_is_an_error_and_leaves_nothing(model_folder: Path, tmp_path: Path) -> None:
+    weights = load_file(model_folder / "model.safetensors")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # larger files fail, as on a full disk
+    try:
+        with pytest.raises(TrainingError, match="cannot write the weights to"):
+            write_model(weights, tmp_path / "out" / "final", like=model_folder, dtype=torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_a_killed_run_left_half_written_is_removed(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    left, kept = run_dir / "weights" / ".v3.99.tmp", run_dir / "weights" / "v2"
+    left.mkdir(parents=True)
+    kept.mkdir()
+    Publisher(
+        store=store, engine=SGLangEngine(engine_url), run_dir=run_dir, model_path=model_folder, keep=2
+    ).close()
+    assert list((run_dir / "weights").iterdir()) == [kept]
 
 
 def test_versions_are_recorded_served_and_the_last_two_kept(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from ranks_worker import main, train
+from ranks_worker import LAYOUTS, main, train, train_preset
 from safetensors.torch import load_file
-from training_support import record_groups
+from training_support import build_model, record_groups
 
 from areal_agents.inference import running_engine
 from areal_agents.store import Store
@@ -26,6 +26,7 @@ from areal_agents.training.optimizer import make_optimizer
 def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     """The folder that two ranks wrote, and what each of them returned."""
     out = tmp_path_factory.mktemp("ranks")
+    build_model(out / "reference", seed=1)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,7 +35,7 @@ def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
         Store.open(out / "run" / "store.db") as store,
     ):
         record_groups(store, url, ["a", "b", "c", "d"])
-        mp.spawn(main, (port, str(model_folder), str(out), url), nprocs=2)
+        mp.spawn(main, (port, str(model_folder), str(out / "reference"), str(out), url), nprocs=2)
         assert store.group_counts()["trained"] == 4
     return out, [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
@@ -48,13 +49,31 @@ def test_two_ranks_train_like_one(spawned: tuple[Path, list[Any]], model_folder:
             torch.testing.assert_close(weights[name], tensor, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", LAYOUTS["data"])
+def test_every_way_to_share_the_work_has_the_same_gradient(
+    name: str, spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
+) -> None:
+    """Data parallel; where listed, one micro-batch over both ranks, and two copies of the weights."""
+    out, results = spawned
+    want_weights, want_statistics, want_norm = train_preset(name, model_folder, out / "reference", group)
+    for layout in [layout for layout, names in LAYOUTS.items() if name in names]:
+        for weights, statistics, norm in (result[5][layout, name] for result in results):
+            assert norm == pytest.approx(want_norm, rel=1e-4), layout
+            for key, tensor in want_weights.items():
+                torch.testing.assert_close(weights[key], tensor, atol=1e-6, rtol=1e-4, msg=f"{layout} {key}")
+            if layout == "data":
+                assert statistics == pytest.approx(want_statistics, rel=1e-3, abs=1e-4)
+
+
 def test_one_rank_resumes_the_checkpoint_of_two(
     spawned: tuple[Path, list[Any]], model_folder: Path, group: Ranks
 ) -> None:
     out, results = spawned
     policy = load_policy(model_folder, group)
     optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
-    assert load_checkpoint(out / "checkpoints" / "step-1", policy, optimizer, group) == Progress(1, 1)
+    assert load_checkpoint(
+        out / "checkpoints" / "step-1", {"policy": (policy, optimizer)}, group
+    ) == Progress(1, 1)
     for name, tensor in policy.full_state_dict().items():
         assert torch.equal(tensor, results[0][2][name])
     assert len(optimizer.state) == len(list(policy.parameters()))

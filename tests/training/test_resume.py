@@ -37,13 +37,13 @@ def rows(run_dir: Path, query: str) -> list[tuple]:
 
 
 def kill_after_version(version: int, store: Store, run_dir: Path, model: Path, engine_url: str) -> None:
-    """Start a trainer, and kill it as soon as the store has a version."""
+    """Start a trainer, and kill it as soon as the store has a version and a checkpoint."""
     packages = f"{Path(areal_agents.__path__[0]).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     command = [sys.executable, trainer_worker.__file__, str(run_dir), str(model), engine_url, "5"]
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": packages}) as trainer:
         try:
             deadline = time.monotonic() + 120
-            while store.max_version() < version:
+            while store.max_version() < version or store.latest_checkpoint() is None:
                 assert trainer.poll() is None, "the trainer ended by itself"
                 assert time.monotonic() < deadline
                 store.wait(store.cursor(), 0.05)
@@ -66,7 +66,7 @@ def test_kill_nine_and_resume(
     (checkpoint,) = (run_dir / "checkpoints").glob("step-*")
     assert checkpoint.name == "step-2"
     policy = load_policy(model_folder, group)
-    load_checkpoint(checkpoint, policy, make_optimizer(policy, TrainerConfig()), group)
+    load_checkpoint(checkpoint, {"policy": (policy, make_optimizer(policy, TrainerConfig()))}, group)
     checkpointed = policy.full_state_dict()
 
     def finish(steps: int) -> RunResult:

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from training_support import random_group
+from presets_support import largest_difference
+from training_support import random_group, training_data
 
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.packing import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -17,15 +20,8 @@ from areal_agents.training.model import Policy, load_policy
 from areal_agents.training.optimizer import make_optimizer
 from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
 
-OPTIONS = StepOptions(
-    clip_low=0.2,
-    clip_high=0.28,
-    weight_cap=5.0,
-    minibatches=1,
-    microbatch_tokens=4096,
-    share_prefixes=True,
-    grad_clip=1e9,
-)
+ALGORITHM = AlgorithmConfig(clip_high=0.28)
+OPTIONS = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)
 
 
 def samples(groups: str = "abcd", seed: int = 0) -> list[TrainingSample]:
@@ -35,8 +31,6 @@ def samples(groups: str = "abcd", seed: int = 0) -> list[TrainingSample]:
 
 def on_policy(policy: Policy, batch: list[TrainingSample]) -> list[TrainingSample]:
     """The samples with the policy's own logprobs as behavior logprobs."""
-    from areal_agents.algorithms.packing import pack
-
     out = [np.zeros(len(s), np.float32) for s in batch]
     with torch.no_grad():
         for micro in pack(batch, token_budget=10**6):
@@ -55,19 +49,27 @@ def step(
     *,
     lr: float = 0.0,
     seed: int = 0,
+    minibatches: int = 1,
     **options: object,
 ) -> tuple[StepResult, dict[str, torch.Tensor]]:
     """Train a fresh policy; its weights afterwards. SGD, so that lr = 1 shows the gradient itself."""
     policy = load_policy(folder, group)
     optimizer = torch.optim.SGD(policy.parameters(), lr=lr)
     result = train_batch(
-        policy, optimizer, batch, replace(OPTIONS, **options), ranks=group, version=0, seed=seed
+        policy,
+        optimizer,
+        training_data(batch),
+        several(minibatches),
+        replace(OPTIONS, **options),
+        ranks=group,
+        version=0,
+        seed=seed,
     )
     return result, policy.full_state_dict()
 
 
-def largest_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
+def several(minibatches: int) -> AlgorithmConfig:
+    return ALGORITHM.model_copy(update={"minibatches": minibatches})
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,10 @@ def test_on_policy_the_ratio_is_one_and_the_kl_zero(model_folder: Path, group: R
     batch = on_policy(policy, samples())
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     for minibatches in (1, 2):
-        options = replace(OPTIONS, minibatches=minibatches)
-        result = train_batch(policy, optimizer, batch, options, ranks=group, version=0, seed=0)
+        result = train_batch(
+            policy, optimizer, training_data(batch), several(minibatches), OPTIONS,
+            ranks=group, version=0, seed=0,
+        )  # fmt: skip
         values = result.statistics.as_dict()
         assert values["tokens"] == values["on_policy_tokens"] == sum(int(s.loss_mask.sum()) for s in batch)
         assert values["abs_diff_max"] < 1e-5
@@ -130,19 +134,23 @@ def test_a_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Rank
     assert result.grad_norm == pytest.approx(sum(alone) / 2, rel=1e-5)
 
 
+@pytest.mark.parametrize("coefficient", [1e36, 1e39])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted(
-    model_folder: Path, group: Ranks
+    coefficient: float, model_folder: Path, group: Ranks
 ) -> None:
+    """Finite gradients whose norm is not, and gradients that are not finite themselves."""
+    overflowing = AlgorithmConfig(entropy_coefficient=coefficient)
     policy = load_policy(model_folder, group)
     optimizer = make_optimizer(policy, TrainerConfig(lr=0.1))
     before = policy.full_state_dict()
-    batch = samples()
-    huge = replace(batch[0], advantages=np.where(batch[0].loss_mask, np.float32(3e38), np.float32(0)))
-    result = train_batch(policy, optimizer, [huge, *batch[1:]], OPTIONS, ranks=group, version=0, seed=0)
-    assert result.skipped_steps == 1 and np.isnan(result.grad_norm)
+    data = training_data(samples())
+    bad = train_batch(
+        policy, optimizer, data, overflowing, OPTIONS, ranks=group, version=0, seed=0
+    )  # fmt: skip
+    assert bad.skipped_steps == 1 and np.isnan(bad.grad_norm)
     assert largest_difference(policy.full_state_dict(), before) == 0
     assert all(p.grad is None for p in policy.parameters())
-    good = train_batch(policy, optimizer, batch, OPTIONS, ranks=group, version=0, seed=0)
+    good = train_batch(policy, optimizer, data, ALGORITHM, OPTIONS, ranks=group, version=0, seed=0)
     assert good.skipped_steps == 0 and largest_difference(policy.full_state_dict(), before) > 0
 
 
@@ -156,31 +164,55 @@ def test_the_gradient_is_clipped_to_its_norm(model_folder: Path, group: Ranks) -
         torch.testing.assert_close(clipped_weights[name] - before[name], quarter, atol=1e-6, rtol=1e-3)
 
 
-@pytest.mark.parametrize(("at", "clean"), [(0, True), (1, True), (4, False)])
-def test_a_stop_ends_between_micro_batches(at: int, clean: bool, model_folder: Path, group: Ranks) -> None:
+def stopped_at(ask: int, model_folder: Path, group: Ranks) -> tuple[Policy, bool]:
+    """Two steps of SGD, asked to stop at the `ask`-th time of asking; whether that ended them."""
     policy = load_policy(model_folder, group)
-    before = policy.full_state_dict()
     asked = iter(range(100))
-    options = replace(OPTIONS, minibatches=2, microbatch_tokens=130)
-    with pytest.raises(Stopped) as stopped:
+    try:
         train_batch(
             policy,
             torch.optim.SGD(policy.parameters(), lr=1.0),
-            samples(),
-            options,
+            training_data(samples()),
+            several(2),
+            replace(OPTIONS, microbatch_tokens=130),
             ranks=group,
             version=0,
             seed=0,
-            stopping=lambda: next(asked) == at,
+            stopping=lambda: next(asked) >= ask,
         )
-    assert stopped.value.clean is clean
-    assert (largest_difference(policy.full_state_dict(), before) == 0) is clean
-    assert all(p.grad is None for p in policy.parameters())
+    except Stopped:
+        return policy, True
+    return policy, False
 
 
-def test_shared_tokens_are_reported(model_folder: Path, group: Ranks) -> None:
-    result, _ = step(model_folder, group, samples("a"))
+def test_a_stop_ends_between_micro_batches_before_the_first_step(model_folder: Path, group: Ranks) -> None:
+    """In the proximal pass, or at the first micro-batch; a batch with a step made is finished."""
+    whole, _ = step(model_folder, group, samples(), minibatches=2, microbatch_tokens=130)
+    before = load_policy(model_folder, group).full_state_dict()
+    for ask in (0, whole.microbatches):
+        policy, ended = stopped_at(ask, model_folder, group)
+        assert ended and largest_difference(policy.full_state_dict(), before) == 0
+    finished, ended = stopped_at(1000, model_folder, group)
+    assert not ended
+    first_step = whole.microbatches + whole.microbatches // 2 + 1  # surely within the second minibatch
+    policy, ended = stopped_at(first_step, model_folder, group)
+    assert not ended
+    assert largest_difference(policy.full_state_dict(), finished.full_state_dict()) == 0
+
+
+def test_what_a_step_cost_is_reported(model_folder: Path, group: Ranks) -> None:
+    result, _ = step(model_folder, group, samples("a"), microbatch_tokens=200)
     assert result.sample_tokens - result.model_tokens >= 3 * 70
+    assert result.microbatches == 1 and result.packing_fill == result.model_tokens / 200
+    assert result.rank_tokens == (result.model_tokens,) and result.rank_imbalance == 0
+    assert result.seconds.keys() == {"pack", "credit", "gradient", "optimizer"}
+    assert all(seconds > 0 for seconds in result.seconds.values())
+    several_steps, _ = step(model_folder, group, samples("a"), minibatches=2)
+    assert "proximal" in several_steps.seconds
+    # one batch alone: 3 forwards' worth of training; with its own logprobs beforehand one more
+    alone, _ = step(model_folder, group, samples("a")[:1])
+    (only,) = pack(samples("a")[:1], token_budget=4096)
+    assert alone.flops == 3 * only.forward_flops(load_policy(model_folder, group).shape)
 
 
 def test_no_samples_is_an_error(model_folder: Path, group: Ranks) -> None:

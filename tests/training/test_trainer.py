@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from stored_support import break_reward, drop_reasons
 from training_support import record_groups
 from transformers import AutoModelForCausalLM
 
@@ -73,7 +74,7 @@ def test_trains_publishes_and_marks(store: Store, engine_url: str, model_folder:
     assert (second["step"], second["version"], second["staleness_max"]) == (2, 2, 1)
     assert first["tokens"] == first["sampled_tokens"] == 2 * 4 * 2 * 8
     assert first["logprob_diff_mean"] <= 1e-4  # engine against trainer, the same weights
-    assert first["weight_mean"] == pytest.approx(1, abs=1e-4) and first["kl_behavior"] < 1e-6
+    assert first["weight_mean"] == pytest.approx(1, abs=1e-4) and first["kl_behavior_k3"] < 1e-6
     assert first["clip_fraction"] == 0 and first["grad_norm"] > 0
     assert second["logprob_diff_mean"] > 1e-3  # these tokens are of version 0, the trainer at 1
     assert (first["queue_groups"], second["queue_groups"], first["failed_episodes"]) == (3, 1, 0)
@@ -110,7 +111,7 @@ def test_lr_zero_leaves_logprobs_unchanged_over_publishes(
     train(store, engine_url, model_folder, run_dir, steps=7, groups=1, lr=0, algorithm=all_groups)
     for line in metrics_of(run_dir):
         assert line["logprob_diff_max"] <= 1e-4
-        assert line["kl_behavior"] < 1e-6
+        assert line["kl_behavior_k3"] < 1e-6
 
 
 def test_wholly_stale_groups_are_dropped_and_others_taken(
@@ -186,3 +187,64 @@ def test_several_minibatches_train_every_token_once(
     (line,) = metrics_of(run_dir)
     assert line["tokens"] == line["sampled_tokens"] == 128 and line["microbatches"] == 2
     assert line["logprob_diff_mean"] <= 1e-4  # prox is of before the first of the two steps
+
+
+def test_ppo_trains_its_critic_and_a_resume_goes_on_with_it(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b", "c", "d"])
+    ppo = AlgorithmConfig.model_validate({"preset": "ppo", "minibatches": 2})
+    options = {"algorithm": ppo, "critic_lr": 1e-2, "checkpoint_every": 1}
+    assert train(store, engine_url, model_folder, run_dir, steps=1, **options).step == 1
+    facts = json.loads((run_dir / "checkpoints" / "step-1" / "trainer.json").read_text())
+    assert set(facts["models"]) == {"policy", "critic"}
+    assert train(store, engine_url, model_folder, run_dir, steps=2, **options).step == 2
+    first, second = metrics_of(run_dir)
+    assert first["value_loss"] > 0 and second["value_loss"] > 0
+    with pytest.raises(TrainingError, match="a checkpoint of another algorithm"):
+        train(store, engine_url, model_folder, run_dir, steps=3)
+
+
+def test_an_adapter_is_published_merged_and_left_beside_the_model(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b", "c", "d"])
+    train(store, engine_url, model_folder, run_dir, steps=2, lora={"rank": 2})
+    original = load_file(model_folder / "model.safetensors")
+    published = load_file(run_dir / "weights" / "v2" / "model.safetensors")
+    changed = {name for name in original if (original[name] != published[name]).any()}
+    assert published.keys() == original.keys()
+    assert changed and all("_proj" in name for name in changed)
+    assert served_version(engine_url) == 2
+    assert (run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_bad_group_costs_the_run_nothing_but_its_place(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b", "c"])
+    break_reward(store, "a-1")
+    assert train(store, engine_url, model_folder, run_dir, steps=1) == RunResult(1, 1, finished=True)
+    (line,) = metrics_of(run_dir)
+    assert (line["groups_bad"], line["tokens"]) == (1, 2 * 4 * 2 * 8)
+    assert store.group_counts() == {"pending": 0, "complete": 0, "leased": 0, "trained": 2, "dropped": 1}
+    assert "a reward must be a finite number" in drop_reasons(store)["a"]
+
+
+def test_the_best_checkpoint_is_kept_by_any_metric(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b", "c", "d", "e", "f", "g", "h"])
+    options = {"checkpoint_every": 1, "keep_checkpoints": 1, "keep_best": 1, "best_metric": "reward_mean"}
+    train(store, engine_url, model_folder, run_dir, steps=4, async_checkpoints=False, **options)
+    rewards = {line["step"]: line["reward_mean"] for line in metrics_of(run_dir)}
+    kept = {int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir()}
+    assert kept == {4, max(rewards, key=lambda step: rewards[step])}
+
+
+def test_a_metric_that_does_not_exist_is_refused_after_the_first_step(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    record_groups(store, engine_url, ["a", "b"])
+    with pytest.raises(TrainingError, match=r"no metric 'reward'; choose heldout or one of .*reward_mean"):
+        train(store, engine_url, model_folder, run_dir, steps=1, keep_best=1, best_metric="reward")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Reward, Task
+from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Turn
 from areal_agents.inference import SGLangEngine
@@ -81,6 +84,7 @@ def make_sample(
         versions=np.where(mask, version, -1).astype(np.int32),
         temperatures=np.where(mask, temperature, 1).astype(np.float32),
         advantages=np.where(mask, rng.normal(size=length), 0).astype(np.float32),
+        turn_index=np.where(mask, 0, -1).astype(np.int32),
         episode_id=episode_id,
         group_id=group_id,
     )
@@ -112,6 +116,53 @@ def random_group(
             )
         )
     return samples
+
+
+def training_data(samples: Sequence[TrainingSample]) -> TrainingData:
+    """Ready samples as a batch. Its episodes are others; only token credit and DPO would look at them."""
+    other = build_training_data(episode_groups(np.random.default_rng(0), "o"), AlgorithmConfig())
+    return replace(other, samples=tuple(samples))
+
+
+def episode_groups(
+    rng: np.random.Generator, names: Sequence[str], *, size: int = 4, prompt: int = 40
+) -> list[RolloutGroup]:
+    """Groups of episodes over one prompt each. An episode's first turn is continued by two, and in every
+    other one a second root asks something else; temperatures and behavior logprobs vary."""
+    groups = []
+    for name in names:
+        start = rng.integers(2, VOCAB, prompt)
+        rollouts = []
+        for index in range(size):
+            episode = _random_episode(rng, f"{name}-{index}", start, second_root=index % 2 == 1)
+            rollouts.append(Rollout(episode.task, index, episode, None))
+        groups.append(RolloutGroup(name, rollouts[0].task, tuple(rollouts)))
+    return groups
+
+
+def _random_episode(rng: np.random.Generator, name: str, prompt: np.ndarray, *, second_root: bool) -> Episode:
+    def turn(index: int, parent: int | None, new_prompt: np.ndarray) -> Turn:
+        count = int(rng.integers(2, 9))
+        return Turn(
+            id=f"{name}-{index}",
+            parent=None if parent is None else f"{name}-{parent}",
+            new_messages=(Message("user", str(index)),),
+            new_prompt_ids=as_token_ids(new_prompt),
+            completion=Completion(
+                as_token_ids(rng.integers(2, VOCAB, count)),
+                rng.normal(-4.5, 0.3, count).astype(np.float32),
+                np.zeros(count, np.int32),
+                "stop",
+            ),
+            reply=Message("assistant", str(index)),
+            sampling=SamplingParams(max_new_tokens=16, temperature=float(rng.choice([0.7, 1.0]))),
+        )
+
+    turns = [turn(0, None, prompt), *(turn(i, 0, rng.integers(2, VOCAB, 3)) for i in (1, 2))]
+    if second_root:
+        turns.append(turn(3, None, rng.integers(2, VOCAB, 9)))
+    rewards = (Reward("episode", "", "return", float(rng.normal())), Reward("turn", turns[1].id, "step", 0.3))
+    return Episode(name, Task("task", {}), tuple(turns), "finished", rewards)
 
 
 def reward_of(token_ids: np.ndarray) -> float:

@@ -45,7 +45,7 @@ class MessageMemo:
         """
         best, most = None, 0
         for history in self._histories:
-            count = _shared(items, history)
+            count = _shared(items, history) if len(history.items) > most else 0
             if count > most:
                 best, most = history, count
         if best is None:
@@ -53,7 +53,12 @@ class MessageMemo:
         return History(best.items[:most], [i for i in best.as_json if i < most], best.groups[:most])
 
     def keep(self, history: History, items: Sequence[Any]) -> None:
-        """Remember what `items` mean, once the groups of all of them are in `history`."""
+        """Remember what `items` mean, once the groups of all of them are in `history`.
+
+        What it goes on from to its end is not kept beside it.
+        """
+        taken_over = len(history.items)
+        self._histories = [h for h in self._histories if not _is_beginning(h, history, taken_over)]
         for index in range(len(history.items), len(items)):
             plain = _is_plain(items[index])
             history.items.append(items[index] if plain else _json(items[index]))
@@ -61,6 +66,12 @@ class MessageMemo:
                 history.as_json.append(index)
         self._histories.insert(0, history)
         del self._histories[self._most :]
+
+
+def _is_beginning(earlier: History, history: History, taken_over: int) -> bool:
+    """Whether a history is all of what another one has taken over."""
+    # The groups are taken over as they are, so that looking at the last says it.
+    return len(earlier.items) == taken_over > 0 and earlier.groups[-1] is history.groups[taken_over - 1]
 
 
 def _shared(items: Sequence[Any], history: History) -> int:

@@ -1,0 +1,109 @@
+"""What the model computes for the rows that it is given: the cost that micro-batches are balanced on.
+
+A row costs its matrix products, and a share of attention for every row that it sees; a trained
+token costs its row of logits besides. So a sequence of s tokens costs a·s + b·s², and a shared
+prefix is counted once, as it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TRAINING = 3  # forward and backward cost three times the forward: two products in the backward for one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes of a decoder with gated feed-forward layers; with experts, what one token passes through.
+
+    Attributes:
+        heads, kv_heads: of attention; head_dim: width of each.
+        intermediate: width of a dense feed-forward layer.
+        moe_layers: how many of the layers have experts in place of the dense feed-forward.
+        experts: per such layer; experts_per_token: of them, what one token uses.
+        expert_intermediate: width of one expert; shared_intermediate: of the part every token uses.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    moe_layers: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+    shared_intermediate: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """The shape in a Hugging Face config (`config.to_dict()`, or config.json).
+
+        Raises:
+            ValueError: a size that every decoder has is missing.
+        """
+        text: Mapping[str, Any] = config.get("text_config") or config
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+        missing = [name for name in names if not text.get(name)]
+        if missing:
+            raise ValueError(f"a model config without {missing}: expected one of a decoder with attention")
+        layers, hidden, heads, vocab = (int(text[name]) for name in names)
+        experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
+        width = int(text.get("intermediate_size") or 4 * hidden)
+        dense = len(text.get("mlp_only_layers") or ())
+        return cls(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_dim=int(text.get("head_dim") or hidden // heads),
+            intermediate=width,
+            vocab=vocab,
+            moe_layers=(layers - dense) // int(text.get("decoder_sparse_step") or 1) if experts else 0,
+            experts=experts,
+            experts_per_token=int(text.get("num_experts_per_tok") or 0) if experts else 0,
+            expert_intermediate=int(text.get("moe_intermediate_size") or width) if experts else 0,
+            shared_intermediate=int(text.get("shared_expert_intermediate_size") or 0) if experts else 0,
+        )
+
+    @property
+    def per_row(self) -> int:
+        """FLOPs of the matrix products of one row in all layers: 2 per weight that it meets."""
+        attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)  # q and o; k and v
+        dense = 3 * self.hidden * self.intermediate  # gate, up and down
+        active = self.experts_per_token * self.expert_intermediate + self.shared_intermediate
+        sparse = 3 * self.hidden * active + self.hidden * self.experts  # and the router
+        return 2 * (
+            self.layers * attention + (self.layers - self.moe_layers) * dense + self.moe_layers * sparse
+        )
+
+    @property
+    def per_pair(self) -> int:
+        """FLOPs of one row attending to one row, in all layers: a score and a weighted sum."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    @property
+    def per_prediction(self) -> int:
+        """FLOPs of the logits at one row."""
+        return 2 * self.hidden * self.vocab
+
+    def flops(self, *, rows: float, pairs: float, predictions: float) -> float:
+        """Forward FLOPs.
+
+        Args:
+            rows: tokens that go through the layers.
+            pairs: rows attended to, summed over the rows: Σ (position + 1).
+            predictions: rows with logits.
+        """
+        return float(self.per_row * rows + self.per_pair * pairs + self.per_prediction * predictions)
+
+    def sequence_flops(self, length: int, *, predictions: int | None = None) -> float:
+        """Forward FLOPs of one sequence alone; logits at every row if `predictions` is None."""
+        pairs = length * (length + 1) / 2
+        return self.flops(
+            rows=length, pairs=pairs, predictions=length if predictions is None else predictions
+        )

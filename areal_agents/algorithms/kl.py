@@ -1,0 +1,44 @@
+"""Estimates of KL(π, reference) from the sampled tokens, one per token.
+
+With d = log π_ref − log π (J. Schulman, http://joschu.net/blog/kl-approx.html):
+
+    k1 = −d        k2 = d²/2        k3 = e^d − 1 − d
+
+All three estimate the same number; k1 is unbiased with the largest variance, k2 is biased, k3 is
+unbiased and never negative. Their gradients are not the same thing at all, which is why the place
+matters. Over tokens that π itself sampled, with s = ∇ log π:
+
+    in the reward (no gradient through it): k1 gives E[(log π − log π_ref) s], the gradient of
+        KL(π, ref), which is what one wants; k2 and k3 give gradients of other quantities.
+    in the loss (differentiated): k2 gives (log π − log π_ref) s, that same gradient; k3 gives
+        (1 − π_ref/π) s, which is on average the gradient of KL(ref, π), the other direction; k1
+        gives s alone, which is zero on average: a penalty that only adds noise.
+
+So k1 belongs in the reward, k2 or k3 in the loss; arXiv 2510.01555 derives this. A term of the loss
+is not weighted by π_θ/μ, as in GRPO (arXiv 2402.03300, eq. 4): over stale tokens all this holds only
+as far as μ is near π.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.config import KlEstimator
+from areal_agents.algorithms.ratios import log_ratio
+
+
+def kl_estimate(
+    logprobs: Tensor, reference: Tensor, *, estimator: KlEstimator, keep: Tensor | None = None
+) -> Tensor:
+    """[N] estimates of KL(π, reference), differentiable in `logprobs`; log-ratios are clamped to ±20.
+
+    Args:
+        logprobs: [N] of the policy: current for a term of the loss, proximal for one of the reward.
+        reference: [N] of the frozen reference policy (detached here).
+        keep: [N] bool; 0 where it is False.
+    """
+    d = log_ratio(reference.detach(), logprobs, keep=keep)
+    if estimator == "k1":
+        return -d
+    return d.square() / 2 if estimator == "k2" else torch.expm1(d) - d

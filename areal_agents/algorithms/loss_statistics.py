@@ -1,0 +1,149 @@
+"""What is known of a loss beside its value: sums and maxima that add up over micro-batches and ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.corrections import Correction
+from areal_agents.algorithms.policy_losses import TokenLosses
+from areal_agents.algorithms.ratios import Sequences
+
+SUMS = (
+    "tokens",
+    "sequences",
+    "dropped_tokens",
+    "loss",
+    "clipped_low",
+    "clipped_high",
+    "dual_clipped",
+    "ratio",
+    "kl_k1",
+    "kl_k3",
+    "kl_reference",
+    "weight",
+    "weight_squared",
+    "weight_raw",
+    "weight_capped",
+    "rejected_tokens",
+    "rejected_sequences",
+    "vetoed_sequences",
+    "abs_diff",
+    "on_policy_tokens",
+    "on_policy_abs_diff",
+    "entropy",
+)
+MAXIMA = ("abs_diff_max", "on_policy_abs_diff_max", "abs_log_ratio_max", "weight_raw_max")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossStatistics:
+    """Statistics that add up over micro-batches and ranks.
+
+    Every sum is over the kept tokens (all, where M2PO drops none), rejected ones included. Divided by
+    `tokens` or, for those of sequences, by `sequences` they are means; the effective sample size is
+    weight² / (weight_squared · tokens). A sequence that context parallelism spreads over ranks counts
+    once on each.
+
+    Attributes:
+        sums: [len(SUMS)] float64, in the order of `SUMS`: kept tokens, sequences with one, and tokens
+            not kept; the weighted policy loss before normalisation; tokens whose ratio was clipped
+            below and above, and by the dual clip; the ratio current/proximal; k1 and k3 estimates of
+            KL(behavior, current); the configured estimate of KL(current, reference); the weight w as
+            applied (0 where rejected), w², w before cap and mask, and how often it was capped; tokens
+            rejected, sequences of which every token was, and sequences vetoed; |proximal − behavior|
+            logprob, and the same on tokens of the trainer's own version (there it is the numerical
+            difference between engine and trainer); entropy.
+        maxima: [len(MAXIMA)] float64, in the order of `MAXIMA`.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+
+    @classmethod
+    def zero(cls, device: torch.device | str = "cpu") -> LossStatistics:
+        """Statistics of no tokens."""
+        return cls(
+            torch.zeros(len(SUMS), dtype=torch.float64, device=device),
+            torch.zeros(len(MAXIMA), dtype=torch.float64, device=device),
+        )
+
+    def __add__(self, other: LossStatistics) -> LossStatistics:
+        return LossStatistics(self.sums + other.sums, torch.maximum(self.maxima, other.maxima))
+
+    def as_dict(self) -> dict[str, float]:
+        """Every sum and maximum by name."""
+        values = [*self.sums.tolist(), *self.maxima.tolist()]
+        return dict(zip((*SUMS, *MAXIMA), values, strict=True))
+
+
+def measure(
+    loss: Tensor,
+    log_ratio: Tensor,
+    log_weight: Tensor,
+    correction: Correction,
+    policy: TokenLosses,
+    sequences: Sequences,
+    *,
+    kl: Tensor | None = None,
+    entropy: Tensor | None = None,
+    on_policy: Tensor | None = None,
+) -> LossStatistics:
+    """Statistics of N tokens, given what their loss was made of.
+
+    Args:
+        loss: [N], the weighted policy loss.
+        log_ratio, log_weight: [N], log current/proximal and log proximal/behavior.
+        kl: [N] estimates of KL(current, reference); 0 is summed without.
+        entropy: [N]; 0 is summed without. on_policy: [N] bool; all tokens without.
+    """
+    kept = sequences.keep
+    own = kept if on_policy is None else kept & on_policy
+    rejected = correction.rejected & kept
+    present = sequences.lengths > 0
+    wholly_rejected = present & (sequences.sums(rejected.long()) == sequences.lengths)
+    current_over_behavior = log_ratio + log_weight
+    nothing = torch.zeros_like(log_weight)
+
+    def total(values: Tensor, where: Tensor = kept) -> Tensor:
+        return torch.where(where, values.double(), 0.0).sum()
+
+    def largest(values: Tensor, where: Tensor = kept) -> Tensor:
+        inside = torch.where(where, values.double(), 0.0)
+        return torch.cat([inside, inside.new_zeros(1)]).amax()
+
+    sums = {
+        "tokens": total(kept),
+        "sequences": present.sum().double(),
+        "dropped_tokens": (~kept).sum().double(),
+        "loss": total(loss),
+        "clipped_low": total(policy.clipped_low),
+        "clipped_high": total(policy.clipped_high),
+        "dual_clipped": total(policy.dual_clipped),
+        "ratio": total(log_ratio.exp()),
+        "kl_k1": -total(current_over_behavior),
+        "kl_k3": total(torch.expm1(current_over_behavior) - current_over_behavior),
+        "kl_reference": total(nothing if kl is None else kl),
+        "weight": total(correction.weight),
+        "weight_squared": total(correction.weight**2),
+        "weight_raw": total(correction.raw),
+        "weight_capped": total(correction.capped),
+        "rejected_tokens": total(rejected),
+        "rejected_sequences": wholly_rejected.sum().double(),
+        "vetoed_sequences": correction.vetoed.sum().double(),
+        "abs_diff": total(log_weight.abs()),
+        "on_policy_tokens": total(own),
+        "on_policy_abs_diff": total(log_weight.abs(), own),
+        "entropy": total(nothing if entropy is None else entropy),
+    }
+    maxima = {
+        "abs_diff_max": largest(log_weight.abs()),
+        "on_policy_abs_diff_max": largest(log_weight.abs(), own),
+        "abs_log_ratio_max": largest(log_ratio.abs()),
+        "weight_raw_max": largest(correction.raw),
+    }
+    return LossStatistics(
+        torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA])
+    )

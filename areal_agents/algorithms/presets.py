@@ -1,0 +1,101 @@
+"""Published algorithms as choices of the parts in `AlgorithmConfig`: only what differs from its defaults.
+
+The defaults are decoupled PPO. Every preset keeps its truncated weight π_prox/μ, which the papers,
+being synchronous, do not need: on-policy it is 1.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Four minibatches wherever the method is about the ratio π_θ/π_prox, which is 1 with a single one.
+_RATIO: dict[str, Any] = {"minibatches": 4}
+_ALL_GROUPS: dict[str, Any] = {"drop_equal_groups": False}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "decoupled_ppo": {},
+        "ppo": {
+            **_RATIO,
+            **_ALL_GROUPS,
+            "estimator": "gae",
+            "gae_lambda": 1.0,
+            "gae_discount": 1.0,
+            "gae_level": "token",
+            "advantage_mean": "batch",
+            "advantage_std": "batch",
+            "value_clip": 0.2,
+        },
+        "grpo": {
+            **_ALL_GROUPS,
+            "loss_normalization": "sequence_mean",
+            "kl_in": "loss",
+            "kl_estimator": "k3",
+            "kl_coefficient": 0.04,
+        },
+        "dr_grpo": {
+            **_ALL_GROUPS,
+            "advantage_std": "none",
+            "loss_normalization": "constant",
+            "loss_constant": 3000,
+        },
+        "rloo": {
+            **_ALL_GROUPS,
+            "leave_one_out": True,
+            "advantage_std": "none",
+            "loss_normalization": "sequence_sum",
+        },
+        "reinforce_pp": {
+            **_RATIO,
+            **_ALL_GROUPS,
+            "advantage_mean": "batch",
+            "advantage_std": "batch",
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+            "kl_coefficient": 0.01,
+        },
+        "lite_ppo": {**_RATIO, **_ALL_GROUPS, "advantage_std": "batch"},
+        "dapo": {
+            **_RATIO,
+            "clip_high": 0.28,
+            "refill_equal_groups": True,
+            "overlong_limit": 20_480,
+            "overlong_buffer": 4_096,
+            "overlong_factor": 1.0,
+        },
+        "gspo": {
+            **_RATIO,
+            **_ALL_GROUPS,
+            "policy_loss": "gspo",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+            "loss_normalization": "sequence_mean",
+            "correction_level": "geometric",
+        },
+        "cispo": {**_RATIO, "policy_loss": "cispo", "clip_low": 1.0, "clip_high": 4.0},
+        "sapo": {
+            **_RATIO,
+            **_ALL_GROUPS,
+            "policy_loss": "sapo",
+            "sapo_tau_positive": 1.0,
+            "sapo_tau_negative": 1.05,
+            "loss_normalization": "sequence_mean",
+        },
+        "m2po": {**_RATIO, **_ALL_GROUPS, "m2po_threshold": 0.04},
+        "sft": {"estimator": "none", "policy_loss": "sft", "train_constrained": True},
+        "dpo": {"estimator": "none", "policy_loss": "dpo", "dpo_beta": 0.1, "train_constrained": True},
+    }
+)
+
+
+def preset_values(name: str) -> Mapping[str, Any]:
+    """The fields that a preset sets. ValueError, with the nearest name, if there is none of that name."""
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
+        raise ValueError(
+            f"there is no preset {name!r}; did you mean {near[0]!r}? Known: {', '.join(PRESETS)}"
+        )
+    return PRESETS[name]

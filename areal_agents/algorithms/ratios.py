@@ -1,0 +1,78 @@
+"""Log-ratios of two policies, by token and by sequence.
+
+Every ratio is the exponential of a log-ratio that is at least float32, masked and clamped to ±20
+first: nothing here can overflow, and a masked token never reaches an exponential. A sequence is the
+tokens of one TrainingSample, which a micro-batch always has whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.rules import LOG_RATIO_LIMIT
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor, *, keep: Tensor | None = None) -> Tensor:
+    """log(numerator) − log(denominator), clamped to ±20, of two arrays of logprobs.
+
+    A clamped token has no gradient. Half precision is widened to float32 before the subtraction.
+
+    Args:
+        numerator, denominator: [N] logprobs.
+        keep: [N] bool; 0 where it is False, whatever the logprobs are there.
+    """
+    difference = widen(numerator) - widen(denominator)
+    if keep is not None:
+        difference = torch.where(keep, difference, torch.zeros_like(difference))
+    return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+
+
+def widen(values: Tensor) -> Tensor:
+    """The same values in float32, or in float64 if they already are."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sequences:
+    """Which of the N tokens belong together.
+
+    Attributes:
+        index: [N] int64, the place of each token's sequence in 0 … S − 1.
+        keep: [N] bool, tokens that count in sums and means.
+        lengths: [S] int64, tokens of each sequence that count.
+    """
+
+    index: Tensor
+    keep: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, sequence_ids: Tensor, *, keep: Tensor | None = None) -> Sequences:
+        """The sequences that [N] int64 ids tell apart; the ids may be any, in any order."""
+        ids, index = torch.unique(sequence_ids, return_inverse=True)
+        keep = torch.ones_like(index, dtype=torch.bool) if keep is None else keep
+        lengths = torch.zeros_like(ids, dtype=torch.int64).index_add_(0, index, keep.long())
+        return cls(index, keep, lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """[S], the sum of [N] values over the tokens of each sequence that count."""
+        values = torch.where(self.keep, values, torch.zeros_like(values))
+        return values.new_zeros(len(self)).index_add(0, self.index, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """[S], the mean in place of the sum; 0 for a sequence of which no token counts."""
+        return self.sums(values) / self.lengths.clamp(min=1)
+
+    def any(self, flags: Tensor) -> Tensor:
+        """[S] bool, whether [N] flags hold for a token of the sequence that counts."""
+        return self.sums(flags.long()) > 0
+
+    def spread(self, per_sequence: Tensor) -> Tensor:
+        """[N], the value of each token's sequence."""
+        return per_sequence[self.index]

@@ -1,0 +1,46 @@
+"""Which recorded episodes supervised training learns from.
+
+Episodes are compared by their scores within their group only; nothing is assumed of the scale.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_agents.algorithms.advantages import all_equal
+
+
+def best_episodes(scores: npt.ArrayLike, *, min_score: float | None) -> list[int]:
+    """The members of a group, by index, that SFT trains on.
+
+    With `min_score` those that have at least that score. Without it all that share the highest score;
+    but none of a group whose scores are all equal, since they may be equally bad, unless it has one
+    member: a single demonstration is there to be learnt from.
+
+    Source: rejection-sampled fine-tuning, arXiv 2308.01825, section 3.3.
+    """
+    values = np.asarray(scores, np.float64)
+    if min_score is not None:
+        return np.flatnonzero(values >= min_score).tolist()
+    if len(values) > 1 and all_equal(values):
+        return []
+    return [index for index, value in enumerate(values) if all_equal([value, values.max()])]
+
+
+def preference_pair(scores: npt.ArrayLike, *, usable: Sequence[bool]) -> tuple[int, int] | None:
+    """The best and the worst member of a group, by index; None where no two usable scores differ.
+
+    Args:
+        scores: [G].
+        usable: [G] whether the member has a token to train.
+
+    The first of several equals is taken, so that a batch is the same every time it is built.
+    """
+    values = np.asarray(scores, np.float64)
+    members = [index for index, fit in enumerate(usable) if fit]
+    if not members or all_equal(values[members]):
+        return None
+    return max(members, key=lambda i: values[i]), min(members, key=lambda i: values[i])

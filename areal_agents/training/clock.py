@@ -1,0 +1,31 @@
+"""Wall-clock seconds by the part of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Clock:
+    """Adds up the time spent in each named part.
+
+    On a GPU a part ends when its work is done there, not when it has been asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is done inside; a part may come several times."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started

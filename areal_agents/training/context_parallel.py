@@ -1,0 +1,149 @@
+"""One micro-batch over several ranks: each has a slice of the rows, and in attention a slice of the heads.
+
+Ulysses (Jacobs et al., arXiv 2309.14509, section 3): before attention an all-to-all turns rows into
+heads, so that every rank sees all rows of its heads and any attention kernel serves; after it a
+second one turns heads into rows again. Everything else is done row by row. A rank's loss is that of
+the trained tokens that its rows predict, so the sum over ranks is the loss of the micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_agents.algorithms.packing import MicroBatch
+from areal_agents.algorithms.token_tree import Segment
+
+
+def local_share(
+    batch: MicroBatch, context_rank: int, context_count: int, group: dist.ProcessGroup | None
+) -> MicroBatch:
+    """The rows of one rank and the trained tokens that they predict; the segments stay whole.
+
+    All ranks have as many rows: the last get tokens that train nothing, in a document of their own.
+
+    Args:
+        group: the `context_count` ranks; None if there is one.
+    """
+    if context_count == 1:
+        return batch
+    if group is None or dist.get_world_size(group) != context_count:
+        raise ValueError(f"expected the process group of the {context_count} ranks of a context, got {group}")
+    padded = _pad(batch, -len(batch.input_ids) % context_count)
+    size = len(padded.input_ids) // context_count
+    start = context_rank * size
+    rows = slice(start, start + size)
+    mine = (batch.predictor_rows >= start) & (batch.predictor_rows < start + size)
+    return replace(
+        padded,
+        input_ids=padded.input_ids[rows],
+        position_ids=padded.position_ids[rows],
+        predictor_rows=batch.predictor_rows[mine] - start,
+        target_ids=batch.target_ids[mine],
+        behavior_logprobs=batch.behavior_logprobs[mine],
+        temperatures=batch.temperatures[mine],
+        advantages=batch.advantages[mine],
+        loss_weights=batch.loss_weights[mine],
+        versions=batch.versions[mine],
+        sample_index=batch.sample_index[mine],
+        context_group=group,
+    )
+
+
+def _pad(batch: MicroBatch, count: int) -> MicroBatch:
+    """The batch with one more document of `count` tokens at its end."""
+    if count == 0:
+        return batch
+    rows = len(batch.input_ids)
+    return replace(
+        batch,
+        input_ids=torch.cat([batch.input_ids, batch.input_ids[:1].expand(count)]),
+        position_ids=torch.cat([batch.position_ids, torch.arange(count, device=batch.position_ids.device)]),
+        segments=(*batch.segments, Segment(rows, rows + count, rows + count, 0)),
+    )
+
+
+def check_heads(heads: int, kv_heads: int, context_count: int) -> None:
+    """Whether a model's heads divide over the ranks of a context.
+
+    Raises:
+        ValueError: they do not.
+    """
+    repeats = context_count // math.gcd(kv_heads, context_count)
+    if heads % context_count or heads % (kv_heads * repeats):
+        raise ValueError(
+            f"context_parallel: {context_count} ranks cannot share {heads} heads with {kv_heads} of keys; "
+            f"expected a number that divides {heads}"
+        )
+
+
+def rows_to_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All rows of this rank's heads, from this rank's rows of all heads.
+
+    Key and value heads are repeated where there are too few to give every rank its own.
+
+    Args:
+        query: [1, H, T/n, D]; key, value: [1, KV, T/n, D].
+
+    Returns:
+        Query [1, H/n, T, D]; key, value [1, KV'/n, T, D], KV' the least common multiple of KV and n.
+    """
+    count = dist.get_world_size(group)
+    check_heads(query.shape[1], key.shape[1], count)
+    repeats = count // math.gcd(key.shape[1], count)
+    if repeats > 1:
+        key, value = (tensor.repeat_interleave(repeats, 1) for tensor in (key, value))
+    gathered = [_gather_rows(tensor[0], count, group) for tensor in (query, key, value)]
+    return gathered[0][None], gathered[1][None], gathered[2][None]
+
+
+def _gather_rows(tensor: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    heads, rows, width = tensor.shape
+    sent = tensor.reshape(count, heads // count, rows, width)  # a rank's heads are neighbours
+    received = exchange(sent, group)  # [n, H/n, T/n, D], by the rank whose rows they are
+    return received.transpose(0, 1).reshape(heads // count, count * rows, width)
+
+
+def heads_to_rows(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's rows of all heads [1, H, T/n, D], from all rows of its heads [1, H/n, T, D]."""
+    count = dist.get_world_size(group)
+    _, heads, rows, width = output.shape
+    sent = output[0].reshape(heads, count, rows // count, width).transpose(0, 1)
+    return exchange(sent, group).reshape(1, count * heads, rows // count, width)
+
+
+def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all: entry r of the result is what rank r has in its entry for this rank. Differentiable.
+
+    Args:
+        tensor: [n, …], of one shape on all n ranks.
+    """
+    exchanged: Tensor = _Exchange.apply(tensor, group)
+    return exchanged
+
+
+class _Exchange(torch.autograd.Function):
+    """Its own transpose: gradients go back the way that the values came."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_to_all(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _all_to_all(grads[0], ctx.group), None
+
+
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sent = tensor.contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received

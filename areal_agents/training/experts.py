@@ -1,0 +1,78 @@
+"""Mixture-of-experts models: routing in float32, and on the experts that the engine chose.
+
+A token that the engine sent through other experts has another behavior policy than its logprobs say.
+Where the engine returned its choice, the policy takes it, with its own current weights for those
+experts (rollout routing replay, arXiv 2510.11370), so that gradients still reach the router.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from areal_agents.errors import TrainingError
+
+
+def router_of(block: nn.Module) -> nn.Module | None:
+    """The module of a decoder block that scores its experts; None if the block is dense."""
+    for module in block.modules():
+        if type(module).__name__.removeprefix("FSDP").endswith(("TopKRouter", "TopkRouter")):
+            return module
+    return None
+
+
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether any block chooses among experts."""
+    return any(router_of(block) is not None for block in model.get_decoder().layers)
+
+
+def prepare_replay(model: PreTrainedModel) -> None:
+    """Let the decoder take `routed_experts=` [T, layers, k], in place.
+
+    An entry below 0 leaves the choice to the router. The choice is bound within the block's forward,
+    so that a block that is recomputed in the backward pass takes the same.
+    """
+    for index, block in enumerate(model.get_decoder().layers):
+        router: Any = router_of(block)
+        if router is not None:
+            router.recorded = None
+            router.forward = _replaying(router)
+        block.forward = _binding(block, router, index)
+
+
+def _binding(block: nn.Module, router: Any, index: int) -> Any:
+    forward = block.forward
+
+    def bound(*args: Any, routed_experts: Tensor | None = None, **kwargs: Any) -> Any:
+        if router is not None:
+            router.recorded = None if routed_experts is None else routed_experts[:, index]
+        return forward(*args, **kwargs)
+
+    return bound
+
+
+def _replaying(router: Any) -> Any:
+    forward = router.forward
+
+    def route(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Router logits [T, E], weights [T, k] of the chosen experts, and the choice [T, k]."""
+        logits, weights, chosen = forward(hidden)
+        if router.recorded is None:
+            return logits, weights, chosen
+        if not hasattr(router, "norm_topk_prob"):
+            raise TrainingError(f"{type(router).__name__}: recorded routing cannot be replayed by this model")
+        if router.recorded.shape != chosen.shape:
+            raise TrainingError(
+                f"recorded routing of shape {tuple(router.recorded.shape)}, expected {tuple(chosen.shape)}: "
+                "the engine serves another model"
+            )
+        chosen = torch.where(router.recorded >= 0, router.recorded, chosen)
+        weights = logits.softmax(-1, dtype=torch.float32).gather(1, chosen)
+        if router.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(logits.dtype), chosen
+
+    return route

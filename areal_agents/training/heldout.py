@@ -1,0 +1,30 @@
+"""The held-out reward of the weights of a step, as far as the store knows it yet."""
+
+from __future__ import annotations
+
+import math
+
+from areal_agents.store import Store
+
+
+def heldout_reward(store: Store, step: int) -> float | None:
+    """The mean score of the newest evaluation that began by `step`, and that has ended; None without one.
+
+    A failed episode counts as 0, and a task that was attempted again by its last attempt. The
+    evaluation of the initial weights is no checkpoint's.
+    """
+    scores: dict[int, dict[str, float]] = {}
+    going_on: set[int] = set()
+    for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
+        at = episode.metadata.get("step", 0)
+        if not 0 < at <= step or episode.status == "aborted":
+            continue
+        if episode.status == "open":
+            going_on.add(at)
+        failed = episode.status == "failed"
+        scores.setdefault(at, {})[episode.task_id] = 0.0 if failed else episode.score or 0.0
+    ended = [at for at in scores if at not in going_on]
+    if not ended:
+        return None
+    last = scores[max(ended)].values()
+    return math.fsum(last) / len(last)

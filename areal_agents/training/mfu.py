@@ -1,0 +1,64 @@
+"""Model FLOPs utilisation: the share of a GPU's peak that the step's own arithmetic would fill.
+
+The peak is the dense one in bfloat16 with float32 accumulation, whatever the compute type, so that
+figures can be compared. Where the peak is not known, as on a CPU, there is no MFU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Dense bfloat16 FLOP/s from the vendors' data sheets, by words of the device's name; where several fit,
+# the first counts.
+PEAK_FLOPS = (
+    ("B300", 2.25e15),
+    ("GB200", 2.5e15),
+    ("B200", 2.25e15),
+    ("B100", 1.75e15),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("RTX A6000", 154.8e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("RTX 5090", 209.5e12),
+    ("RTX 4090", 165.2e12),
+    ("RTX 3090", 71e12),
+    ("MI325X", 1307e12),
+    ("MI300X", 1307e12),
+    ("MI250X", 191.5e12),  # of one of its two dies, which are devices of their own
+)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Peak FLOP/s of a device; None for a CPU, and for a GPU that the table does not have."""
+    if device.type != "cuda":
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Peak FLOP/s by the name that a GPU's driver gives it; None for one that is not known."""
+    words = f" {name.upper().replace('-', ' ')} "
+    return next((peak for part, peak in PEAK_FLOPS if f" {part.upper()} " in words), None)
+
+
+def mfu(flops: float, *, seconds: float, devices: int, peak: float | None) -> float | None:
+    """flops / (seconds × devices × peak); None without a peak.
+
+    Args:
+        flops: of all passes over all devices, without what activation checkpointing recomputes.
+        peak: FLOP/s of one device.
+    """
+    return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)

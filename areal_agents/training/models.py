@@ -1,0 +1,70 @@
+"""The models that a run's algorithm needs, and what trains them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.training.checkpoint import Parts
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.critic import CriticState, load_critic
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.export import DTYPES, lora_options
+from areal_agents.training.model import ModelOptions, Policy, load_policy
+from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.reference import load_reference
+from areal_agents.training.schedule import rate_factor, set_learning_rate
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The policy with its optimizer; a critic and a frozen reference policy where they are needed."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    critic: CriticState | None
+    reference: Policy | None
+
+    @property
+    def parts(self) -> Parts:
+        """What a checkpoint holds: all that is trained. The reference is as its folder has it."""
+        parts: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] = {
+            "policy": (self.policy, self.optimizer)
+        }
+        if self.critic is not None:
+            parts["critic"] = (self.critic.critic, self.critic.optimizer)
+        return parts
+
+    def set_rate(self, step: int, config: TrainerConfig) -> float:
+        """Use the learning rates of batch `step`, counted from 0; the policy's."""
+        factor = rate_factor(step, config)
+        set_learning_rate(self.optimizer, config.lr * factor)
+        if self.critic is not None:
+            set_learning_rate(self.critic.optimizer, config.critic_lr * factor)
+        return config.lr * factor
+
+
+def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path, ranks: Ranks) -> Models:
+    """Load what `algorithm` needs; a model without a folder of its own begins as the policy does.
+
+    Raises:
+        TrainingError: a folder cannot be loaded.
+    """
+    options = ModelOptions(
+        dtype=DTYPES[config.dtype],
+        activation_checkpointing=config.activation_checkpointing,
+        lora=lora_options(config.lora),
+    )
+    frozen = ModelOptions(dtype=options.dtype)
+    whole = ModelOptions(dtype=options.dtype, activation_checkpointing=config.activation_checkpointing)
+    policy = load_policy(model_path, ranks, options=options)
+    critic = reference = None
+    if algorithm.needs_critic:
+        model = load_critic(config.critic_model or model_path, ranks, options=whole)
+        critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr))
+    if algorithm.needs_reference:
+        reference = load_reference(config.reference_model or model_path, ranks, options=frozen)
+    return Models(policy, make_optimizer(policy, config), critic, reference)

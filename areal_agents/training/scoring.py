@@ -1,0 +1,186 @@
+"""Passes without a gradient over a whole batch, before its first optimizer step, and what they yield.
+
+Proximal and reference logprobs and values are computed only where the algorithm needs them. Every
+result is whole and equal on every rank, so advantages and masks that are taken over the whole batch
+are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.flops import TRAINING
+from areal_agents.algorithms.kl import kl_estimate
+from areal_agents.algorithms.m2po import m2po_keep
+from areal_agents.algorithms.packing import MicroBatch
+from areal_agents.algorithms.token_credit import token_advantages
+from areal_agents.core.sample import TrainingSample
+from areal_agents.training.clock import Clock
+from areal_agents.training.critic import Critic
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import Policy
+from areal_agents.training.plan import Plan, Work, by_sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What is known of the M trained tokens of a batch before the first optimizer step.
+
+    Attributes:
+        advantages: [M] float32.
+        proximal: [M], None where the current logprobs serve: a single minibatch needs no other.
+        reference: [M] logprobs of the reference policy.
+        values, value_targets: [M], the critic's values and what they should have been.
+        keep: [M] bool, the tokens that M2PO leaves; None where it is not used.
+    """
+
+    advantages: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    value_targets: Tensor | None = None
+    keep: Tensor | None = None
+
+
+def needs_proximal(algorithm: AlgorithmConfig) -> bool:
+    """Whether the proximal logprobs take a pass of their own.
+
+    With one minibatch they are the current ones. M2PO's mask and a penalty in the reward need them
+    before; SFT and DPO have no ratio.
+    """
+    early = algorithm.m2po_threshold is not None or algorithm.kl_in == "reward"
+    return not algorithm.is_supervised and (algorithm.minibatches > 1 or early)
+
+
+def passes(algorithm: AlgorithmConfig) -> int:
+    """What training a batch costs in forward passes of the policy over it, for its FLOPs.
+
+    A backward pass counts as two; a pass of the reference or the critic as one of the policy.
+    """
+    count = TRAINING + needs_proximal(algorithm) + algorithm.needs_reference
+    count += algorithm.policy_loss == "dpo"  # its pairs
+    if algorithm.needs_critic:
+        count += 1 + TRAINING
+    return count
+
+
+def score(
+    forward: Callable[[MicroBatch], Tensor],
+    work: Sequence[Work],
+    *,
+    tokens: int,
+    ranks: Ranks,
+    check_stop: Callable[[], None],
+) -> Tensor:
+    """[tokens] float32: what `forward` ([N] of a micro-batch) says of each token that it has a place for.
+
+    Whole on every rank; 0 at places that no micro-batch has. Collective.
+    """
+    scores = torch.zeros(tokens, dtype=torch.float32, device=ranks.device)
+    with torch.no_grad():
+        for one in work:
+            check_stop()
+            scores[one.places] = forward(one.batch).float()
+    return ranks.sum(scores)  # every place is answered for by one rank, the others have 0
+
+
+def score_batch(
+    plan: Plan,
+    policy: Policy,
+    algorithm: AlgorithmConfig,
+    *,
+    critic: Critic | None,
+    reference: Policy | None,
+    ranks: Ranks,
+    clock: Clock,
+    check_stop: Callable[[], None],
+) -> Scores:
+    """Make the passes that the algorithm needs, in the order proximal, reference, values. Collective."""
+
+    def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
+        return score(forward, plan.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop)
+
+    proximal = reference_logprobs = values = None
+    if needs_proximal(algorithm):
+        with clock.part("proximal"):
+            proximal = over(lambda batch: policy(batch)[0])
+    if reference is not None:
+        with clock.part("reference"):
+            reference_logprobs = over(lambda batch: reference(batch)[0])
+            release(reference)
+    if critic is not None:
+        with clock.part("values"):
+            values = over(critic)
+    with clock.part("credit"):
+        advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
+        keep = _keep(plan, algorithm, proximal, advantages)
+    return Scores(advantages, proximal, reference_logprobs, values, targets, keep)
+
+
+def release(policy: Policy) -> None:
+    """Give back the whole weights that a sharded model holds between passes, where no backward does."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _trained(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+    arrays = [getattr(sample, name)[sample.loss_mask] for sample in samples]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+
+def _credit(
+    plan: Plan,
+    algorithm: AlgorithmConfig,
+    proximal: Tensor | None,
+    reference: Tensor | None,
+    values: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages [M] and value targets [M]."""
+    if not algorithm.needs_token_credit:
+        return _trained(plan.data.samples, "advantages", device), None
+    penalties = None
+    if algorithm.kl_in == "reward":
+        assert proximal is not None and reference is not None
+        penalties = by_sample(
+            kl_estimate(proximal, reference, estimator=algorithm.kl_estimator), plan.data.samples
+        )
+    credit = token_advantages(
+        plan.data,
+        values=None if values is None else by_sample(values, plan.data.samples),
+        penalties=penalties,
+        config=algorithm,
+    )
+
+    def whole(arrays: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+    return whole(credit.advantages), None if credit.value_targets is None else whole(credit.value_targets)
+
+
+def _keep(
+    plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor
+) -> Tensor | None:
+    """[M] bool, the mask of M2PO, of each minibatch over all of its tokens."""
+    if algorithm.m2po_threshold is None:
+        return None
+    assert proximal is not None
+    behavior = _trained(plan.data.samples, "behavior_logprobs", proximal.device)
+    parts = [
+        m2po_keep(
+            behavior[part.tokens],
+            proximal[part.tokens],
+            advantages[part.tokens],
+            threshold=algorithm.m2po_threshold,
+        )
+        for part in plan.minibatches
+    ]
+    return torch.cat(parts)

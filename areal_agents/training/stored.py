@@ -1,0 +1,97 @@
+"""The safetensors files of a Hugging Face folder, read by rows: what is not asked for stays on the disk."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from areal_agents.errors import TrainingError
+
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One tensor of a safetensors file: what its header says."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+
+class Checkpoint:
+    """The tensors of a folder's files.
+
+    Attributes:
+        tensors: by name.
+        bytes_read: of tensor data, so far.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Read the headers of all files.
+
+        Raises:
+            TrainingError: no weights, a file that the index names is missing, truncated or not a
+                safetensors file, or quantised weights.
+        """
+        self._files: dict[Path, Any] = {}
+        self.tensors: dict[str, Stored] = {}
+        self.bytes_read = 0
+        for file, names in _weight_files(folder).items():
+            try:
+                opened = self._files[file] = safe_open(str(file), framework="pt")
+                held = set(opened.keys())
+                for name in sorted(held) if names is None else names:
+                    if name not in held:
+                        raise TrainingError(f"{file}: lacks {name}, which the index places in it")
+                    piece = opened.get_slice(name)
+                    if piece.get_dtype() not in _FLOATS:
+                        raise TrainingError(
+                            f"{file}: {name} is {piece.get_dtype()}; only unquantised weights can be trained"
+                        )
+                    self.tensors[name] = Stored(file, name, tuple(piece.get_shape()))
+            except (SafetensorError, OSError) as error:
+                raise TrainingError(f"{file}: a broken safetensors file: {error}") from error
+
+    def read(self, stored: Stored, start: int = 0, end: int | None = None) -> Tensor:
+        """Rows [start, end) of a tensor, in the file's type; a scalar is read whole.
+
+        Raises:
+            TrainingError: the data cannot be read, or is not finite.
+        """
+        try:
+            opened = self._files[stored.file]
+            if stored.shape:
+                rows: Tensor = opened.get_slice(stored.name)[start:end]
+            else:
+                rows = opened.get_tensor(stored.name)
+        except (SafetensorError, OSError) as error:
+            raise TrainingError(f"{stored.file}: cannot read {stored.name}: {error}") from error
+        if not torch.isfinite(rows).all():
+            raise TrainingError(f"{stored.file}: {stored.name} holds values that are not finite")
+        self.bytes_read += rows.nbytes
+        return rows
+
+
+def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files, with the names that the index places in each; None without an index."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            placed = json.loads(index.read_text())["weight_map"].items()
+            files: dict[Path, list[str]] = {}
+            for name, file in placed:
+                files.setdefault(folder / file, []).append(name)
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise TrainingError(f"{index}: a broken index of weights: {error!r}") from error
+        return dict(files)
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise TrainingError(f"{folder}: cannot load the model: there are no safetensors files")
+    return {file: None for file in found}

@@ -1,0 +1,88 @@
+"""Whether a group can be trained on, decided for each group alone, before it meets the others of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import build_training_data, has_equal_scores
+from areal_agents.core.rollout import RolloutGroup
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import StoreError, TrainingError
+from areal_agents.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a sample must fit.
+
+    Attributes:
+        microbatch_tokens: the longest input of the model.
+        vocab_size: token ids are below it.
+    """
+
+    microbatch_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a group is not trained: it is "bad", "stale", or its scores are all "equal"."""
+
+    kind: Literal["bad", "stale", "equal"]
+    reason: str
+
+
+def load_group(store: Store, group_id: str) -> RolloutGroup | Refused:
+    """The group; refused if it cannot be made of what the store holds."""
+    try:
+        return store.load_group(group_id)
+    except (ValueError, KeyError, TypeError, StoreError) as error:  # rows that hold no episode
+        return Refused("bad", f"it cannot be read: {error}")
+
+
+def vet(
+    group: RolloutGroup,
+    algorithm: AlgorithmConfig,
+    *,
+    limits: Limits,
+    version: int | None,
+    refill: bool,
+) -> Refused | None:
+    """Why the group cannot be trained on, None if it can.
+
+    Args:
+        version: no token may be of a later one; None for recorded groups, whose versions are another
+            run's.
+        refill: whether a group of equal scores is refused, if the algorithm has them replaced.
+    """
+    try:
+        data = build_training_data([group], algorithm)
+    except (ValueError, TrainingError) as error:
+        return Refused("bad", str(error))
+    for sample in data.samples:
+        fault = _fault(sample, limits, version)
+        if fault:
+            return Refused("bad", f"episode {sample.episode_id}: {fault}")
+    if refill and algorithm.refill_equal_groups and has_equal_scores(group, algorithm):
+        return Refused("equal", "all its episodes have the same score")
+    return None
+
+
+def _fault(sample: TrainingSample, limits: Limits, version: int | None) -> str | None:
+    tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model reads those before the last trained one
+    if tokens > limits.microbatch_tokens:
+        return (
+            f"a sample of {tokens} tokens does not fit a micro-batch of {limits.microbatch_tokens}; raise "
+            "trainer.microbatch_tokens, or lower rollout.limits.context_tokens"
+        )
+    low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        return f"token {low if low < 0 else high} is not in the model's vocabulary of {limits.vocab_size}"
+    newest = int(sample.versions[sample.loss_mask].max())
+    if version is not None and newest > version:
+        return f"a token of version {newest}, but the trainer is at version {version}"
+    return None

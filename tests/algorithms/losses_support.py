@@ -1,0 +1,73 @@
+"""Random tokens in float64, the loss of them, and numerical derivatives for the oracles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses import policy_loss
+
+Array = npt.NDArray[np.float64]
+
+
+class Tokens:
+    """N tokens of a few sequences of different length; their ids neither sorted nor contiguous."""
+
+    def __init__(self, seed: int, *, drift: float = 0.3, staleness: float = 1.0) -> None:
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(1, 9, 7)
+        self.sequence_ids = np.repeat(rng.permutation(50)[:7], lengths)
+        n = len(self.sequence_ids)
+        self.proximal = rng.uniform(-6, -0.1, n)
+        self.current = self.proximal + rng.normal(0, drift, n)
+        self.behavior = self.proximal + rng.normal(0, staleness, n)
+        self.reference = self.proximal + rng.normal(0, 0.7, n)
+        self.advantages = rng.normal(size=n)
+        self.per_sequence = np.repeat(rng.normal(size=7), lengths)
+        self.loss_weights = rng.uniform(0.01, 0.1, n)
+        self.entropy = rng.uniform(0, 2, n)
+
+    def __len__(self) -> int:
+        return len(self.current)
+
+    def sequences(self) -> list[npt.NDArray[np.int64]]:
+        """The places of each sequence's tokens."""
+        return [np.flatnonzero(self.sequence_ids == i) for i in np.unique(self.sequence_ids)]
+
+
+def evaluate(
+    current: Any,
+    *,
+    dtype: torch.dtype = torch.float64,
+    algorithm: AlgorithmConfig | None = None,
+    **arrays: Any,
+) -> tuple[float, Array, dict[str, float]]:
+    """The loss of `policy_loss`, its gradient in `current`, and its statistics.
+
+    Weights are 1 and all tokens are one sequence unless given otherwise.
+    """
+    theta = torch.as_tensor(current, dtype=dtype).requires_grad_(True)
+    arrays.setdefault("loss_weights", np.ones(len(theta)))
+    arrays.setdefault("sequence_ids", np.zeros(len(theta)))
+    kinds = {"sequence_ids": torch.int64, "on_policy": torch.bool, "keep": torch.bool}
+    tensors = {name: torch.as_tensor(a, dtype=kinds.get(name, dtype)) for name, a in arrays.items()}
+    loss, statistics = policy_loss(theta, algorithm=algorithm or AlgorithmConfig(), **tensors)
+    loss.backward()
+    assert theta.grad is not None
+    return loss.item(), theta.grad.double().numpy(), statistics.as_dict()
+
+
+def slope(function: Callable[[Array], float], at: Array, *, step: float = 1e-6) -> Array:
+    """The gradient of a scalar function by central differences."""
+    gradient = np.zeros_like(at)
+    for i in range(len(at)):
+        up, down = at.copy(), at.copy()
+        up[i] += step
+        down[i] -= step
+        gradient[i] = (function(up) - function(down)) / (2 * step)
+    return gradient

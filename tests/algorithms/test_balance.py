@@ -1,0 +1,47 @@
+"""Costs dealt to ranks in equal number."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_agents.algorithms.balance import balance, imbalance
+
+
+def test_differencing_finds_the_even_split() -> None:
+    # in pairs (9, 8), (7, 6), (5, 4): the first two make 15 and 15, the last 20 and 19
+    dealt = balance([4, 5, 6, 7, 8, 9], 2)
+    costs = [[[4, 5, 6, 7, 8, 9][i] for i in mine] for mine in dealt]
+    assert sorted(map(sum, costs)) == [19, 20]
+    assert costs == [sorted(mine, reverse=True) for mine in costs]
+
+
+def test_what_a_deal_in_turn_would_pile_up_is_spread() -> None:
+    dealt = balance([10, 9, 8, 1, 1, 1, 1, 1, 1], 3)
+    assert sorted(sum([10, 9, 8, 1, 1, 1, 1, 1, 1][i] for i in mine) for mine in dealt) == [10, 11, 12]
+    assert [len(mine) for mine in dealt] == [3, 3, 3]
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_every_cost_once_as_many_each_and_never_further_apart_than_the_costs(
+    ranks: int, each: int, random: object
+) -> None:
+    costs = [random.uniform(0, 10) for _ in range(ranks * each)]  # type: ignore[attr-defined]
+    dealt = balance(costs, ranks)
+    assert sorted(i for mine in dealt for i in mine) == list(range(len(costs)))
+    assert [len(mine) for mine in dealt] == [each] * ranks
+    sums = [sum(costs[i] for i in mine) for mine in dealt]
+    assert max(sums) - min(sums) <= max(costs) - min(costs) + 1e-9
+
+
+def test_a_number_that_does_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="5 micro-batches cannot be dealt to 2 ranks"):
+        balance([1.0] * 5, 2)
+
+
+def test_imbalance_is_the_heaviest_over_the_mean() -> None:
+    assert imbalance([3, 1, 2]) == 0.5
+    assert imbalance([2, 2]) == 0
+    assert imbalance([0, 0]) == 0

@@ -1,0 +1,186 @@
+"""Advantages, losses and gradients against TRL's published GRPO trainer, on the same model and episodes.
+
+TRL is driven through its own doors: a rollout function hands it the recorded completions, a reward
+function their rewards, and its `compute_loss` runs a real model. Where its definitions differ from the
+papers' or ours, the test says so and allows for exactly that:
+
+- advantages are divided by std + 1e-4, here by std + 1e-5;
+- there is no weight π_prox/μ without vLLM, so the behavior policy is the proximal one here too;
+- by default the KL is multiplied by the ratio (DeepSeek-V3.2); GRPO's own KL, eq. 4 of its paper, is not;
+- the constant of Dr.GRPO is `max_completion_length`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.flops import ModelShape
+from areal_agents.algorithms.losses import policy_loss
+from areal_agents.algorithms.normalization import loss_weights
+from areal_agents.algorithms.samples import build_training_data
+from areal_agents.bench.trainer_data import Recorder, save_model
+from areal_agents.core.rollout import RolloutGroup
+from areal_agents.core.sample import TrainingSample
+
+pytest.importorskip("trl")
+
+GROUPS, SIZE, LONGEST = 2, 4, 9
+SHAPE = ModelShape(layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=24, vocab=40)
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("oracle"), SHAPE)
+
+
+@pytest.fixture(scope="module")
+def groups() -> list[RolloutGroup]:
+    """Answers of different lengths, prompts of different lengths, random rewards."""
+    recorder = Recorder(SHAPE.vocab, seed=0)
+    return [
+        recorder.answers(g, prompt=3 + g, lengths=recorder.rng.integers(2, LONGEST + 1, SIZE))
+        for g in range(GROUPS)
+    ]
+
+
+def load(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():  # the initial weights know nothing: every logprob would be the same
+        for parameter in model.parameters():
+            parameter.mul_(8 if parameter.ndim > 1 else 1)
+    return model
+
+
+def logprobs_of(model: Any, sample: TrainingSample) -> Tensor:
+    """The definition, sample by sample: no padding, no chunks."""
+    ids = torch.from_numpy(sample.token_ids.astype(np.int64))
+    logprobs = torch.log_softmax(model(input_ids=ids[None]).logits[0, :-1], -1)
+    chosen = logprobs.gather(1, ids[1:, None])[:, 0]
+    return chosen[torch.from_numpy(sample.loss_mask[1:])]
+
+
+def trl_side(
+    folder: Path, scratch: Path, groups: list[RolloutGroup], **options: Any
+) -> tuple[Any, dict[str, Any]]:
+    """TRL's trainer, and the inputs that it makes of the recorded episodes."""
+    from areal_agents.bench.trainer_peers import grpo_trainer
+
+    episodes = [rollout.episode for group in groups for rollout in group.rollouts]
+    turns = [episode.turns[0] for episode in episodes]
+
+    def recorded(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        return {
+            "prompt_ids": [turn.new_prompt_ids.tolist() for turn in turns],
+            "completion_ids": [turn.completion.token_ids.tolist() for turn in turns],
+            "logprobs": None,
+        }
+
+    def reward(completions: list[Any], **kwargs: Any) -> list[float]:
+        return [episode.score for episode in episodes]
+
+    trainer = grpo_trainer(
+        load(folder),
+        scratch,
+        rollout_func=recorded,
+        reward=reward,
+        per_device_train_batch_size=len(turns),
+        num_generations=SIZE,
+        max_completion_length=LONGEST,
+        **options,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    prompts = [{"prompt": "a"} for _ in turns]
+    return trainer, dict(trainer._generate_and_score_completions(prompts))
+
+
+def padded(arrays: list[Tensor]) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(arrays, batch_first=True)
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
+    # preset: our settings, TRL's, and the KL coefficient that TRL calls beta
+    "grpo": ({}, {"loss_type": "grpo", "use_bias_correction_kl": False}, 0.04),
+    "dr_grpo": ({"loss_constant": LONGEST}, {"loss_type": "dr_grpo", "scale_rewards": "none"}, 0.0),
+    "dapo": (
+        {"overlong_limit": None, "refill_equal_groups": False, "minibatches": 1},
+        {"loss_type": "dapo", "epsilon_high": 0.28},
+        0.0,
+    ),
+    "gspo": (
+        {},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon": 3e-4,
+            "epsilon_high": 4e-4,
+        },
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_loss_advantages_and_gradient_are_those_of_trl(
+    preset: str, model_folder: Path, groups: list[RolloutGroup], tmp_path: Path
+) -> None:
+    settings, options, beta = CASES[preset]
+    algorithm = AlgorithmConfig(preset=preset, **settings)
+    data = build_training_data(groups, algorithm)
+    samples = data.samples
+    assert len(samples) == GROUPS * SIZE
+    trainer, inputs = trl_side(model_folder, tmp_path, groups, **options)
+
+    ours = [sample.advantages[sample.loss_mask][0] for sample in samples]
+    scale = [1.0] * len(samples)
+    if algorithm.advantage_std == "group":
+        stds = [np.std(data.group_scores[sample.group_id], ddof=1) for sample in samples]
+        scale = [(std + 1e-4) / (std + 1e-5) for std in stds]
+    theirs = inputs["advantages"].numpy() * scale
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+    model = load(model_folder)
+    current = [logprobs_of(model, sample) for sample in samples]
+    noise = torch.Generator().manual_seed(0)
+    proximal, reference = (
+        [values.detach() + 0.3 * torch.randn(len(values), generator=noise) for values in current]
+        for _ in range(2)
+    )
+    inputs["old_per_token_logps"] = padded(proximal)
+    inputs["advantages"] = torch.tensor(ours)
+    trainer.beta = beta
+    inputs["ref_per_token_logps"] = padded(reference)
+    expected = trainer.compute_loss(trainer.model, inputs)
+    expected.backward()
+
+    weights = loss_weights(samples, mode=algorithm.loss_normalization, constant=algorithm.loss_constant)
+    advantages = [torch.from_numpy(sample.advantages[sample.loss_mask]) for sample in samples]
+    loss, statistics = policy_loss(
+        torch.cat(current),
+        proximal=torch.cat(proximal),
+        behavior=torch.cat(proximal),
+        advantages=torch.cat(advantages),
+        loss_weights=torch.from_numpy(np.concatenate(weights)),
+        sequence_ids=torch.cat([torch.full((len(a),), i) for i, a in enumerate(advantages)]),
+        algorithm=algorithm,
+        reference=torch.cat(reference) if algorithm.needs_reference else None,
+    )
+    loss.backward()
+
+    sums = statistics.as_dict()
+    assert sums["clipped_low"] and sums["clipped_high"], "a case in which nothing is clipped shows little"
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-5, abs=1e-6)
+    for (name, mine), (_, other) in zip(
+        model.named_parameters(), trainer.model.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(
+            mine.grad, other.grad, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -1,0 +1,117 @@
+"""What each of two ranks does in test_checkpoint_ranks: spawned, so importable by name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from training_support import random_group, training_data
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+from areal_agents.training.checkpoint import Checkpoints, Parts, Progress, load_checkpoint
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.critic import load_critic
+from areal_agents.training.distributed import Ranks, ranks
+from areal_agents.training.model import load_policy
+from areal_agents.training.optimizer import make_optimizer, optimizer_state
+from areal_agents.training.recorded import RecordedGroups
+from areal_agents.training.step import StepOptions, train_batch
+from areal_agents.training.trainer import RunResult, run
+
+OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
+
+
+def build(folder: Path, group: Ranks) -> Parts:
+    """A policy under Muon, its state away between steps, and a critic under AdamW."""
+    config = TrainerConfig(lr=1e-2, optimizer="muon", offload_optimizer=True)
+    policy, critic = load_policy(folder, group), load_critic(folder, group)
+    plain = TrainerConfig(lr=1e-2)
+    return {
+        "policy": (policy, make_optimizer(policy, config)),
+        "critic": (critic, make_optimizer(critic, plain)),
+    }
+
+
+def step(parts: Parts, group: Ranks, seed: int) -> None:
+    """A step of the policy on samples, and one of the critic on a made-up gradient."""
+    policy, optimizer = parts["policy"]
+    data = training_data(random_group(np.random.default_rng(seed), group_id=str(seed)))
+    train_batch(policy, optimizer, data, AlgorithmConfig(), OPTIONS, ranks=group, version=0, seed=seed)  # type: ignore[arg-type]
+    critic, optimizer = parts["critic"]
+    for parameter in critic.parameters():
+        parameter.grad = parameter.detach().clone()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(parts: Parts) -> dict[str, Tensor]:
+    """Every weight and moment of the parts. Collective."""
+    out: dict[str, Any] = {}
+    for name, (module, optimizer) in parts.items():
+        out |= {f"{name} {key}": value for key, value in module.state_dict().items()}
+        out |= {f"{name} {key}": value for key, value in optimizer_state(module, optimizer).items()}
+    return {key: (v.full_tensor() if isinstance(v, DTensor) else v).clone() for key, v in out.items()}
+
+
+def train_recorded(
+    model: Path, run_dir: Path, recorded: Path, *, steps: int, first: bool = True
+) -> RunResult:
+    """`steps` steps of SFT in all, from wherever the run's last checkpoint is."""
+    own = Store.open(run_dir / "store.db") if first else None
+    source = Store.open(recorded) if first else None
+    try:
+        return run(
+            TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=1, device="cpu", microbatch_tokens=128),
+            AlgorithmConfig.model_validate("sft"),
+            store=own,
+            engine=None,
+            model_path=model,
+            run_dir=run_dir,
+            groups=2,
+            max_staleness=0,
+            stop=threading.Event(),
+            recorded=RecordedGroups.read(source, seed=0) if source is not None else None,
+        )
+    finally:
+        for store in (own, source):
+            if store is not None:
+                store.close()
+
+
+def main(rank: int, port: int, model: Path, out: Path) -> None:
+    """Load what one rank saved, go on, save; meet a damaged shard; take the second step of a run."""
+    torch.set_num_threads(1)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": 2,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+    }
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with ranks("cpu") as group:
+        parts = build(model, group)
+        progress = load_checkpoint(out / "one" / "step-1", parts, group)
+        loaded = whole(parts)
+        step(parts, group, 1)
+        stepped = whole(parts)
+        checkpoints = Checkpoints(out / "two", group)
+        checkpoints.save(parts, Progress(2, 2))
+        step(parts, group, 2)  # while it is being written
+        checkpoints.finish()
+        checkpoints.close()
+        try:
+            load_checkpoint(out / "damaged" / "step-1", parts, group)
+            error = ""
+        except TrainingError as caught:
+            error = str(caught)
+        result = train_recorded(model, out / "run", out / "recorded.db", steps=2, first=rank == 0)
+        torch.save((progress, loaded, stepped, error, result.step), out / f"{rank}.pt")

@@ -1,0 +1,83 @@
+"""What each of two ranks of one context does: run by torch.multiprocessing, so importable by name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from model_support import samples
+from torch import Tensor
+
+from areal_agents.algorithms.packing import MicroBatch, pack
+from areal_agents.algorithms.token_tree import build_tree
+from areal_agents.training.attention import gathered_attention
+from areal_agents.training.context_parallel import heads_to_rows, local_share, rows_to_heads
+from areal_agents.training.distributed import Ranks, ranks
+from areal_agents.training.model import load_policy
+
+SCALE = 0.3
+
+
+def batches() -> list[MicroBatch]:
+    """Micro-batches of samples that share prefixes, one of them with an odd number of rows, and a filler."""
+    packed = pack(samples(), token_budget=250, ranks=2)
+    packed += pack(samples()[:1], token_budget=250, ranks=2)[1:]
+    assert any(len(batch.input_ids) % 2 for batch in packed[:-1]) and packed[-1].trained_tokens == 0
+    return packed
+
+
+def policy_results(folder: Path, group: Ranks) -> tuple[list[tuple[Tensor, ...]], dict[str, Tensor]]:
+    """Per micro-batch this rank's sample indices, targets and logprobs; the gradient of
+    Σ advantage · logprob."""
+    policy = load_policy(folder, group)
+    entries = []
+    for batch in batches():
+        mine = local_share(batch, group.context_rank, group.context_count, group.context_group)
+        logprobs, _ = policy(mine)
+        # FSDP averages over all ranks, and the loss is a sum over them
+        ((logprobs * mine.advantages).sum() * group.count).backward()
+        entries.append((mine.sample_index, mine.target_ids, logprobs.detach()))
+    gradients = {
+        name[len("model.") :]: p.grad.full_tensor()
+        for name, p in policy.named_parameters()
+        if p.grad is not None
+    }
+    return entries, gradients
+
+
+def attention_difference(heads: int, kv_heads: int, group: dist.ProcessGroup) -> float:
+    """Largest difference of outputs and gradients, attention of all rows here against split rows."""
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 9, 11)
+    sequences = [np.concatenate([prompt, rng.integers(0, 9, n)]) for n in (5, 8)] + [rng.integers(0, 9, 6)]
+    tree = build_tree(sequences, min_saved=1)
+    rows = len(tree.token_ids)
+    assert rows % 2 == 0
+    torch.manual_seed(0)
+    whole = [torch.randn(1, count, rows, 8, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+    weights = torch.randn(1, heads, rows, 8)
+    want = gathered_attention(*whole, tree.segments, SCALE)
+    want_gradients = torch.autograd.grad((want * weights).sum(), whole)
+
+    rank = dist.get_rank(group)
+    own = slice(rank * rows // 2, (rank + 1) * rows // 2)
+    local = [tensor.detach()[:, :, own].requires_grad_() for tensor in whole]
+    query, key, value = rows_to_heads(*local, group)
+    got = heads_to_rows(gathered_attention(query, key, value, tree.segments, SCALE), group)
+    gradients = torch.autograd.grad((got * weights[:, :, own]).sum(), local)
+    pairs = [(got, want), *zip(gradients, want_gradients, strict=True)]
+    return max(float((a - b[:, :, own]).abs().max()) for a, b in pairs)
+
+
+def main(rank: int, port: int, model: str, out: str) -> None:
+    """Score and differentiate micro-batches of which each rank has half the rows."""
+    torch.set_num_threads(1)
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with ranks("cpu", context=2) as group:
+        assert group.context_group is not None
+        differences = [attention_difference(4, kv_heads, group.context_group) for kv_heads in (4, 2, 1)]
+        torch.save((policy_results(Path(model), group), differences), Path(out) / f"{rank}.pt")

@@ -1,0 +1,87 @@
+"""One step of any preset on a tiny model, and what it left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from training_support import episode_groups
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.core.rollout import RolloutGroup
+from areal_agents.training.critic import CriticState, load_critic
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import load_policy
+from areal_agents.training.reference import load_reference
+from areal_agents.training.step import StepOptions, StepResult, train_batch
+
+WHOLE = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)
+
+
+def groups(names: Sequence[str] = "abcd") -> list[RolloutGroup]:
+    """Groups that differ in everything that an algorithm looks at."""
+    return episode_groups(np.random.default_rng(1), names)
+
+
+def preset(name: str, **fields: object) -> AlgorithmConfig:
+    """A preset that fits episodes of some dozen tokens."""
+    small = {"dapo": {"overlong_limit": 24, "overlong_buffer": 12}}.get(name, {})
+    return AlgorithmConfig.model_validate({"preset": name, **small, **fields})
+
+
+def train_once(
+    algorithm: AlgorithmConfig,
+    folder: Path,
+    reference_folder: Path,
+    ranks: Ranks,
+    *,
+    data: TrainingData | None = None,
+    options: StepOptions = WHOLE,
+    lr: float = 0.05,
+    chunk_logits: int | None = None,
+) -> tuple[StepResult, dict[str, Tensor]]:
+    """Train fresh models on one batch by plain SGD, so that what the weights moved is the gradient.
+
+    Returns:
+        The result, and all weights afterwards, those of the critic under `critic.`.
+    """
+    policy = load_policy(folder, ranks)
+    if chunk_logits is not None:
+        policy.chunk_logits = chunk_logits
+    critic = None
+    if algorithm.needs_critic:
+        model = load_critic(folder, ranks)
+        critic = CriticState(model, torch.optim.SGD(model.parameters(), lr=lr))
+    result = train_batch(
+        policy,
+        torch.optim.SGD(policy.parameters(), lr=lr),
+        data or build_training_data(groups(), algorithm),
+        algorithm,
+        options,
+        ranks=ranks,
+        version=0,
+        seed=0,
+        critic=critic,
+        reference=load_reference(reference_folder, ranks) if algorithm.needs_reference else None,
+    )
+    weights = policy.full_state_dict()
+    if critic is not None:
+        weights |= {f"critic.{name}": whole(p) for name, p in critic.critic.named_parameters()}
+    return result, weights
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a sharded tensor, whole. Collective."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def largest_difference(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    """Over all weights of both; nan if one of them is."""
+    assert left.keys() == right.keys()
+    return float(torch.stack([(left[name] - right[name]).abs().max() for name in left]).max())

@@ -1,0 +1,85 @@
+"""Micro-batches split over two gloo ranks against one process. Spawned once for the module."""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as mp
+from context_worker import batches, main
+from model_support import reference, samples
+from training_support import make_sample
+
+from areal_agents.algorithms.packing import pack
+from areal_agents.errors import TrainingError
+from areal_agents.training.context_parallel import check_heads, local_share
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import load_policy
+
+
+@pytest.fixture(scope="module")
+def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What each of two ranks returned."""
+    out = tmp_path_factory.mktemp("context")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(main, (port, str(model_folder), str(out)), nprocs=2)
+    return [torch.load(out / f"{rank}.pt") for rank in range(2)]
+
+
+def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
+    spawned: list[Any], model_folder: Path
+) -> None:
+    logprobs, gradients = reference(model_folder, samples())
+    seen: Counter[int] = Counter()
+    for place, batch in enumerate(batches()):
+        shares = [entries[place] for (entries, _), _ in spawned]
+        assert sum(len(share[0]) for share in shares) == batch.trained_tokens
+        for index, target, value in (entry for share in shares for entry in zip(*share, strict=True)):
+            # whichever rank answers for a token, the logprob is one of its sample's with that target
+            sample = samples()[int(index)]
+            targets = sample.token_ids[sample.loss_mask]
+            wanted = logprobs[int(index)][torch.from_numpy(targets == int(target))]
+            assert (wanted - value).abs().min() <= 1e-5
+            seen[int(index)] += 1
+    assert seen == Counter({i: int(s.loss_mask.sum()) for i, s in enumerate(samples())})
+    for (_, got), _ in spawned:
+        for name, gradient in gradients.items():
+            error = (got[name] - gradient).abs().max() / gradient.abs().max()
+            assert error <= 1e-5, (name, float(error))
+
+
+def test_heads_come_and_go_exactly_also_where_keys_have_fewer_than_ranks(spawned: list[Any]) -> None:
+    for _, differences in spawned:
+        assert max(differences) <= 1e-5
+
+
+def test_a_rank_alone_keeps_its_micro_batch_and_a_missing_group_is_refused() -> None:
+    (batch,) = pack([make_sample([1, 2, 3], [2], rng=np.random.default_rng(0))], token_budget=8)
+    assert local_share(batch, 0, 1, None) is batch
+    with pytest.raises(ValueError, match="process group of the 2 ranks"):
+        local_share(batch, 0, 2, None)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    check_heads(16, 8, 16)
+    check_heads(16, 2, 4)
+    with pytest.raises(ValueError, match="3 ranks cannot share 16 heads with 8"):
+        check_heads(16, 8, 3)
+    with pytest.raises(ValueError, match="8 ranks cannot share 12 heads with 3"):
+        check_heads(12, 3, 8)
+
+
+def test_a_model_that_a_context_cannot_share_is_refused_when_it_is_loaded(
+    model_folder: Path, group: Ranks
+) -> None:
+    with pytest.raises(TrainingError, match=r"3 ranks cannot share 4 heads with 2 of keys") as caught:
+        load_policy(model_folder, replace(group, context_count=3))
+    assert str(model_folder) in str(caught.value)

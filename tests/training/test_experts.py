@@ -1,0 +1,151 @@
+"""Mixture-of-experts models against transformers, from and to the names of published checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from model_support import CHOSEN, EXPERTS, assert_same, build_moe, packed, reference, samples
+from safetensors.torch import load_file, save_file
+from training_support import VOCAB
+from transformers import AutoModelForCausalLM
+
+from areal_agents.algorithms.packing import pack
+from areal_agents.errors import TrainingError
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.loading import load_weights
+from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.optimizer import make_optimizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE."""
+    return build_moe(tmp_path_factory.mktemp("moe"))
+
+
+@pytest.mark.parametrize("checkpointing", ["off", "full"])
+def test_logprobs_and_gradients_are_those_of_transformers(
+    checkpointing: str, folder: Path, group: Ranks
+) -> None:
+    options = ModelOptions(activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+    got = packed(load_policy(folder, group, options=options), samples())
+    assert any("gate.weight" in name for name in got[1])
+    assert_same(got, reference(folder, samples()))
+
+
+def test_experts_keep_the_names_of_the_folder(folder: Path, tmp_path: Path, group: Ranks) -> None:
+    original = load_file(folder / "model.safetensors")
+    assert "model.layers.2.mlp.experts.5.gate_proj.weight" in original
+    policy = load_policy(folder, group)
+    assert load_weights(policy.model, folder) == sum(t.nbytes for t in original.values())
+    weights = policy.full_state_dict()
+    assert weights.keys() == original.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in original.items())
+    save_file(weights, tmp_path / "model.safetensors")  # no two share memory
+
+
+def test_a_folder_with_experts_in_one_tensor(folder: Path, tmp_path: Path, group: Ranks) -> None:
+    fused = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    assert fused["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, 48, 32)
+    save_file({n: t.contiguous() for n, t in fused.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = load_policy(tmp_path, group).full_state_dict()
+    original = load_file(folder / "model.safetensors")
+    assert weights.keys() == original.keys()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in original.items())
+
+
+def test_a_missing_expert_is_named(folder: Path, tmp_path: Path, group: Ranks) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.2.mlp.experts.3.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(TrainingError, match=r"(?s)model\.safetensors.*layers\.2\.mlp\.experts\.gate_up_proj"):
+        load_policy(tmp_path, group)
+
+
+def test_routers_compute_in_float32_beside_bfloat16(folder: Path, group: Ranks) -> None:
+    options = ModelOptions(dtype=torch.bfloat16, activation_checkpointing="full")
+    policy = load_policy(folder, group, options=options)
+    seen: dict[str, set[torch.dtype]] = {"weight": set(), "logits": set()}
+    for name, module in policy.named_modules():
+        if name.endswith("mlp.gate"):
+            module.register_forward_pre_hook(lambda m, _: seen["weight"].add(m.weight.dtype))
+            module.register_forward_hook(lambda _, __, out: seen["logits"].add(out[0].dtype))
+    logprobs, gradients = packed(policy, samples())
+    assert seen == {"weight": {torch.float32}, "logits": {torch.float32}}
+    want = torch.cat(reference(folder, samples())[0])
+    assert 0 < (torch.cat(logprobs) - want).abs().mean() < 0.1
+    assert {g.dtype for g in gradients.values()} == {torch.float32}
+
+
+def test_a_step_moves_router_and_experts(folder: Path, group: Ranks) -> None:
+    policy = load_policy(folder, group)
+    before = policy.full_state_dict()
+    optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
+    for batch in pack(samples(), token_budget=4096):
+        (-policy(batch)[0] * batch.advantages).sum().backward()
+    optimizer.step()
+    after = policy.full_state_dict()
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+
+
+def recorded(seed: int = 0) -> np.ndarray:
+    """A choice of distinct experts for one token in each of three layers [3, k]; none for some tokens."""
+    rng = np.random.default_rng(seed)
+    if seed % 3 == 0:
+        return np.full((3, CHOSEN), -1)
+    return np.stack([rng.permutation(EXPERTS)[:CHOSEN] for _ in range(3)])
+
+
+def test_recorded_experts_are_taken_with_the_current_weights(
+    folder: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oracle is transformers, with a router that the test makes choose what was recorded."""
+    routes = {token: recorded(token) for token in range(VOCAB)}
+    batch = []
+    for sample in samples():
+        chosen = np.stack([routes[int(token)] for token in sample.token_ids]).astype(np.int16)
+        batch.append(replace(sample, routed_experts=chosen))
+
+    def forced(model: torch.nn.Module) -> None:
+        def remember(_: object, args: tuple[torch.Tensor, ...]) -> None:
+            model.seen = args[0][0]
+
+        model.model.embed_tokens.register_forward_pre_hook(remember)
+        for layer in (0, 2):
+            router = model.model.layers[layer].mlp.gate
+
+            def route(hidden: torch.Tensor, router=router, layer=layer):  # noqa: ANN001, ANN202
+                probabilities = torch.softmax(hidden @ router.weight.T, -1)
+                chosen = torch.from_numpy(np.stack([routes[int(t)][layer] for t in model.seen]))
+                chosen = torch.where(chosen < 0, probabilities.topk(CHOSEN).indices, chosen)
+                weights = torch.stack([p[c] for p, c in zip(probabilities, chosen, strict=True)])
+                return probabilities, weights / weights.sum(-1, keepdim=True), chosen
+
+            router.forward = route
+
+    want = reference(folder, samples(), change=forced)
+    plain = reference(folder, samples())
+    assert (torch.cat(want[0]) - torch.cat(plain[0])).abs().mean() > 0.01
+    for checkpointing in ("off", "full"):
+        options = ModelOptions(activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        policy = load_policy(folder, group, options=options)
+        for share_prefixes in (True, False):
+            assert_same(packed(policy, batch, share_prefixes=share_prefixes), want)
+        assert_same(packed(policy, samples()), plain)  # nothing recorded: the router's own choice
+
+
+def test_the_routing_of_another_model_is_refused(folder: Path, group: Ranks) -> None:
+    policy = load_policy(folder, group)
+    batch = [replace(s, routed_experts=np.zeros((len(s), 3, CHOSEN + 1), np.int16)) for s in samples()]
+    with pytest.raises(TrainingError, match="recorded routing of shape .* serves another model"):
+        packed(policy, batch)
+    mixed = [batch[0], replace(batch[1], routed_experts=np.zeros((len(batch[1]), 2, 2), np.int16))]
+    with pytest.raises(ValueError, match="several shapes"):
+        pack(mixed, token_budget=4096)

@@ -1,0 +1,42 @@
+"""The held-out reward that a checkpoint is judged by."""
+
+from __future__ import annotations
+
+from areal_agents.core.rollout import Reward, Task
+from areal_agents.store import NewEpisode, Store
+from areal_agents.training.heldout import heldout_reward
+
+
+def evaluate(store: Store, step: int, scores: list[float], *, end: str = "finished") -> None:
+    """The episodes of an evaluation; `end` is how the last of them stands."""
+    for index, score in enumerate(scores):
+        name = f"{step}-{index}-{end}"
+        metadata = {"source": "rollout", "eval": f"step-{step}", "step": step}
+        new = NewEpisode(
+            id=name, key_hash=name, task=Task(f"task-{index}", {}), split="eval", metadata=metadata
+        )
+        store.open_episode(new).result()
+        last = index == len(scores) - 1
+        if last and end == "failed":
+            store.seal(name, "failed", error="the agent crashed").result()
+        elif not last or end == "finished":
+            store.seal(name, "finished", given=[Reward("episode", "", "return", score)]).result()
+
+
+def test_a_checkpoint_is_judged_by_the_newest_evaluation_that_has_ended(store: Store) -> None:
+    assert heldout_reward(store, 20) is None
+    evaluate(store, 0, [1.0, 1.0])  # the initial weights
+    assert heldout_reward(store, 20) is None
+    evaluate(store, 10, [0.0, 1.0])
+    evaluate(store, 15, [1.0, 1.0])
+    evaluate(store, 18, [0.0, 0.0], end="open")
+    assert heldout_reward(store, 9) is None
+    assert heldout_reward(store, 12) == 0.5
+    assert heldout_reward(store, 20) == 1.0
+
+
+def test_a_failed_episode_counts_as_nothing_and_its_retry_takes_its_place(store: Store) -> None:
+    evaluate(store, 10, [0.5, 1.0], end="failed")
+    assert heldout_reward(store, 10) == 0.25
+    evaluate(store, 10, [0.5, 1.0])
+    assert heldout_reward(store, 10) == 0.75

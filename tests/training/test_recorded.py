@@ -1,0 +1,129 @@
+"""Training on a store's episodes: every group once an epoch, in an order that a resume continues."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from stored_support import break_reward, put_episode, put_group
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.recorded import RecordedGroups, next_recorded_batch, recorded_store
+from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.vetting import Limits
+
+SFT = AlgorithmConfig.model_validate("sft")
+LIMITS = Limits(64, 96)
+
+
+def take(source: RecordedGroups, position: int, *, groups: int = 2, algorithm: AlgorithmConfig = SFT):
+    return next_recorded_batch(
+        source, algorithm, groups=groups, step=1, position=position, limits=LIMITS, stop=threading.Event()
+    )
+
+
+def fill(store: Store) -> None:
+    """Five groups, of which one is dropped and one was trained; an episode without a group; a pending one."""
+    for index in range(5):
+        put_group(store, f"g{index}", [0, 1])
+    store.drop_group("g4", "stale", step=1)
+    (leased,) = store.lease_groups(1, step=1, holder="t")
+    store.mark_trained([leased.id], step=1, version=1)
+    put_episode(store, "alone", 1.0)
+
+
+def test_every_group_comes_once_an_epoch_in_another_order(store: Store) -> None:
+    fill(store)
+    source = RecordedGroups.read(store, seed=3)
+    epochs = [[source.unit_at(5 * epoch + place)[0] for place in range(5)] for epoch in range(8)]
+    assert all(sorted(names) == ["alone", "g0", "g1", "g2", "g3"] for names in epochs)
+    assert len({tuple(names) for names in epochs}) > 1
+    again = RecordedGroups.read(store, seed=3)
+    assert [again.unit_at(place) for place in range(40)] == [source.unit_at(place) for place in range(40)]
+    assert [RecordedGroups.read(store, seed=4).unit_at(p)[0] for p in range(5)] != epochs[0]
+
+
+def test_batches_follow_the_order_and_say_where_they_end(store: Store) -> None:
+    fill(store)
+    source = RecordedGroups.read(store, seed=0)
+    seen: Counter[str] = Counter()
+    position = 0
+    for _ in range(5):
+        batch = take(source, position)
+        assert batch is not None and batch.position == position + len(batch.group_ids)
+        position = batch.position
+        seen.update(batch.group_ids)
+        assert all((sample.versions == -1).all() for sample in batch.samples)  # of another run
+    assert position == 9  # a batch never holds a group twice, so one was cut short between two epochs
+    assert max(seen.values()) - min(seen.values()) <= 1
+
+
+def test_a_bad_group_is_passed_over_and_named(store: Store) -> None:
+    fill(store)
+    break_reward(store, "g1-0")
+    source = RecordedGroups.read(store, seed=0)
+    batch = take(source, 0, groups=5)
+    assert batch is not None and batch.position == 6  # the next epoch begins with g1, and then repeats one
+    assert sorted(batch.group_ids) == ["alone", "g0", "g2", "g3"]
+    assert "a reward must be a finite number" in batch.bad_groups["g1"]
+    assert store.group_counts()["dropped"] == 1  # the recorded store is only read
+
+
+def test_nothing_to_train_on_is_an_error(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="holds no complete group"):
+        RecordedGroups.read(store, seed=0)
+    put_group(store, "equal", [1, 1])
+    with pytest.raises(
+        TrainingError, match="none of the 1 recorded groups has anything .* scores must differ"
+    ):
+        take(RecordedGroups.read(store, seed=0), 0)
+
+
+def test_a_run_folder_names_its_store(tmp_path: Path) -> None:
+    assert recorded_store(str(tmp_path)) == tmp_path / "store.db"
+    assert recorded_store("postgresql://host/db") == "postgresql://host/db"
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "decoupled_ppo"])
+def test_a_run_on_recorded_episodes_learns_and_resumes(
+    store: Store, model_folder: Path, tmp_path: Path, name: str
+) -> None:
+    for index in range(4):
+        put_group(store, f"g{index}", [0, 1])
+    run_dir = tmp_path / "offline"
+
+    def train(steps: int) -> RunResult:
+        with Store.open(run_dir / "store.db") as own:
+            return run(
+                TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=1),
+                AlgorithmConfig.model_validate(name),
+                store=own,
+                engine=None,
+                model_path=model_folder,
+                run_dir=run_dir,
+                groups=2,
+                max_staleness=0,
+                stop=threading.Event(),
+                recorded=RecordedGroups.read(store, seed=0),
+            )
+
+    assert train(2) == RunResult(2, 2, finished=True)
+    assert train(4) == RunResult(4, 4, finished=True)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["tokens"] > 0 and line["grad_norm"] > 0 for line in lines)
+    if name == "sft":
+        assert lines[-1]["loss"] < lines[0]["loss"]
+    facts = json.loads((run_dir / "checkpoints" / "step-4" / "trainer.json").read_text())
+    assert facts["position"] == 8
+    before, after = (load_file(f / "model.safetensors") for f in (model_folder, run_dir / "final"))
+    assert any((before[key] != after[key]).any() for key in before)
+    assert not (run_dir / "weights").exists()
+    assert store.group_counts()["complete"] == 4  # nothing is marked on what was recorded

@@ -1,0 +1,99 @@
+"""The step against a plain loop: the same model of transformers, one sample at a time, autograd over all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from presets_support import groups, preset, train_once
+from torch import Tensor
+from training_support import build_model
+from transformers import AutoModelForCausalLM
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.core.sample import TrainingSample
+from areal_agents.training.distributed import Ranks
+
+LR = 0.05
+
+
+class PlainModel:
+    """A folder through transformers, float64, unpacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+    def logprobs(self, sample: TrainingSample) -> tuple[Tensor, Tensor]:
+        """Of the trained tokens, [N_s]: logprobs at their temperatures, and entropies."""
+        places = np.flatnonzero(sample.loss_mask)
+        logits = self.model(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0, places - 1]
+        every = torch.log_softmax(logits / torch.tensor(sample.temperatures[places])[:, None], -1)
+        targets = torch.tensor(sample.token_ids[places].astype(np.int64))
+        return every[torch.arange(len(places)), targets], -(every.exp() * every).sum(-1)
+
+
+def reinforced(model: PlainModel, samples: Sequence[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:
+    """Decoupled PPO at u = 1 with the capped weight (arXiv 2505.24298, eq. 5), and an entropy bonus."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for sample in samples:
+        current, entropy = model.logprobs(sample)
+        behavior = torch.tensor(sample.behavior_logprobs[sample.loss_mask]).double()
+        advantages = torch.tensor(sample.advantages[sample.loss_mask]).double()
+        weight = (current - behavior).exp().clamp(max=algorithm.weight_cap).detach()
+        ratio = (current - current.detach()).exp()
+        total = total - (weight * ratio * advantages + algorithm.entropy_coefficient * entropy).sum()
+        tokens += len(current)
+    return total / tokens
+
+
+def likelihood(model: PlainModel, samples: Sequence[TrainingSample], algorithm: AlgorithmConfig) -> Tensor:
+    """Minus the mean logprob."""
+    return -torch.cat([model.logprobs(sample)[0] for sample in samples]).mean()
+
+
+def preference(model: PlainModel, reference: PlainModel, data: TrainingData, beta: float) -> Tensor:
+    """DPO, arXiv 2305.18290, eq. 7, in one graph."""
+
+    def gain(episode: str) -> Tensor:
+        own = [s for s in data.samples if s.episode_id == episode]
+        return torch.stack(
+            [(model.logprobs(s)[0] - reference.logprobs(s)[0].detach()).sum() for s in own]
+        ).sum()
+
+    margins = torch.stack([beta * (gain(chosen) - gain(rejected)) for chosen, rejected in data.pairs])
+    return -torch.nn.functional.logsigmoid(margins).mean()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        preset("decoupled_ppo"),
+        preset("decoupled_ppo", weight_cap=1.0, entropy_coefficient=0.5),
+        preset("sft"),
+        preset("dpo"),
+    ],
+    ids=["decoupled_ppo", "with_an_entropy_bonus", "sft", "dpo"],
+)
+def test_one_step_is_that_of_the_plain_loop(
+    algorithm: AlgorithmConfig, model_folder: Path, tmp_path: Path, group: Ranks
+) -> None:
+    reference_folder = build_model(tmp_path / "reference", seed=1)
+    data = build_training_data(groups(), algorithm)
+    result, weights = train_once(algorithm, model_folder, reference_folder, group, data=data, lr=LR)
+    plain = PlainModel(model_folder)
+    if algorithm.policy_loss == "dpo":
+        loss = preference(plain, PlainModel(reference_folder), data, algorithm.dpo_beta)
+        assert result.dpo is not None and result.dpo.loss == pytest.approx(loss.item(), rel=1e-5)
+    else:
+        loss = (likelihood if algorithm.is_supervised else reinforced)(plain, data.samples, algorithm)
+    loss.backward()
+    for name, parameter in plain.model.named_parameters():
+        want = parameter.detach() - LR * parameter.grad
+        torch.testing.assert_close(weights[name].double(), want, atol=2e-7, rtol=1e-5)
+    gradient = torch.cat([p.grad.flatten() for p in plain.model.parameters()])
+    assert result.grad_norm == pytest.approx(float(gradient.norm()), rel=1e-5)
+    assert LR * gradient.abs().max() > 1e-3  # far above the tolerance
