@@ -12,7 +12,7 @@ STAMP := $(VENV)/.installed
 # A machine without an NVIDIA driver takes the CPU build of torch.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: help setup demo test test-all test-sglang check static bench litellm sglang clean
+.PHONY: help setup demo test test-all test-sglang check static bench litellm sglang chaos clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -59,13 +59,17 @@ $(LITELLM)/.installed:
 
 sglang: $(SGLANG)/.installed ## Install the real SGLang for a CPU, in its own environment (about five minutes).
 
-# No wheel of SGLang is made for a CPU: see tools/sglang_cpu. Compiled once, it starts in a third of the time.
+# No wheel of SGLang is made for a CPU: see tools/sglang_cpu/requirements.txt, where every version is pinned.
+# Compiled once, it starts in a third of the time.
 $(SGLANG)/.installed: tools/sglang_cpu/requirements.txt
 	$(PYTHON) -m venv $(SGLANG)
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch==2.13.0 -r $<
 	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 sglang==0.5.21
 	$(SGLANG)/bin/python -m compileall -q $(SGLANG)/lib || true # some packages hold files of other Pythons
 	@touch $@
+
+chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
+	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
 
 clean: ## Remove the environment and caches; runs/ stays.
 	rm -rf $(VENV) $(LITELLM) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache

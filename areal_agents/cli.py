@@ -89,8 +89,14 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
     engine_url: Annotated[
-        list[str] | None, typer.Option(help="A running SGLang; without one an embedded engine is started.")
+        list[str] | None,
+        typer.Option(
+            help="A running SGLang, once for each replica; without one an embedded engine is started."
+        ),
     ] = None,
+    router_url: Annotated[
+        str, typer.Option(help="A router before the engines that generation goes through (sglang-router).")
+    ] = "",
     admin_key: Annotated[
         str | None,
         typer.Option(
@@ -125,11 +131,11 @@ def serve(
     if workers == 1:
         from areal_agents.proxy.server import serve as run
 
-        run(model, config, store=store, engine_urls=urls)
+        run(model, config, store=store, engine_urls=urls, router_url=router_url)
     else:
         from areal_agents.proxy.workers.supervisor import serve_workers
 
-        serve_workers(model, config, workers=workers, store=store, engine_urls=urls)
+        serve_workers(model, config, workers=workers, store=store, engine_urls=urls, router_url=router_url)
 
 
 @app.command()
@@ -213,6 +219,29 @@ def export_model(
     Console().print(f"{checkpoint} is now a model in {out}", soft_wrap=True, highlight=False)
 
 
+@app.command()
+def simulate(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Parameters, for example max_staleness=8 tokens.mean=2048.", metavar="[KEY=VALUE]..."
+        ),
+    ] = None,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="A run's folder, whose times and lengths are taken.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=2, help="To be shared out; default: as many as the parameters have.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="A PNG to draw it in.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+) -> None:
+    """Size a cluster: simulate the loop on other numbers of GPUs, and under other bounds on staleness."""
+    from areal_agents.simulate.report import run
+
+    run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)
+
+
 @bench_app.command("engine")
 def bench_engine(
     as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
@@ -243,6 +272,38 @@ def bench_trainer(
     from areal_agents.bench.trainer import run
 
     run(json=as_json, quick=quick)
+
+
+@bench_app.command("async")
+def bench_async(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="The quick start at η = 0 to ∞ instead, which takes hours.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="With --table: the file of results; runs that are in it are not repeated.")
+    ] = Path("async-table.jsonl"),
+) -> None:
+    """Asynchronous against synchronous training, weight swaps, and the store."""
+    if table:
+        from areal_agents.bench.asynchrony_table import run as run_table
+
+        run_table(out, json=as_json)
+    else:
+        from areal_agents.bench.asynchrony import run
+
+        run(json=as_json, quick=quick)
+
+
+@bench_app.command("store")
+def bench_store(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+) -> None:
+    """Turns that 64 writers commit to a store on the disk of the working directory."""
+    from areal_agents.bench.store import run
+
+    run(json=as_json)
 
 
 def _engine_config(**options: object) -> EmbeddedEngineConfig:

@@ -70,6 +70,7 @@ class Client:
         *,
         group: str | None = None,
         group_size: int | None = None,
+        surplus: int | None = None,
         index: int | None = None,
         split: str = "train",
         metadata: Mapping[str, Any] | None = None,
@@ -82,13 +83,14 @@ class Client:
             task: `{"id": …, "input": {…}}`.
             group: id of the group it is a member of; members share a baseline.
             group_size: members that complete the group, the same for each of them.
+            surplus: how many more may be open until then; what is left of them is aborted.
             index: which member; an index whose earlier attempt failed is a retry.
             split: "train" or "eval"; evaluation is never trained on.
             metadata: anything JSON, to find the episode again.
             limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `context_tokens`, `time_s`.
             sampling: parameters that replace what the agent asks for.
         """
-        body = _opening(task, group, group_size, index, split, metadata, limits, sampling)
+        body = _opening(task, group, group_size, surplus, index, split, metadata, limits, sampling)
         return _opened(self._call("POST", "/episodes", body))
 
     def reward(
@@ -197,6 +199,7 @@ class AsyncClient:
         *,
         group: str | None = None,
         group_size: int | None = None,
+        surplus: int | None = None,
         index: int | None = None,
         split: str = "train",
         metadata: Mapping[str, Any] | None = None,
@@ -204,7 +207,7 @@ class AsyncClient:
         sampling: Mapping[str, Any] | None = None,
     ) -> OpenedEpisode:
         """See `Client.open_episode`."""
-        body = _opening(task, group, group_size, index, split, metadata, limits, sampling)
+        body = _opening(task, group, group_size, surplus, index, split, metadata, limits, sampling)
         return _opened(await self._call("POST", "/episodes", body))
 
     async def reward(
@@ -284,6 +287,7 @@ def _opening(
     task: Mapping[str, Any] | None,
     group: str | None,
     group_size: int | None,
+    surplus: int | None,
     index: int | None,
     split: str,
     metadata: Mapping[str, Any] | None,
@@ -294,6 +298,7 @@ def _opening(
         "task": task,
         "group": group,
         "group_size": group_size,
+        "surplus": surplus,
         "index": index,
         "split": split,
         "metadata": metadata,

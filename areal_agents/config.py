@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import difflib
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -19,10 +21,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.routing import expert_layout
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
+
+Model = TypeVar("Model", bound=BaseModel)
+
+# The staleness that a loop is made of; that of "async" is the user's.
+LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 
 
 class Config(BaseModel):
@@ -41,6 +49,11 @@ class Config(BaseModel):
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; run by --ablate-tool."
     )
+    loop: Literal["sync", "one_step_off", "async"] = Field(
+        default="async",
+        description="sync: a batch is generated, then trained (max_staleness 0). one_step_off: the next one "
+        "is generated meanwhile, weights swap in between (1). async: neither waits (rollout.max_staleness).",
+    )
     data: DataConfig = Field(description="Training tasks.")
     eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; absent: none.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
@@ -50,6 +63,17 @@ class Config(BaseModel):
     proxy: ProxyConfig = Field(default_factory=ProxyConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_staleness(cls, given: Any) -> Any:
+        """The loop's bound, where `rollout` has none."""
+        if not isinstance(given, Mapping) or given.get("loop") not in tuple(LOOP_STALENESS):
+            return given
+        rollout = given.get("rollout", {})
+        if not isinstance(rollout, Mapping) or "max_staleness" in rollout:
+            return given
+        return {**given, "rollout": {**rollout, "max_staleness": LOOP_STALENESS[given["loop"]]}}
+
     @model_validator(mode="after")
     def _check(self) -> Config:
         if not (Path(self.model) / "config.json").is_file():
@@ -57,7 +81,13 @@ class Config(BaseModel):
                 f"model: {self.model} is not a Hugging Face model folder (no config.json in it); "
                 "give the path of a downloaded model"
             )
-        faults = [*_episode_faults(self), *_model_faults(self), *_algorithm_faults(self)]
+        faults = [
+            *_episode_faults(self),
+            *_model_faults(self),
+            *_algorithm_faults(self),
+            *_routing_faults(self),
+            *_loop_faults(self),
+        ]
         if faults:
             raise ValueError("\n  ".join(faults))
         return self
@@ -85,6 +115,42 @@ def _episode_faults(config: Config) -> Iterator[str]:
         yield f"data.episodes: {recorded} is a folder without a store.db"
 
 
+def _loop_faults(config: Config) -> Iterator[str]:
+    """What is wrong about the loop and its bound on staleness."""
+    rollout, bound = config.rollout, config.rollout.max_staleness
+    wanted = LOOP_STALENESS.get(config.loop)
+    if config.data.episodes:
+        for name, used in (
+            ("loop", config.loop != "async"),
+            ("rollout.on_stale", rollout.on_stale != "mask"),
+        ):
+            if used:
+                yield f"{name}: training on data.episodes has no rollouts and no staleness; leave it out"
+        return
+    if wanted is not None and bound != wanted:
+        yield (
+            f"loop: {config.loop} means rollout.max_staleness: {wanted}, got "
+            f"{'inf' if bound is None else bound}; leave one of them out"
+        )
+    if bound is None and rollout.on_stale in ("wait", "drop"):
+        yield f"rollout.on_stale: {rollout.on_stale} does nothing where max_staleness: inf keeps all tokens"
+    if rollout.on_stale == "downweight":
+        if bound == 0:
+            yield "rollout.on_stale: downweight does nothing at max_staleness: 0, where every token counts 1"
+        if config.algorithm.is_supervised:
+            yield (
+                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss}, which does "
+                "not ask which policy sampled a token; use mask, wait or drop"
+            )
+    held = "rollout.on_stale: wait" if rollout.on_stale == "wait" else f"loop: {config.loop}"
+    holds = rollout.on_stale == "wait" or config.loop == "one_step_off"
+    if holds and config.trainer.batch_timeout_s <= rollout.limits.time_s:
+        yield (
+            f"trainer.batch_timeout_s: {held} may hold the trainer for as long as an episode takes, which is "
+            f"rollout.limits.time_s: {rollout.limits.time_s:g}; give it more than that"
+        )
+
+
 def _model_faults(config: Config) -> Iterator[str]:
     """What is wrong about the critic, the reference policy, and how checkpoints are judged."""
     trainer, algorithm = config.trainer, config.algorithm
@@ -102,6 +168,8 @@ def _model_faults(config: Config) -> Iterator[str]:
         yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
         yield f"trainer.critic_lr: {algorithm.preset} learns from its critic, which would never learn at 0"
+    if trainer.publish.transport == "lora" and config.engine.kind == "sglang" and trainer.keep_weights > 6:
+        yield f"trainer.keep_weights: at most 6 adapters, for SGLang holds 8, got {trainer.keep_weights}"
 
 
 def _algorithm_faults(config: Config) -> Iterator[str]:
@@ -133,6 +201,27 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         }
         for part in (name for name, used in parts.items() if used):
             yield alone + f"and with algorithm.{part} nothing is ever trained; use at least 2"
+
+
+def _routing_faults(config: Config) -> Iterator[str]:
+    """Why the experts that the engine chose cannot be recorded, or not be replayed."""
+    if not config.engine.routed_experts:
+        return
+    if expert_layout(_json_of(Path(config.model) / "config.json")) is None:
+        yield f"engine.routed_experts: {config.model} has no experts (num_experts_per_tok); leave it out"
+    if config.trainer.context_parallel > 1:
+        yield (
+            f"engine.routed_experts: trainer.context_parallel: {config.trainer.context_parallel} spreads a "
+            "sequence over ranks, which recorded routing does not follow; use 1"
+        )
+
+
+def _json_of(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -193,14 +282,19 @@ def proxy_config(overrides: Sequence[str], **given: Any) -> ProxyConfig:
 
     ConfigError for an unknown key or a value that is not allowed, as in `load_config`.
     """
-    tree = dict(given)
+    return with_overrides(ProxyConfig, given, overrides)
+
+
+def with_overrides(model: type[Model], given: Mapping[str, Any], overrides: Iterable[str]) -> Model:
+    """`given` settings of one component, with `key=value` overrides over them. ConfigError as above."""
+    tree = copy.deepcopy(dict(given))
     for override in overrides:
         key, value = _parse_override(override)
         _set(tree, key, _nest(key, value))
     try:
-        return ProxyConfig.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(fault, ProxyConfig) for fault in error.errors()]
+        lines = [_explain(fault, model) for fault in error.errors()]
         raise ConfigError("; ".join(lines)) from None
 
 
@@ -246,8 +340,9 @@ def _set(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) ->
 _PATH_KEYS = (
     ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
     ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
+    ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
 )  # fmt: skip
-_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model")
+_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "export", "folder")
 
 
 def _with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -264,7 +359,7 @@ def _with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 def _absolute(value: str, base: Path, *, always: bool) -> str:
     """`value` resolved against `base` if it names a file there (a function may follow a colon)."""
     file, colon, function = value.partition(":") if ".py:" in value else (value, "", "")
-    candidate = (base / file).resolve()
+    candidate = Path(os.path.normpath(base / file))  # links stay: the Python of an environment is one
     if value and (always or candidate.exists()):
         return f"{candidate}{colon}{function}"
     return value

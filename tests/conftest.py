@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 SGLANG = "--sglang"
@@ -25,5 +27,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def sglang_python(request: pytest.FixtureRequest) -> str:
-    """The Python that has SGLang."""
-    return str(request.config.getoption(SGLANG))
+    """The Python that has SGLang, from wherever it is started; a link to it stays one."""
+    return os.path.abspath(request.config.getoption(SGLANG))

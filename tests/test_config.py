@@ -139,6 +139,19 @@ def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
         (["eval={data: {episodes: store.db}}"], "eval.data: evaluation runs tasks (path)"),
         (["data.episodes=store.db", "data.epochs=2"], "data.epochs: training on data.episodes lasts"),
         (["data.episodes=empty"], "is a folder without a store.db"),
+        (["loop=sync", "rollout.max_staleness=2"],
+         "loop: sync means rollout.max_staleness: 0, got 2; leave one of them out"),
+        (["loop=one_step_off", "rollout.max_staleness=inf"], "rollout.max_staleness: 1, got inf"),
+        (["rollout.max_staleness=inf", "rollout.on_stale=wait"], "rollout.on_stale: wait does nothing"),
+        (["rollout.max_staleness=null", "rollout.on_stale=drop"], "rollout.on_stale: drop does nothing"),
+        (["loop=sync", "rollout.on_stale=downweight"], "downweight does nothing at max_staleness: 0"),
+        (["rollout.on_stale=downweight", "algorithm=sft"], "downweight has no meaning for sft"),
+        (["rollout.on_stale=wait", "trainer.batch_timeout_s=600"],
+         "trainer.batch_timeout_s: rollout.on_stale: wait may hold the trainer"),
+        (["loop=one_step_off", "rollout.limits.time_s=3600"],
+         "trainer.batch_timeout_s: loop: one_step_off may hold the trainer"),
+        (["data.episodes=store.db", "loop=sync"], "loop: training on data.episodes has no rollouts"),
+        (["data.episodes=store.db", "rollout.on_stale=drop"], "rollout.on_stale: training on data.episodes"),
     ],
 )  # fmt: skip
 def test_combinations_across_sections_are_refused_with_the_reason(
@@ -150,6 +163,28 @@ def test_combinations_across_sections_are_refused_with_the_reason(
     with pytest.raises(ConfigError) as caught:
         load_config(minimal, overrides)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "bound"),
+    [
+        ([], 1),
+        (["loop=sync"], 0),
+        (["loop=sync", "rollout.groups=3"], 0),
+        (["loop=sync", "rollout.max_staleness=0"], 0),
+        (["loop=one_step_off"], 1),
+        (["loop=async", "rollout.max_staleness=4"], 4),
+        (["rollout.max_staleness=inf"], None),
+        (["rollout.max_staleness=.inf"], None),
+    ],
+)
+def test_the_loop_says_how_stale_a_token_may_be(
+    minimal: Path, tmp_path: Path, overrides: list[str], bound: int | None
+) -> None:
+    config = load_config(minimal, overrides)
+    assert config.rollout.max_staleness == bound
+    save_config(config, tmp_path / "saved.yaml")
+    assert load_config(tmp_path / "saved.yaml") == config
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))

@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"core", "errors", "store", "client", "episode"},
     "training": {"core", "errors", "algorithms", "inference", "store"},
 }
-MAY_IMPORT_TORCH = {"algorithms", "training", "bench", "inference/embedded"}
+# The last is run by the Python of another environment, and imported by nobody.
+MAY_IMPORT_TORCH = {"algorithms", "training", "bench", "inference/embedded", "inference/sglang_environment"}
 
 
 def _modules() -> list[Path]:

@@ -20,6 +20,7 @@ StdEstimator = Literal["sample", "population"]
 GaeLevel = Literal["token", "turn"]
 PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "sft", "dpo"]
 LossNormalization = Literal["token", "sequence_mean", "sequence_sum", "constant"]
+Proximal = Literal["batch", "behavior"]
 CorrectionLevel = Literal["token", "sequence", "geometric"]
 CorrectionAction = Literal["truncate", "mask"]
 KlPlace = Literal["none", "reward", "loss"]
@@ -90,6 +91,11 @@ class AlgorithmConfig(BaseModel):
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
 
+    proximal: Proximal = Field(
+        default="batch",
+        description="The policy that updates stay near. batch: the weights when the batch begins (decoupled "
+        "PPO). behavior: what sampled the token (naive PPO).",
+    )
     correction_level: CorrectionLevel = Field(
         default="token",
         description="The weight proximal/behavior: per token, sequence, or its geometric mean.",

@@ -6,6 +6,7 @@ the shaping changes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,9 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit import is_trained
 from areal_agents.algorithms.shaping import sampled_tokens
 from areal_agents.core.rollout import Episode, RolloutGroup
-from areal_agents.core.trajectory import Turn
+from areal_agents.core.trajectory import ForkReason, Turn
+
+_NEW: ForkReason = "new conversation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,7 @@ class BatchReport:
         dropped_groups: groups left out because all their scores are equal.
         sampled_tokens: tokens that the policy sampled in the batch.
         untrained_tokens: of these, the ones with mask 0 (constrained, aborted, excluded).
+        routed_tokens: of all, those that the engine said by which experts they were predicted.
         turns, branches, truncated: totals over the episodes; a branch is a trajectory.
         forks: number of roots by the reason why they were forked.
         versions_per_rollout: mean number of policy versions that an episode's tokens came from.
@@ -46,6 +50,7 @@ class BatchReport:
     dropped_groups: int
     sampled_tokens: int
     untrained_tokens: int
+    routed_tokens: int
     turns: int
     branches: int
     truncated: int
@@ -66,10 +71,6 @@ def batch_report(
     scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
     equal = [all_equal(group) for group in scores]
     positive = [group[0] > 0 for group in scores]
-    forks: dict[str, int] = {}
-    for turn in turns:
-        if turn.forked_from is not None:
-            forks[turn.forked_from.reason] = forks.get(turn.forked_from.reason, 0) + 1
     seen = [len({v for t in episode.turns for v in t.completion.versions.tolist()}) for episode in episodes]
     lengths = tuple(sampled_tokens(episode) for episode in episodes)
     left_out = config.drop_equal_groups and not config.is_supervised
@@ -81,10 +82,11 @@ def batch_report(
         dropped_groups=len(equal_groups) if left_out else 0,
         sampled_tokens=sum(lengths),
         untrained_tokens=sum(len(t.completion) for t in turns if not turn_is_trained(t, config)),
+        routed_tokens=sum(_routed(turn) for turn in turns),
         turns=len(turns),
         branches=sum(len(episode.forest.leaves()) for episode in episodes),
         truncated=sum(episode.status == "truncated" for episode in episodes),
-        forks=forks,
+        forks=_forks(episodes),
         versions_per_rollout=float(np.mean(seen)),
         rewards_by_name=_by_name(episodes),
         episode_tokens=lengths,
@@ -101,6 +103,25 @@ def turn_is_trained(turn: Turn, config: AlgorithmConfig) -> bool:
         train_greedy=config.is_supervised,
         exclude_labels=config.exclude_labels,
     )
+
+
+def _routed(turn: Turn) -> int:
+    routing, count = turn.completion.routed_experts, len(turn.completion)
+    return 0 if routing is None else int((routing[len(routing) - count :, 0, 0] >= 0).sum())
+
+
+def _forks(episodes: Sequence[Episode]) -> dict[str, int]:
+    """Roots beyond the first of their episode, by reason.
+
+    Of conversations that begin side by side any may be recorded first, and then knows of no other: all are
+    new but one.
+    """
+    counts: Counter[str] = Counter()
+    for episode in episodes:
+        roots = [turn.forked_from for turn in episode.turns if turn.parent is None]
+        counts.update(_NEW if fork is None else fork.reason for fork in roots)
+        counts[_NEW] -= bool(roots)
+    return {reason: count for reason, count in sorted(counts.items()) if count > 0}
 
 
 def _by_name(episodes: Sequence[Episode]) -> dict[str, float]:

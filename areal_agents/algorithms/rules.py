@@ -98,6 +98,17 @@ _RULES: tuple[_Rule, ...] = (
         "needs loss_normalization: constant",
     ),
     (
+        ("proximal",),
+        lambda v: _reinforced(v) and v["m2po_threshold"] is None and v["kl_in"] != "reward",
+        "has no weights of the batch to go by, which m2po_threshold and kl_in: reward need, and no meaning "
+        "for sft and dpo",
+    ),
+    (
+        ("correction_level", "correction_action", "weight_cap", "veto"),
+        lambda v: v["proximal"] == "batch",
+        "corrects for the distance from proximal to behavior, which is none with proximal: behavior",
+    ),
+    (
         ("weight_floor",),
         lambda v: v["correction_action"] == "mask",
         "needs correction_action: mask; truncation has an upper bound only",

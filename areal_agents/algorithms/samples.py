@@ -178,8 +178,10 @@ def _sample(
     end = int(np.flatnonzero(mask)[-1]) + 1  # nothing after the last trained token is needed
     turn_index = places[trajectory.turn_index]
     temperatures = trajectory.temperatures
+    routing = trajectory.routed_experts
     if config.is_supervised:  # the policy is fitted as it is, however the episode was drawn
         temperatures = np.ones_like(temperatures)
+        routing = None
     return TrainingSample(
         token_ids=trajectory.token_ids[:end],
         loss_mask=mask[:end],
@@ -190,6 +192,7 @@ def _sample(
         turn_index=np.where(trajectory.sampled_mask, turn_index, -1).astype(np.int32)[:end],
         episode_id=episode_id,
         group_id=group_id,
+        routed_experts=None if routing is None else routing[:end],
     )
 
 

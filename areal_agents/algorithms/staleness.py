@@ -1,17 +1,29 @@
 """The hard bound on staleness, checked where tokens are consumed.
 
-The submission gate bounds only the mean: a long episode can span more versions than the bound.
-Tokens beyond it carry no gradient here, whatever the gate let through.
+The submission gate bounds only the mean: a long episode can span more versions than the bound, and one
+that is slow is overtaken. No token older than η versions carries a gradient, under each of the rules:
+
+    mask        tokens beyond the bound have loss mask 0; the rest of their group is trained
+    drop        a group with any token beyond the bound is dropped, and another taken for it
+    wait        the trainer takes no batch that would leave behind a group which could then not be trained
+                in time: it waits until the older groups are complete. What is beyond the bound all the
+                same is masked
+    downweight  as mask, and what a token of staleness a within the bound adds to the loss counts
+                1 / (1 + a); the denominator of the loss stays
+
+Versions are counted in trained batches here: those of an earlier life of the run as `training.lineage` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.report import turn_is_trained
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
@@ -26,11 +38,13 @@ class StalenessReport:
             returned masks, so that no token in them escapes it.
         masked_tokens: tokens that exceeded the bound.
         dropped_samples: samples that had no other trained token.
+        share_by_length: see `stale_share_by_length`.
     """
 
     staleness: npt.NDArray[np.int32]
     masked_tokens: int
     dropped_samples: int
+    share_by_length: Mapping[str, float] = field(default_factory=dict)
 
 
 def mask_stale(
@@ -77,13 +91,83 @@ def _ages(samples: Sequence[TrainingSample], version: int) -> npt.NDArray[np.int
     return np.concatenate([*ages, np.empty(0, np.int32)]).astype(np.int32)
 
 
-def wholly_stale(group: RolloutGroup, *, version: int, max_staleness: int | None) -> bool:
-    """Whether every sampled token of a group is beyond the bound, so that nothing of it can be trained."""
+def age_weights(versions: npt.NDArray[np.int32], *, version: int) -> npt.NDArray[np.float32]:
+    """[N] the factor 1 / (1 + staleness) of each token of these versions, under `downweight`."""
+    return (1.0 / (1.0 + (version - versions))).astype(np.float32)
+
+
+def leaves_in_time(versions: Sequence[int], *, version: int, groups: int, max_staleness: int | None) -> bool:
+    """Whether the groups that the batch of `version` leaves behind can all be trained within the bound.
+
+    Every later version trains `groups` of them, and a group that began at version o is in time up to
+    version o + η. Taken in the order of their beginning, the i-th is trained at version + 1 + ⌊i / groups⌋;
+    no other order is in time where this one is not.
+
+    Args:
+        versions: of each group left behind, the version that none of its tokens is older than.
+        version: the trainer's.
+        groups: groups in a batch.
+        max_staleness: η; None: no bound.
+    """
+    if max_staleness is None:
+        return True
+    return all(
+        version + 1 + place // groups <= began + max_staleness for place, began in enumerate(sorted(versions))
+    )
+
+
+def is_stale(
+    group: RolloutGroup, algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None, drop: bool
+) -> bool:
+    """Whether a group cannot be trained on at `version`: all that it sampled is beyond the bound, or, with
+    `drop`, any token of it that would be trained."""
     if max_staleness is None:
         return False
-    newest = max(
-        (int(turn.completion.versions.max()) for rollout in group.rollouts for turn in rollout.episode.turns
-         if len(turn.completion)),
-        default=version,
-    )  # fmt: skip
-    return version - newest > max_staleness
+    turns = [turn for rollout in group.rollouts for turn in rollout.episode.turns if len(turn.completion)]
+    newest = max((int(turn.completion.versions.max()) for turn in turns), default=version)
+    if version - newest > max_staleness:
+        return True
+    trained = (turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm))
+    return drop and any(version - int(versions.min()) > max_staleness for versions in trained)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeTokens:
+    """Of one episode: the tokens that it sampled, those that could be trained, and those of them that the
+    bound kept from it."""
+
+    sampled: int
+    trainable: int
+    stale: int
+
+
+def episode_tokens(
+    group: RolloutGroup, algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None, dropped: bool
+) -> list[EpisodeTokens]:
+    """What staleness cost each episode of a group; all that could be trained if the group was `dropped`."""
+    counted = []
+    for rollout in group.rollouts:
+        turns = rollout.episode.turns
+        drawn = [turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm)]
+        trainable = sum(map(len, drawn))
+        beyond = 0
+        if max_staleness is not None:
+            beyond = sum(int((version - versions > max_staleness).sum()) for versions in drawn)
+        sampled = sum(len(turn.completion) for turn in turns)
+        counted.append(EpisodeTokens(sampled, trainable, trainable if dropped else beyond))
+    return counted
+
+
+def stale_share_by_length(episodes: Sequence[EpisodeTokens]) -> dict[str, float]:
+    """The share of trainable tokens that staleness cost, by decile of the episodes' sampled tokens.
+
+    "1" are the shortest tenth of the episodes, "10" the longest; a decile without a trainable token is
+    absent. That of the long is larger where the bound bites, so dropping and masking favour the short.
+    """
+    ordered = sorted(episodes, key=lambda episode: episode.sampled)
+    trainable, stale = [0] * 10, [0] * 10
+    for rank, episode in enumerate(ordered):
+        decile = rank * 10 // len(ordered)
+        trainable[decile] += episode.trainable
+        stale[decile] += episode.stale
+    return {str(d + 1): stale[d] / trainable[d] for d in range(10) if trainable[d]}

@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvloop
 
 _LIMIT = re.compile(rb'"max_(?:new_|completion_)?tokens": ?(\d+)')
-_RID = re.compile(rb'"rid": ?"([^"]+)"')
+_RID = re.compile(rb'"rid": ?"([^"$]+)')  # less the end mark of `inference.sglang`
 _STREAM = re.compile(rb'"stream": ?true')
 _ENDS = 2000  # bytes at either end of a body
 _NO_REPLY = b'{"error":{"message":"no reply is prepared for this limit"}}'

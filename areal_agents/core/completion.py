@@ -1,7 +1,8 @@
 """What an engine is asked for and what it sampled.
 
 A completion's three arrays always have the same length: one behavior logprob and one policy
-version for every sampled token.
+version for every sampled token. The experts of a mixture-of-experts model are known for one token
+fewer: the last sampled token has been through no layer yet.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Versions = npt.NDArray[np.int32]
+Routing = npt.NDArray[np.int16]  # [R, layers, k] experts per token, -1 where they are not known
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # per token: (token id, logprob), best first
 
 MAX_SEED = 2**63 - 1
+UNSURE = -1  # the version of a token of a TokenChunk that is not known yet
 MAX_TOP_K = 2**31 - 1
 
 
@@ -60,6 +63,8 @@ class SamplingParams:
     """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k.
 
     `top_logprobs` asks for that many best tokens at each position; they are answered, not recorded.
+    `routed_experts_from` asks for the experts of the prompt's tokens from that position on, and of what is
+    sampled after them; None asks for none.
     ValueError for a value that an engine refuses, or that does not fit its tensors.
     """
 
@@ -76,6 +81,7 @@ class SamplingParams:
     seed: int | None = None
     grammar: Grammar | None = None
     top_logprobs: int = 0
+    routed_experts_from: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -95,18 +101,22 @@ class SamplingParams:
             raise ValueError(f"seed must be from 0 to {MAX_SEED}, got {self.seed}")
         if not 0 <= self.top_logprobs <= 20:
             raise ValueError(f"top_logprobs must be in [0, 20], got {self.top_logprobs}")
+        if self.routed_experts_from is not None and self.routed_experts_from < 0:
+            raise ValueError(f"routed_experts_from must be a position, got {self.routed_experts_from}")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The next tokens of a completion that is being drawn: `token_ids` and `logprobs` are [N], N ≥ 1.
 
-    `top_logprobs` is [N] where they were asked for, else empty.
+    `top_logprobs` is [N] where they were asked for, else empty. `versions` [N] are as in Completion, and
+    UNSURE where the engine will tell only at the end; empty if it tells of none before that.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     top_logprobs: TopLogprobs = ()
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,6 +130,10 @@ class Completion:
         finish_reason: "stop" (a stop token or string), "length", or "abort".
         top_logprobs: [C] the best tokens at each position where they were asked for, else empty; for the
             answer only, the store does not keep them.
+        routed_experts: [R, layers, k] what each token was sent through when the engine computed it, None
+            where nobody asked. Of R tokens in a row, prompt and completion taken together, that end with
+            the last but one: row R - C + j is of the token that sampled token j comes after. -1 is
+            unknown.
     """
 
     token_ids: TokenIds
@@ -127,6 +141,7 @@ class Completion:
     versions: Versions
     finish_reason: FinishReason
     top_logprobs: TopLogprobs = ()
+    routed_experts: Routing | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_token_ids(self.token_ids))
@@ -141,6 +156,12 @@ class Completion:
             raise ValueError(
                 f"{len(self.top_logprobs)} top logprobs for {len(self.token_ids)} tokens: one list per token"
             )
+        routed = self.routed_experts
+        if routed is not None and (routed.ndim != 3 or len(routed) < len(self.token_ids)):
+            raise ValueError(
+                f"routed experts of shape {routed.shape} for {len(self.token_ids)} sampled tokens: expected "
+                "[R, layers, k] with a row for the token before each"
+            )
         if self.finish_reason not in get_args(FinishReason):
             raise ValueError(
                 f"finish_reason must be one of {get_args(FinishReason)}, got {self.finish_reason!r}"
@@ -150,3 +171,20 @@ class Completion:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+def joined_routing(first: Completion, second: Completion) -> Routing | None:
+    """The routed experts of a completion in two parts, the second drawn after prompt and first part.
+
+    What the first part was drawn with stands, although the second computed those tokens again; it is
+    unknown where only the second recorded something. `second` must have been asked for the token that
+    comes before its own first one.
+    """
+    if second.routed_experts is None:
+        return first.routed_experts if not len(second) else None
+    before = len(second.routed_experts) - len(second)  # rows of tokens that the first part ends with or has
+    rows = second.routed_experts.copy()
+    rows[max(0, before - len(first)) : before] = -1
+    if first.routed_experts is None:
+        return rows
+    return np.concatenate([first.routed_experts, rows[before:]])

@@ -13,6 +13,7 @@ from areal_agents.core.trajectory import Turn
 Split = Literal["train", "eval"]
 EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
 RewardScope = Literal["episode", "turn", "branch"]
+OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/staleness.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from areal_agents.core.completion import (
     Completion,
     Logprobs,
+    Routing,
     SamplingParams,
     TokenIds,
     Versions,
@@ -104,6 +105,12 @@ class Turn:
             raise ValueError(f"turn {self.id} is a root with an empty prompt")
         if self.parent is not None and self.forked_from is not None:
             raise ValueError(f"turn {self.id} continues {self.parent}, so it cannot also be a fork")
+        routed, added = self.completion.routed_experts, len(self.new_prompt_ids) + len(self.completion)
+        if routed is not None and len(routed) > added - (self.parent is None):
+            raise ValueError(
+                f"turn {self.id} adds {added} tokens and knows the experts of {len(routed)}: expected those "
+                "that it adds but for the last, and the one before them"
+            )
         if self.reply.role != "assistant":
             raise ValueError(f"the reply of a turn is an assistant message, got role {self.reply.role!r}")
 
@@ -164,6 +171,27 @@ class Trajectory:
             lambda t: np.full(len(t.completion), t.sampling.temperature),
             np.float32,
         )
+
+    @property
+    def routed_experts(self) -> Routing | None:
+        """[L, layers, k] the experts that each token was sent through, -1 where they are not known (the
+        last token's never are); None if nothing is known of any turn.
+
+        A turn knows them of the tokens that it adds but for the last, and of the token before them.
+        ValueError if the turns were drawn from models of several shapes.
+        """
+        shapes = {r.shape[1:] for turn in self.turns if (r := turn.completion.routed_experts) is not None}
+        if not shapes:
+            return None
+        if len(shapes) > 1:
+            raise ValueError(f"routed experts of several shapes [layers, k] in one episode: {sorted(shapes)}")
+        ends = np.cumsum([len(turn.new_prompt_ids) + len(turn.completion) for turn in self.turns])
+        routing = np.full((int(ends[-1]), *shapes.pop()), -1, np.int16)
+        for turn, end in zip(self.turns, ends.tolist(), strict=True):
+            known = turn.completion.routed_experts
+            if known is not None:
+                routing[end - 1 - len(known) : end - 1] = known
+        return routing
 
     @property
     def turn_index(self) -> npt.NDArray[np.int32]:

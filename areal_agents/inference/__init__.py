@@ -7,7 +7,7 @@ by one client.
 from __future__ import annotations
 
 from areal_agents.inference.config import EmbeddedEngineConfig, EngineConfig
-from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode
+from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode, Sampler
 from areal_agents.inference.server import EngineProcess, running_engine
 from areal_agents.inference.sglang import SGLangEngine
 
@@ -20,5 +20,6 @@ __all__ = [
     "OnTokens",
     "PauseMode",
     "SGLangEngine",
+    "Sampler",
     "running_engine",
 ]

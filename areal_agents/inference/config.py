@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -44,6 +45,9 @@ class EmbeddedEngineConfig(BaseModel):
     seed: Annotated[
         int, Field(ge=0, description="Seed of requests that bring none, and of dummy weights.")
     ] = 0
+    broadcast_timeout_s: Annotated[
+        float, Field(gt=0, description="Longest wait for a trainer to join a group or to broadcast weights.")
+    ] = 60.0
     listen_fd: Annotated[
         int | None, Field(ge=0, description="An inherited listening socket, instead of host and port.")
     ] = None
@@ -60,30 +64,96 @@ class EmbeddedEngineConfig(BaseModel):
         return self
 
 
+Colocate = Literal["none", "split", "sleep"]
+MEMORY_FRACTION = {"none": 0.0, "split": 0.4, "sleep": 0.6}
+OWN_ARGUMENTS = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--base-gpu-id",
+    "--tp-size",
+    "--tensor-parallel-size",
+    "--tp",
+)
+
+
 class EngineConfig(BaseModel):
-    """Which engine a run samples from: one of its own, or running servers by URL."""
+    """Which engines a run samples from: its own, embedded or SGLang, or running servers by URL."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Annotated[
         Literal["embedded", "sglang"],
-        Field(description="embedded starts an engine; sglang uses running servers."),
+        Field(description="embedded: this package's own engine; sglang: SGLang, started or by URL."),
     ] = "embedded"
-    urls: Annotated[tuple[str, ...], Field(description="Base URLs of running SGLang servers.")] = ()
+    urls: Annotated[
+        tuple[str, ...], Field(description="sglang: base URLs of running servers; empty: they are started.")
+    ] = ()
+    router: Annotated[
+        str,
+        Field(
+            description="sglang: base URL of a router in front of urls, which generation goes through; "
+            "weights still go to each of urls."
+        ),
+    ] = ""
+    python: Annotated[
+        str, Field(description="sglang: the Python of the environment that has it, to start it with.")
+    ] = ""
+    arguments: Annotated[
+        tuple[str, ...],
+        Field(description="sglang: more of its own arguments; they come last, so they win."),
+    ] = ()
+    replicas: Annotated[int, Field(ge=1, le=256, description="Engines that are started.")] = 1
+    tensor_parallel: Annotated[int, Field(ge=1, description="sglang: GPUs that share one replica.")] = 1
+    colocate: Annotated[
+        Colocate,
+        Field(
+            description="Engine and trainer on the same GPUs: none, split (each has its part of the memory) "
+            "or sleep (the engine gives its memory back while a step is trained)."
+        ),
+    ] = "none"
+    memory_fraction: Annotated[
+        float,
+        Field(
+            ge=0,
+            lt=1,
+            description="sglang: share of a GPU for weights and keys and values; 0 takes SGLang's choice, "
+            "with colocate: split 0.4, with sleep 0.6.",
+        ),
+    ] = 0.0
+    start_timeout_s: Annotated[
+        float, Field(gt=0, description="Longest wait until a started engine serves.")
+    ] = 600.0
+    routed_experts: Annotated[
+        bool,
+        Field(
+            description="sglang: record which experts of a mixture-of-experts model each token went "
+            "through; the trainer then sends it through the same."
+        ),
+    ] = False
     threads: Annotated[
-        int, Field(ge=0, description="CPU threads of the embedded engine; 0 shares the cores.")
+        int,
+        Field(ge=0, description="CPU threads of the engines together; 0 shares the cores with the trainer."),
     ] = 0
-    slots: Annotated[int, Field(ge=1, le=4096, description="Sequences the embedded engine holds.")] = 64
+    slots: Annotated[int, Field(ge=1, le=4096, description="Sequences an embedded engine holds.")] = 64
     max_context: Annotated[
         int,
         Field(
-            ge=0, description="Longest prompt plus completion in tokens; 0 takes the model's, at most 4096."
+            ge=0,
+            description="Longest prompt plus completion in tokens; 0 takes the model's, "
+            "in an embedded engine at most 4096.",
         ),
     ] = 0
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], Field(description="Compute type of the embedded engine.")
-    ] = "float32"
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$", description="cpu, cuda or cuda:N.")] = "cpu"
+    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="Compute type.")] = "float32"
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="auto, cpu, cuda or cuda:N, N the first replica's first GPU. auto: a CPU for "
+            "the embedded engine; for SGLang a GPU where there is one.",
+        ),
+    ] = "auto"
 
     @field_validator("urls")
     @classmethod
@@ -93,13 +163,69 @@ class EngineConfig(BaseModel):
                 raise ValueError(f"expected http://host:port, got {url!r}")
         return tuple(url.rstrip("/") for url in urls)
 
+    @field_validator("router")
+    @classmethod
+    def _router_is_base_url(cls, url: str) -> str:
+        if url and not _is_base_url(url):
+            raise ValueError(f"expected http://host:port, got {url!r}")
+        return url.rstrip("/")
+
+    @field_validator("arguments", mode="before")
+    @classmethod
+    def _arguments_are_texts(cls, arguments: object) -> object:
+        """Numbers, as YAML reads them, are arguments too."""
+        if isinstance(arguments, list | tuple):
+            return tuple(str(a) if isinstance(a, int | float) else a for a in arguments)
+        return arguments
+
     @model_validator(mode="after")
-    def _urls_fit_kind(self) -> EngineConfig:
-        if self.kind == "sglang" and not self.urls:
-            raise ValueError("kind: sglang needs urls: [http://host:port, ...]")
-        if self.kind == "embedded" and self.urls:
-            raise ValueError("urls are for kind: sglang; the embedded engine starts its own server")
+    def _parts_fit(self) -> EngineConfig:
+        faults = [*self._start_faults(), *self._argument_faults()]
+        if faults:
+            raise ValueError("; ".join(faults))
         return self
+
+    @property
+    def static_memory(self) -> float:
+        """The share of a GPU that SGLang is started with; 0 leaves it to SGLang."""
+        return self.memory_fraction or MEMORY_FRACTION[self.colocate]
+
+    def _start_faults(self) -> Iterator[str]:
+        if self.kind == "sglang" and not self.urls and not self.python:
+            yield (
+                "kind: sglang needs python: path/to/environment/bin/python to start it, "
+                "or urls: [http://host:port, ...] of running servers"
+            )
+        if self.kind == "embedded" and self.urls:
+            yield "urls are for kind: sglang; the embedded engine starts its own server"
+        if self.router and not self.urls:
+            yield "router stands in front of running servers: name them in urls"
+        if self.urls:
+            starts = {
+                "python": bool(self.python),
+                "arguments": bool(self.arguments),
+                "replicas": self.replicas != 1,
+                "tensor_parallel": self.tensor_parallel != 1,
+                "memory_fraction": self.memory_fraction != 0,
+                "colocate: split": self.colocate == "split",
+            }
+            for name in (name for name, given in starts.items() if given):
+                yield f"{name} is for engines that are started; those of urls run already"
+
+    def _argument_faults(self) -> Iterator[str]:
+        if self.kind == "embedded":
+            given = {
+                "python": self.python,
+                "arguments": self.arguments,
+                "tensor_parallel": self.tensor_parallel > 1,
+                "memory_fraction": self.memory_fraction,
+                "routed_experts": self.routed_experts,
+            }
+            for name in (name for name, value in given.items() if value):
+                yield f"{name} is for kind: sglang"
+        for argument in self.arguments:
+            if argument.partition("=")[0] in OWN_ARGUMENTS:
+                yield f"arguments: {argument} is set from replicas, tensor_parallel, device and model"
 
 
 def _is_base_url(url: str) -> bool:

@@ -1,20 +1,26 @@
 """The engine as the other rooms see it: ids in, ids with logprobs and versions out, and weights swapped.
 
 Versions are the run's integers; on the wire they are str(version). An engine that was just started reports
-"default", which is version 0, the run's initial weights.
+"default", which is version 0, the run's initial weights. Weights carry their Hugging Face names everywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from math import prod
+from typing import Literal, Protocol, get_args
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError
+from areal_agents.inference.routing import ExpertLayout
 
 PauseMode = Literal["retract", "in_place", "abort"]
+MemoryKind = Literal["weights", "kv_cache"]
+GroupBackend = Literal["gloo", "nccl"]
 OnTokens = Callable[[TokenChunk], None]
+
+ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +28,9 @@ class ModelInfo:
     """What an engine serves: the policy version, and the limits that requests are checked against.
 
     `max_context` bounds prompt plus completion, in tokens. `kernel` names what computes, where the engine
-    says so.
+    says so. `experts` is None of a model without experts, or whose folder is not readable from here.
+    `workers` is the number of its tensor-parallel processes, `architecture` the model type of its config
+    where the engine names it.
     """
 
     model_path: str
@@ -30,37 +38,122 @@ class ModelInfo:
     vocab_size: int
     max_context: int
     kernel: str = ""
+    experts: ExpertLayout | None = None
+    workers: int = 1
+    architecture: str = ""
 
 
-class Engine(Protocol):
-    """A served policy. Every method raises EngineUnavailable when the engine does not answer in time,
-    EngineRejected when it refuses the request, and EngineError when its answer cannot be trusted."""
+@dataclass(frozen=True, slots=True)
+class WeightGroup:
+    """A process group through which the trainer, its rank 0, broadcasts weights to engines.
+
+    Attributes:
+        address, port: where the trainer listens.
+        rank_offset: the rank of this engine's first tensor-parallel worker, at least 1.
+        world_size: 1 for the trainer + the workers of all engines.
+        name: what the group is called in the requests; unique among the groups that are joined.
+        backend: gloo on CPUs, nccl on GPUs.
+    """
+
+    address: str
+    port: int
+    rank_offset: int
+    world_size: int
+    name: str
+    backend: GroupBackend
+
+    def __post_init__(self) -> None:
+        if not self.name or not self.address:
+            raise ValueError(
+                f"a weight group needs an address and a name, got {self.address!r}, {self.name!r}"
+            )
+        if not 0 < self.port < 65536:
+            raise ValueError(f"port must be from 1 to 65535, got {self.port}")
+        if not 1 <= self.rank_offset < self.world_size:
+            raise ValueError(
+                f"rank_offset must be from 1 to world_size - 1, got {self.rank_offset} of {self.world_size}"
+            )
+        if self.backend not in get_args(GroupBackend):
+            raise ValueError(f"backend must be one of {get_args(GroupBackend)}, got {self.backend!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBucket:
+    """Weights that travel as one broadcast of `nbytes` uint8.
+
+    The bytes are those of each tensor in turn, row-major and unpadded, in the order given here.
+
+    Attributes:
+        names: Hugging Face names.
+        dtypes: keys of ITEM_BYTES, one per name.
+        shapes: one per name.
+    """
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes) or not self.names:
+            raise ValueError(
+                f"a bucket has a dtype and a shape for every name and at least one, got {len(self.names)} "
+                f"names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
+            )
+        if unknown := sorted(set(self.dtypes) - ITEM_BYTES.keys()):
+            raise ValueError(f"dtypes must be of {sorted(ITEM_BYTES)}, got {unknown[0]!r}")
+        start = 0
+        for name, dtype, shape in zip(self.names, self.dtypes, self.shapes, strict=True):
+            if start % ITEM_BYTES[dtype]:
+                raise ValueError(
+                    f"{name} would begin at byte {start} of its bucket, where engines cannot read {dtype}: "
+                    "put the types with the longer numbers first"
+                )
+            start += prod(shape) * ITEM_BYTES[dtype]
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the broadcast in bytes."""
+        return sum(prod(shape) * ITEM_BYTES[d] for shape, d in zip(self.shapes, self.dtypes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsChecksum:
+    """Hashes of the weights that an engine holds.
+
+    Attributes:
+        ranks: one mapping per tensor-parallel worker, from the engine's own parameter name to 16 hex digits.
+            Engines fuse matrices: q_proj, k_proj and v_proj are rows of `self_attn.qkv_proj`, gate_proj and
+            up_proj of `mlp.gate_up_proj`; all else has its Hugging Face name. On a CPU a hash is the first
+            8 bytes of the SHA-256 of the tensor's row-major bytes in the dtype that the engine serves.
+    """
+
+    ranks: tuple[Mapping[str, str], ...]
+
+
+class Sampler(Protocol):
+    """What draws completions: one engine, or a pool of them. Every method raises EngineUnavailable when the
+    engine does not answer in time, EngineRejected when it refuses the request, and EngineError when its
+    answer cannot be trusted."""
 
     async def generate(
-        self, rid: str, input_ids: TokenIds, sampling: SamplingParams, on_tokens: OnTokens | None = None
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
     ) -> Completion:
         """Continue `input_ids` [P]; cancelling the call aborts the generation.
 
         `on_tokens` is called in the event loop with each piece as it arrives; together they are the
-        completion's tokens. What it raises ends the call and aborts the generation.
+        completion's tokens. What it raises ends the call and aborts the generation. `affinity` names calls
+        that share a prefix, such as an episode's: a pool keeps them on one replica, one engine ignores it.
         """
         ...
 
     async def abort(self, rid: str) -> None:
         """End a running generation; its caller gets what was sampled, with finish_reason "abort"."""
-        ...
-
-    async def pause(self, mode: PauseMode) -> None:
-        """Stop sampling. retract: continue later on recomputed keys and values; in_place: continue later on
-        the old ones; abort: end all running generations. New requests wait for `resume`."""
-        ...
-
-    async def resume(self) -> None:
-        """Continue sampling after `pause`."""
-        ...
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """Serve the safetensors folder at `path` as `version`. On an error the old weights are kept."""
         ...
 
     async def health(self) -> None:
@@ -78,6 +171,99 @@ class Engine(Protocol):
     async def aclose(self) -> None:
         """Release connections. The engine itself goes on."""
         ...
+
+
+class Engine(Sampler, Protocol):
+    """A served policy whose weights the trainer replaces. Errors as in Sampler.
+
+    New weights come from a folder, as tensors in requests, or as broadcasts in a process group. The last two
+    are sent between `begin_weight_update` and `end_weight_update`, every weight of the model once:
+
+        pause → begin → update_weights_from_tensors or receive_weights, the last with last=True → end → resume
+    """
+
+    @property
+    def base_url(self) -> str:
+        """Where it is, and what errors call it."""
+        ...
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop sampling. retract: continue later on recomputed keys and values; in_place: continue later on
+        the old ones; abort: end all running generations. New requests wait for `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Continue sampling after `pause`."""
+        ...
+
+    async def prepare_weights_from_disk(self, path: str) -> None:
+        """Have the safetensors folder at `path` read beside serving, so that the next
+        `update_weights_from_disk` of the same path only swaps. An engine that cannot does nothing."""
+        ...
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """Serve the safetensors folder at `path` as `version`. On an error the old weights are kept."""
+        ...
+
+    async def begin_weight_update(self) -> None:
+        """Open an update by tensors or broadcasts; one that a lost trainer left open is closed first."""
+        ...
+
+    async def update_weights_from_tensors(
+        self, payloads: Sequence[str], version: int, *, last: bool = True
+    ) -> None:
+        """Take some of the weights: one payload per tensor-parallel worker, each the base64 form of a pickled
+        list of (name, tensor). With `last`, `version` is what the engine serves from now on."""
+        ...
+
+    async def join_weight_group(self, group: WeightGroup) -> None:
+        """Join a process group; returns when all its members have, the trainer (rank 0) among them."""
+        ...
+
+    async def leave_weight_group(self, name: str) -> None:
+        """Leave the process group `name`."""
+        ...
+
+    async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
+        """Receive some of the weights from rank 0 of `group`, which broadcasts them concurrently. With
+        `last`, `version` is what the engine serves from now on."""
+        ...
+
+    async def end_weight_update(self) -> None:
+        """Close the update. The embedded engine swaps here, all weights at once, or raises and keeps the old
+        ones; SGLang wrote each tensor as it came."""
+        ...
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """Make the LoRA adapter folder at `path` known as `name`, which must be new."""
+        ...
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter once the generations that use it have ended."""
+        ...
+
+    async def set_version(self, version: int, *, abort_running: bool) -> None:
+        """Report `version` from now on, without new weights; `abort_running` ends all running generations,
+        whose callers get what was sampled."""
+        ...
+
+    async def checksum(self) -> WeightsChecksum:
+        """Hash the weights in use (not adapters)."""
+        ...
+
+    async def release_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """Give back the memory of `kinds`, while paused with nothing frozen in place. Weights are lost by it,
+        and are to be updated after `resume_memory` and before `resume`."""
+        ...
+
+    async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """Take the memory of `kinds` again."""
+        ...
+
+
+def adapter_name(version: int) -> str:
+    """What engines call the LoRA adapter of policy `version`."""
+    return f"policy-{version}"
 
 
 def version_from_wire(value: object) -> int:

@@ -1,12 +1,14 @@
-"""Start an embedded engine as a child process, wait until it serves, and end it.
+"""Start an engine as a child process, wait until it serves, and end it with all that it started.
 
-The child inherits a socket that is already listening, so no port is guessed; and it holds the read end of a
-pipe whose write end only this process has, so it ends when this process does, however that happens.
+The child holds the read end of a pipe whose write end only this process has, so it ends when this process
+does, however that happens. An embedded engine inherits a socket that is already listening, so no port is
+guessed.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,49 +16,43 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 
 POLL_S = 0.05
+ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
 LOG_TAIL_BYTES = 2000
 
 
-class EngineProcess:
-    """An embedded engine in a process of its own. A context manager; `url` is where it serves.
+class ServerProcess:
+    """A server in a process of its own, which leads a process group. A context manager; `url` is where it
+    serves. Whoever derives from it starts the process in `start`.
 
     Args:
-        config: the engine's options; port 0 takes a free port.
+        name: what messages call it.
         log_path: where its output goes; a temporary file, removed at `stop`, if None.
         start_timeout_s: longest wait for the port to answer, loading and compiling included.
         stop_timeout_s: how long SIGTERM may take before SIGKILL.
-        env: variables to add to this process's environment for the child.
     """
 
     def __init__(
-        self,
-        config: EmbeddedEngineConfig,
-        *,
-        log_path: Path | None = None,
-        start_timeout_s: float = 120.0,
-        stop_timeout_s: float = 15.0,
-        env: dict[str, str] | None = None,
+        self, name: str, *, log_path: Path | None, start_timeout_s: float, stop_timeout_s: float
     ) -> None:
-        self._config = config
+        self._name = name
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._env = env or {}
         self._temporary_log = log_path is None
         self._log_path = log_path
         self._process: subprocess.Popen[bytes] | None = None
         self.url = ""
 
-    def __enter__(self) -> EngineProcess:
+    def __enter__(self) -> Self:
         self.start()
         self.wait_ready()
         return self
@@ -84,35 +80,16 @@ class EngineProcess:
 
     def start(self) -> None:
         """Start the child; `url` is set, and answers once `wait_ready` returns."""
-        listener = _listen(self._config.host, self._config.port)
-        host, port = listener.getsockname()[:2]
-        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        config = self._config.model_copy(
-            update={"port": port, "listen_fd": listener.fileno(), "exit_with_parent": True}
-        )
-        if self._log_path is None:
-            handle, name = tempfile.mkstemp(prefix="areal-agents-engine-", suffix=".log")
-            os.close(handle)
-            self._log_path = Path(name)
-        with listener, open(self._log_path, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "areal_agents.inference.embedded", config.model_dump_json()],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[listener.fileno()],
-                env={**os.environ, **self._env},
-                start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
-            )
+        raise NotImplementedError
 
     def wait_ready(self) -> None:
-        """Return once the engine answers; EngineUnavailable with the end of its log if it does not."""
+        """Return once the server answers; EngineUnavailable with the end of its log if it does not."""
         deadline = time.monotonic() + self._start_timeout_s
         while not _answers(f"{self.url}/health", timeout_s=max(POLL_S, deadline - time.monotonic())):
             if not self.alive:
-                message = f"the engine ended with status {self.returncode} before it served"
+                message = f"{self._name} ended with status {self.returncode} before it served"
             elif time.monotonic() > deadline:
-                message = f"the engine did not serve within {self._start_timeout_s:g} s"
+                message = f"{self._name} did not serve within {self._start_timeout_s:g} s"
             else:
                 time.sleep(POLL_S)
                 continue
@@ -120,15 +97,20 @@ class EngineProcess:
             self.stop()
             raise EngineUnavailable(f"{message}; its log ends:\n{tail}")
 
+    def wait(self) -> int:
+        """Return when the child has ended; how, as subprocess gives it."""
+        assert self._process is not None, "start() comes first"
+        return self._process.wait()
+
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when the child is gone."""
+        """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when it and all it started are gone."""
         if self._process is not None:
             self._process.terminate()
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(self._stop_timeout_s)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            with suppress(ProcessLookupError):  # the whole group is gone, as it should be
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
             assert self._process.stdin is not None
             self._process.stdin.close()
         if self._temporary_log and self._log_path is not None:
@@ -139,6 +121,65 @@ class EngineProcess:
         if self._log_path is None or not self._log_path.exists():
             return ""
         return self._log_path.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
+
+    def _spawn(
+        self, command: Sequence[str], environment: Mapping[str, str], pass_fds: Sequence[int] = ()
+    ) -> None:
+        if self._log_path is None:
+            handle, name = tempfile.mkstemp(prefix="areal-agents-engine-", suffix=".log")
+            os.close(handle)
+            self._log_path = Path(name)
+        with open(self._log_path, "ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                stdout=log,
+                stderr=log,
+                pass_fds=pass_fds,
+                env=dict(environment),
+                start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
+            )
+
+
+class EngineProcess(ServerProcess):
+    """An embedded engine in a process of its own.
+
+    Args:
+        config: the engine's options; port 0 takes a free port.
+        env: variables to add to this process's environment for the child.
+
+    The others are ServerProcess's.
+    """
+
+    def __init__(
+        self,
+        config: EmbeddedEngineConfig,
+        *,
+        log_path: Path | None = None,
+        start_timeout_s: float = 120.0,
+        stop_timeout_s: float = 15.0,
+        env: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(
+            "the engine", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=stop_timeout_s
+        )
+        self._config = config
+        self._env = env or {}
+
+    def start(self) -> None:
+        """See ServerProcess.start. ConfigError if its port is taken."""
+        listener = _listen(self._config.host, self._config.port)
+        host, port = listener.getsockname()[:2]
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        config = self._config.model_copy(
+            update={"port": port, "listen_fd": listener.fileno(), "exit_with_parent": True}
+        )
+        with listener:
+            self._spawn(
+                [sys.executable, "-m", "areal_agents.inference.embedded", config.model_dump_json()],
+                {**os.environ, **self._env},
+                [listener.fileno()],
+            )
 
 
 @contextmanager
@@ -152,6 +193,15 @@ def running_engine(
     config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
     with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
         yield engine.url
+
+
+def free_ports(count: int) -> tuple[int, ...]:
+    """That many different TCP ports, each free on the loopback interface a moment ago."""
+    with ExitStack() as probes:
+        opened = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in opened:
+            probe.bind(("127.0.0.1", 0))
+        return tuple(int(probe.getsockname()[1]) for probe in opened)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -169,7 +219,7 @@ def _listen(host: str, port: int) -> socket.socket:
 def _answers(url: str, *, timeout_s: float) -> bool:
     """Whether `url` answers 200 in time; its socket listens from the start, so a call waits for the child."""
     try:
-        with urllib.request.urlopen(url, timeout=min(timeout_s, 1.0)) as response:
+        with urllib.request.urlopen(url, timeout=min(timeout_s, ANSWER_S)) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False

@@ -9,48 +9,49 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager, suppress
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import aiohttp
 import numpy as np
-import orjson
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.engine import ModelInfo, OnTokens, PauseMode, version_from_wire
-from areal_agents.inference.sse import EventReader
+from areal_agents.inference.engine import ModelInfo, OnTokens, adapter_name, version_from_wire
+from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_layout
+from areal_agents.inference.sglang_control import SGLangControl
+from areal_agents.inference.transport import HttpTransport
 from areal_agents.inference.wire import (
     StreamedCompletion,
     as_object,
     completion_from_wire,
-    error_of,
     sampling_to_wire,
     shorten,
 )
 
 log = logging.getLogger(__name__)
 
-JSON = {"Content-Type": "application/json"}
-# Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
-KEEP_ALIVE_S = 3.0
-END_WAIT_S = 1.0  # longest wait for a stream's end after its last event
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
-DONE = b"[DONE]"  # what follows the last chunk of a stream
+# What every id ends with on the wire: a real server aborts all requests whose ids begin with the one given,
+# and no id with an end that none has inside begins another.
+RID_END = "$"
 
 
-class SGLangEngine:
+class SGLangEngine(SGLangControl):
     """One SGLang server; implements `engine.Engine`.
 
     Args:
         base_url: for example http://127.0.0.1:30000.
         request_timeout_s: longest wait for one completion.
-        control_timeout_s: longest wait for anything else, a weight update included.
+        control_timeout_s: longest wait for anything else.
+        update_timeout_s: longest wait for a step of an update of weights or adapters; by default as
+            `control_timeout_s`.
         connect_timeout_s: longest wait for a connection.
         vocab_size: where the server does not say and its model folder is not readable from here.
+        adapters: the policy is a LoRA adapter. Every call asks for the version that the server reports, names
+            its adapter, none for version 0, and keeps it to its end; its tokens carry that version.
     """
 
     def __init__(
@@ -59,17 +60,22 @@ class SGLangEngine:
         *,
         request_timeout_s: float = 600.0,
         control_timeout_s: float = 120.0,
+        update_timeout_s: float | None = None,
         connect_timeout_s: float = 10.0,
         vocab_size: int | None = None,
+        adapters: bool = False,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
-        self.base_url = base_url.rstrip("/")
-        self._request_timeout = aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=connect_timeout_s)
-        self._control_timeout = aiohttp.ClientTimeout(total=control_timeout_s, sock_connect=connect_timeout_s)
-        self._vocab_size = vocab_size
-        self._paused: PauseMode | None = None
-        self._session: aiohttp.ClientSession | None = None
+        http = HttpTransport(base_url, connect_timeout_s=connect_timeout_s)
+        super().__init__(
+            http, control_timeout_s=control_timeout_s, update_timeout_s=update_timeout_s or control_timeout_s
+        )
+        self._request_timeout_s = request_timeout_s
+        self._given_vocab_size = vocab_size
+        self._vocab_size = vocab_size  # what ids are checked against
+        self._server: dict[str, Any] | None = None  # what /server_info said, which takes the engine a step
+        self._adapters = adapters
+        self._served: int | None = None  # the version last reported
+        self._experts: ExpertLayout | None = None
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> SGLangEngine:
@@ -81,12 +87,18 @@ class SGLangEngine:
         await self.aclose()
 
     async def generate(
-        self, rid: str, input_ids: TokenIds, sampling: SamplingParams, on_tokens: OnTokens | None = None
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
     ) -> Completion:
         """See Engine.generate."""
         await self._check_ids(input_ids)
         body = {
-            "rid": rid,
+            "rid": rid + RID_END,
             "input_ids": np.ascontiguousarray(input_ids),
             "return_logprob": True,
             "logprob_start_len": -1,
@@ -95,45 +107,66 @@ class SGLangEngine:
         }
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
+        routing = await self._routing_asked(len(input_ids), sampling)
+        if routing is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
+        if self._adapters:
+            return await self._generate_with_adapter(body, on_tokens, routing)
+        return await self._generate(body, on_tokens, routing)
+
+    async def _generate(
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+    ) -> Completion:
         try:
             if on_tokens is not None:
-                return await self._generate_streamed(body, on_tokens)
-            answer = await self._call("POST", "/generate", body, self._request_timeout)
+                return await self._generate_streamed(body, on_tokens, routing)
+            answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
         except (EngineRejected, EngineUnavailable):
             raise
         except (asyncio.CancelledError, Exception):
             # A real server looks for closed connections every 4 s only, and samples on until then.
-            task = asyncio.create_task(self._abort_left(rid))
+            task = asyncio.create_task(self._abort_left(body["rid"].removesuffix(RID_END)))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
             raise
-        return completion_from_wire(answer)
+        completion = completion_from_wire(answer, routing)
+        self._heard(answer["meta_info"].get("weight_version"))
+        return completion
+
+    async def _generate_with_adapter(
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+    ) -> Completion:
+        """Under the adapter of the version served; its tokens are of that version, whatever is answered."""
+        # Asked each time: what was heard last may be older than what the next batch must be drawn by.
+        version = (await self.model_info()).version
+        try:
+            return await self._generate_under(version, body, on_tokens, routing)
+        except EngineRejected:
+            # The adapter may be gone: versions have gone on, or the server was started again.
+            now = (await self.model_info()).version
+            if now == version:
+                raise
+            return await self._generate_under(now, body, on_tokens, routing)
+
+    async def _generate_under(
+        self, version: int, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+    ) -> Completion:
+        def labelled(chunk: TokenChunk) -> None:
+            assert on_tokens is not None
+            on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
+
+        named = {**body, "lora_path": adapter_name(version)} if version else body
+        completion = await self._generate(named, labelled if on_tokens is not None else None, routing)
+        return replace(completion, versions=np.full(len(completion), version, np.int32))
+
+    def _heard(self, weight_version: object) -> None:
+        """An answer may have been overtaken by others, so here versions only grow."""
+        if weight_version is not None:
+            self._served = max(self._served or 0, version_from_wire(weight_version))
 
     async def abort(self, rid: str) -> None:
         """See Engine.abort."""
-        await self._call("POST", "/abort_request", {"rid": rid})
-
-    async def pause(self, mode: PauseMode) -> None:
-        """See Engine.pause."""
-        await self._call("POST", "/pause_generation", {"mode": mode})
-        self._paused = mode
-
-    async def resume(self) -> None:
-        """See Engine.resume."""
-        await self._call("POST", "/continue_generation", {})
-        self._paused = None
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        """See Engine.update_weights_from_disk."""
-        body = {
-            "model_path": path,
-            "weight_version": str(version),
-            # Requests frozen in place need their keys and values: the server refuses to flush under them.
-            "flush_cache": self._paused != "in_place",
-        }
-        answer = await self._call("POST", "/update_weights_from_disk", body)
-        if not (isinstance(answer, dict) and answer.get("success")):
-            raise EngineError(f"{self.base_url} did not take the weights at {path}: {shorten(str(answer))}")
+        await self._call("POST", "/abort_request", {"rid": rid + RID_END})
 
     async def health(self) -> None:
         """See Engine.health."""
@@ -141,42 +174,53 @@ class SGLangEngine:
 
     async def model_info(self) -> ModelInfo:
         """See Engine.model_info. What SGLang leaves out is read from the model folder's config.json."""
-        info = as_object(await self._call("GET", "/model_info"), "/model_info")
+        try:
+            info = as_object(await self._call("GET", "/model_info"), "/model_info")
+        except EngineUnavailable:
+            self._server, self._vocab_size, self._experts = None, self._given_vocab_size, None
+            raise  # whatever answers there next may be another server
         path = info.get("model_path")
         if not isinstance(path, str):
             raise EngineError(f"{self.base_url}/model_info names no model_path: {shorten(str(info))}")
         config = _local_config(path)
-        vocab_size = self._vocab_size or info.get("vocab_size") or config.get("vocab_size")
+        vocab_size = self._given_vocab_size or info.get("vocab_size") or config.get("vocab_size")
+        if self._server is None and not info.get("context_length"):
+            self._server = await self._server_info()
+        server = self._server or {}
         context = (
             info.get("context_length")
-            or await self._context_length()
+            or server.get("context_length")
             or config.get("max_position_embeddings")
         )
         if not isinstance(vocab_size, int) or not isinstance(context, int):
             raise EngineError(
                 f"{self.base_url} does not say its vocabulary or context size, and {path}/config.json "
-                "is not readable from here; give vocab_size"
+                "is not readable from here: start it on a folder that this machine can read under that path"
             )
-        version = version_from_wire(info.get("weight_version", "default"))
-        return ModelInfo(path, version, vocab_size, context, str(info.get("kernel", "")))
+        version = self._served = version_from_wire(info.get("weight_version", "default"))
+        kernel = str(info.get("kernel", ""))
+        workers = server.get("tp_size") or 1
+        experts, architecture = expert_layout(config), str(info.get("model_type") or "")
+        return ModelInfo(path, version, vocab_size, context, kernel, experts, workers, architecture)
 
     async def busy_s(self) -> float | None:
         """See Engine.busy_s. The embedded engine counts, SGLang does not."""
-        answer = as_object(await self._call("GET", "/server_info"), "/server_info")
-        value = answer.get("busy_s")
+        value = (await self._server_info()).get("busy_s")
         return float(value) if isinstance(value, int | float) else None
 
     async def aclose(self) -> None:
         """See Engine.aclose."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=ABORT_WAIT_S)
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        await super().aclose()
 
-    async def _generate_streamed(self, body: Any, on_tokens: OnTokens) -> Completion:
-        whole = StreamedCompletion()
-        async with aclosing(self._events("/generate", body)) as batches:
+    async def _generate_streamed(
+        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None
+    ) -> Completion:
+        whole = StreamedCompletion(self._served)
+        async with aclosing(
+            self._http.events("/generate", body, timeout_s=self._request_timeout_s)
+        ) as batches:
             async for events in batches:
                 # A cumulative chunk holds the ones before it: of many that have arrived, the last is enough.
                 for event in events[-1:] if whole.cumulative else events:
@@ -187,7 +231,20 @@ class SGLangEngine:
             raise EngineUnavailable(
                 f"{self.base_url}/generate ended its stream before the completion finished"
             )
-        return whole.completion()
+        self._heard(whole.weight_version)
+        return whole.completion(routing)
+
+    async def _routing_asked(self, prompt_tokens: int, sampling: SamplingParams) -> RoutingAsked | None:
+        if sampling.routed_experts_from is None:
+            return None
+        if self._experts is None:
+            self._experts = (await self.model_info()).experts
+        if self._experts is None:
+            raise EngineError(
+                f"routed experts are asked for, and the model that {self.base_url} serves has none, or its "
+                "folder's config.json is not readable from here"
+            )
+        return RoutingAsked(self._experts, sampling.routed_experts_from, prompt_tokens)
 
     async def _abort_left(self, rid: str) -> None:
         try:
@@ -195,10 +252,8 @@ class SGLangEngine:
         except EngineError as error:  # nobody waits for the answer; the server ends it a little later
             log.warning("the generation %s, whose caller has left, could not be aborted: %s", rid, error)
 
-    async def _context_length(self) -> int | None:
-        answer = as_object(await self._call("GET", "/server_info"), "/server_info")
-        value = answer.get("context_length")
-        return value if isinstance(value, int) else None
+    async def _server_info(self) -> dict[str, Any]:
+        return as_object(await self._call("GET", "/server_info"), "/server_info")
 
     async def _check_ids(self, input_ids: TokenIds) -> None:
         if self._vocab_size is None:
@@ -209,68 +264,6 @@ class SGLangEngine:
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             raise EngineRejected(f"token id {wrong} is outside the engine's vocabulary of {self._vocab_size}")
-
-    async def _call(
-        self, method: str, path: str, body: Any = None, timeout: aiohttp.ClientTimeout | None = None
-    ) -> Any:
-        """One request; the parsed JSON, None for an empty body, or an error of the tree."""
-        url = self.base_url + path
-        timeout = timeout or self._control_timeout
-        with _mapped_errors(url, timeout):
-            async with self._open(method, url, body, timeout) as response:
-                raw, status = await response.read(), response.status
-        if (error := error_of(url, status, raw)) is not None:
-            raise error
-        if not raw:
-            return None
-        try:
-            return orjson.loads(raw)
-        except ValueError:
-            return raw.decode(errors="replace")  # /flush_cache and /health answer in words
-
-    async def _events(self, path: str, body: Any) -> AsyncGenerator[list[bytes], None]:
-        """The events of a streamed answer, in the batches in which they arrive, without the last, [DONE]."""
-        url, timeout, reader = self.base_url + path, self._request_timeout, EventReader()
-        with _mapped_errors(url, timeout):
-            async with self._open("POST", url, body, timeout) as response:
-                if (error := error_of(url, response.status, b"")) is not None:
-                    raise error_of(url, response.status, await response.read()) or error
-                async for received in response.content.iter_any():
-                    events = reader.feed(received)
-                    done = bool(events) and events[-1] == DONE
-                    if events[: len(events) - done]:
-                        yield events[: len(events) - done]
-                    if done:
-                        await _finish(response)
-                        return
-
-    def _open(
-        self, method: str, url: str, body: Any, timeout: aiohttp.ClientTimeout
-    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        if self._session is None:
-            # No limit on connections: how many calls are in flight is the caller's admission to decide.
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-            )
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-        return self._session.request(method, url, data=data, headers=JSON, timeout=timeout)
-
-
-async def _finish(response: aiohttp.ClientResponse) -> None:
-    """Read to the end, which follows at once, so that the connection can be used again."""
-    with suppress(TimeoutError, aiohttp.ClientError):
-        async with asyncio.timeout(END_WAIT_S):
-            await response.read()
-
-
-@contextmanager
-def _mapped_errors(url: str, timeout: aiohttp.ClientTimeout) -> Iterator[None]:
-    try:
-        yield
-    except TimeoutError as error:
-        raise EngineUnavailable(f"{url} did not answer within {timeout.total:g} s") from error
-    except aiohttp.ClientError as error:
-        raise EngineUnavailable(f"{url} is not reachable: {error}") from error
 
 
 def _local_config(path: str) -> dict[str, Any]:

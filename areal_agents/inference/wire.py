@@ -11,9 +11,17 @@ from typing import Any
 import numpy as np
 import orjson
 
-from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenChunk, TopLogprobs
+from areal_agents.core.completion import (
+    UNSURE,
+    Completion,
+    FinishReason,
+    SamplingParams,
+    TokenChunk,
+    TopLogprobs,
+)
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import version_from_wire
+from areal_agents.inference.routing import RoutingAsked, routing_from_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
@@ -47,8 +55,8 @@ def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-def completion_from_wire(answer: Any) -> Completion:
-    """A /generate answer as a Completion.
+def completion_from_wire(answer: Any, routing: RoutingAsked | None = None) -> Completion:
+    """A /generate answer as a Completion; `routing` says which routed experts were asked for.
 
     EngineError if ids, logprobs and versions do not fit together; EngineRejected or EngineUnavailable if the
     answer says that the request was refused or failed.
@@ -63,12 +71,14 @@ def completion_from_wire(answer: Any) -> Completion:
             raise EngineError(
                 f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
             )
+        versions = _versions(meta, len(ids))
         return Completion(
             token_ids=ids,  # type: ignore[arg-type]
             logprobs=logprobs,  # type: ignore[arg-type]
-            versions=_versions(meta, len(ids)),
+            versions=versions,
             finish_reason=reason,
             top_logprobs=_top_logprobs(meta.get("output_top_logprobs")),
+            routed_experts=None if routing is None else routing_from_wire(meta, routing, versions),
         )
     except _UNREADABLE as error:
         raise EngineError(f"/generate returned an answer that cannot be read: {error!r}") from error
@@ -80,18 +90,25 @@ class StreamedCompletion:
     Which of the two is told by the count of tokens that every chunk carries.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, served: int | None = None) -> None:
+        """`served` is the version that was served before the request was sent, where that is known."""
         self.cumulative = False  # whether chunks are known to repeat what was sent
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
         self._last: Mapping[str, Any] | None = None
+        self._label = served  # version of the latest chunk
         self._reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
         """Whether the chunk with the finish reason has come."""
         return self._reason is not None
+
+    @property
+    def weight_version(self) -> object:
+        """What the last chunk calls the weights that the server had then; None if it does not say."""
+        return None if self._last is None else self._last.get("weight_version")
 
     def feed(self, event: bytes) -> TokenChunk | None:
         """Take one event's data; the tokens that are new in it, None if there are none.
@@ -115,16 +132,18 @@ class StreamedCompletion:
         self._last, self._reason = meta, reason
         return new
 
-    def completion(self) -> Completion:
-        """All of it, once `finished`."""
+    def completion(self, routing: RoutingAsked | None = None) -> Completion:
+        """All of it, once `finished`; `routing` says which routed experts were asked for."""
         assert self._last is not None and self._reason is not None, "the stream has not finished"
         try:
+            versions = _versions(self._last, len(self._ids))
             return Completion(
                 token_ids=self._ids,  # type: ignore[arg-type]
                 logprobs=self._logprobs,  # type: ignore[arg-type]
-                versions=_versions(self._last, len(self._ids)),
+                versions=versions,
                 finish_reason=self._reason,
                 top_logprobs=tuple(self._top),
+                routed_experts=None if routing is None else routing_from_wire(self._last, routing, versions),
             )
         except _UNREADABLE as error:
             raise EngineError(f"/generate streamed an answer that cannot be read: {error!r}") from error
@@ -155,12 +174,27 @@ class StreamedCompletion:
             return None
         rows = meta.get("output_top_logprobs")
         new = TokenChunk(
-            tuple(map(int, ids)), tuple(map(float, logprobs)), _top_logprobs(rows[first:] if rows else None)
+            tuple(map(int, ids)),
+            tuple(map(float, logprobs)),
+            _top_logprobs(rows[first:] if rows else None),
+            self._new_versions(meta, known, len(ids)),
         )
         self._ids += new.token_ids
         self._logprobs += new.logprobs
         self._top += new.top_logprobs
         return new
+
+    def _new_versions(self, meta: Mapping[str, Any], known: int, count: int) -> tuple[int, ...]:
+        """[count] versions of the tokens after the `known` ones.
+
+        Spans are exact. A chunk without them has the label of the moment in which it was written: where that
+        is newer than before, its tokens may still be of the weights before the swap.
+        """
+        if meta.get("weight_versions"):
+            return tuple(_versions(meta, known + count)[known:].tolist())
+        label = version_from_wire(meta.get("weight_version", "default"))
+        before, self._label = self._label, label
+        return (label if before is not None and label <= before else UNSURE,) * count
 
 
 def error_of(url: str, status: int, raw: bytes) -> EngineError | None:
@@ -263,5 +297,6 @@ def _message(raw: bytes) -> str:
         return shorten(raw.decode(errors="replace"))
     if not isinstance(body, dict):
         return shorten(str(body))
-    error = body.get("error", body.get("message", body.get("detail", body)))
+    known = ("error", "message", "error_message", "detail")
+    error = next((body[name] for name in known if name in body), body)
     return shorten(str(error.get("message", error) if isinstance(error, dict) else error))

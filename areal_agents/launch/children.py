@@ -1,7 +1,8 @@
 """Child processes with a log file each. Whatever ends the supervisor, none of them stays behind.
 
 A child gets SIGTERM first and SIGKILL when its time is up; it leads a process group, so that what
-it started itself ends with it.
+it started itself ends with it. One that keeps nothing which is not in the store is started again when it
+is killed, after a pause that grows; the others' death, or too many, end the run.
 """
 
 from __future__ import annotations
@@ -11,30 +12,47 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.launch.leftovers import MARK, end_leftovers
 from areal_agents.launch.signals import uninterrupted
 
 TAIL_LINES = 15
 SERVERS = ("engine", "proxy")
 SERVER_STOP_TIMEOUT_S = 15.0
+MOST_RESTARTS = 5  # of one child within RESTARTS_WITHIN_S
+RESTARTS_WITHIN_S = 600.0
+FIRST_PAUSE_S = 0.5  # before a restart; doubles with each of those
+LONG_LIFE_S = 60.0  # what fails after it is no fault of the configuration
+_ASKED = (-signal.SIGTERM, -signal.SIGINT)  # somebody wanted it to end
 
 
 class ChildDied(ArealAgentsError):
     """A process of the run ended although it was needed; the message holds the end of its log."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Child:
-    """A started process."""
+    """A process, as it was started last.
+
+    Attributes:
+        restart: starts it again; None if its death ends the run.
+        restarted: when it was started again lately.
+        due: when that is to happen; None while it runs, or is not to.
+    """
 
     name: str
     process: subprocess.Popen[bytes]
     log: Path
+    restart: Callable[[], subprocess.Popen[bytes]] | None
+    started: float = field(default_factory=time.monotonic)
+    restarted: deque[float] = field(default_factory=deque)
+    due: float | None = None
 
     def tail(self) -> str:
         """The last lines of its log."""
@@ -43,11 +61,16 @@ class Child:
 
 
 class Children:
-    """The processes of one run, by name."""
+    """The processes of one run, by name. `say` is told of those that are started again."""
 
-    def __init__(self, *, stop_timeout_s: float = 60.0) -> None:
+    module = "areal_agents.launch.processes"
+
+    def __init__(
+        self, *, stop_timeout_s: float = 60.0, say: Callable[[str], object] = lambda text: None
+    ) -> None:
         self._children: dict[str, Child] = {}
         self._stop_timeout_s = stop_timeout_s
+        self._say = say
 
     def __enter__(self) -> Children:
         return self
@@ -66,38 +89,59 @@ class Children:
         log: Path,
         environment: Mapping[str, str],
         ranks: int = 1,
+        restarts: bool = False,
     ) -> Child:
         """Start `python -m areal_agents.launch.processes ARGUMENTS` with its output in `log`.
 
-        With more than one rank, torchrun starts that many of it.
+        With more than one rank, torchrun starts that many of it. With `restarts` it is started again when
+        it was killed, or failed after a long life.
         """
         torchrun = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
         )
-        with open(log, "ab") as file:
-            process = subprocess.Popen(
-                [sys.executable, *torchrun, "-m", "areal_agents.launch.processes", *arguments],
-                stdin=subprocess.PIPE,  # closes when this process ends, however it ends
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                start_new_session=True,
-            )
-        self._children[name] = Child(name, process, log)
+        command = [*torchrun, "-m", self.module, *arguments]
+        mark = str(log)
+
+        def launch() -> subprocess.Popen[bytes]:
+            if restarts:  # a trainer that is ending may still write its checkpoint
+                end_leftovers(mark)
+            with open(log, "ab") as file:
+                return subprocess.Popen(
+                    [sys.executable, *command],
+                    stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **environment, MARK: mark},
+                    start_new_session=True,
+                )
+
+        self._children[name] = Child(name, launch(), log, launch if restarts else None)
         return self._children[name]
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:
-        """Raise ChildDied if a process ended that should not have, or ended with an error."""
+        """Start again what may be. ChildDied if another process ended that should not have, or too often."""
         for child in self._children.values():
             code = child.process.poll()
             if code is None or (code == 0 and child.name in may_finish):
                 continue
+            if child.due is not None:
+                if time.monotonic() >= child.due:
+                    _start_again(child)
+                continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-            raise ChildDied(f"the {child.name} process {how}. The end of {child.log}:\n{child.tail()}")
+            if not _may_restart(child, code):
+                raise ChildDied(f"the {child.name} process {how}. The end of {child.log}:\n{child.tail()}")
+            child.due = time.monotonic() + FIRST_PAUSE_S * 2 ** len(child.restarted)
+            self._say(
+                f"the {child.name} process {how}; it is started again ({len(child.restarted) + 1} of at most "
+                f"{MOST_RESTARTS} times in {RESTARTS_WITHIN_S / 60:.0f} minutes)"
+            )
 
     def finished(self, name: str) -> bool:
-        """Whether the process has ended."""
-        return self._children[name].process.poll() is not None
+        """Whether the process has ended and is not started again."""
+        child = self._children[name]
+        code = child.process.poll()
+        return code is not None and child.due is None and not _may_restart(child, code)
 
     def stop(self) -> None:
         """End every process; returns when all are gone.
@@ -105,14 +149,37 @@ class Children:
         Those that call the engine and the proxy end first, so that a trainer can still publish and
         write its checkpoint, and the rollouts can seal their episodes.
         """
-        servers = [child for child in self._children.values() if child.name in SERVERS]
-        callers = [child for child in self._children.values() if child.name not in SERVERS]
+        servers = [child for child in self._children.values() if _is_server(child)]
+        callers = [child for child in self._children.values() if not _is_server(child)]
         for children, timeout_s in ((callers, self._stop_timeout_s), (servers, SERVER_STOP_TIMEOUT_S)):
             for child in children:
                 _signal_group(child, signal.SIGTERM)
             deadline = time.monotonic() + timeout_s
             for child in children:
                 _wait_or_kill(child, deadline)
+
+
+def _is_server(child: Child) -> bool:
+    return child.name.partition("-")[0] in SERVERS  # engine-0, engine-1, …
+
+
+def _may_restart(child: Child, code: int) -> bool:
+    now = time.monotonic()
+    while child.restarted and now - child.restarted[0] > RESTARTS_WITHIN_S:
+        child.restarted.popleft()
+    killed = code < 0 and code not in _ASKED
+    failed_late = code == 1 and now - child.started > LONG_LIFE_S
+    return child.restart is not None and (killed or failed_late) and len(child.restarted) < MOST_RESTARTS
+
+
+def _start_again(child: Child) -> None:
+    assert child.restart is not None
+    _signal_group(child, signal.SIGKILL)  # what it left behind in its group
+    if child.process.stdin is not None:
+        child.process.stdin.close()
+    child.process = child.restart()
+    child.started, child.due = time.monotonic(), None
+    child.restarted.append(child.started)
 
 
 def _wait_or_kill(child: Child, deadline: float) -> None:
@@ -122,6 +189,7 @@ def _wait_or_kill(child: Child, deadline: float) -> None:
         _signal_group(child, signal.SIGKILL)
         child.process.wait()
     _signal_group(child, signal.SIGKILL)  # what it left behind in its group
+    end_leftovers(str(child.log))  # and elsewhere
     if child.process.stdin is not None:
         child.process.stdin.close()
 

@@ -31,6 +31,8 @@ class LiveView:
         self._stage = "starting"
         self._printed_rows = 0
         self._printed_evals: set[str] = set()
+        self._event = ""
+        self._warning: str | None = None
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> LiveView:
@@ -49,6 +51,19 @@ class LiveView:
         self._stage = text
         if not self._live:
             self._console.print(f"[{self._elapsed():5.0f} s] {text}")
+
+    def event(self, text: str) -> None:
+        """Say that something happened; on a terminal it stands until something else does."""
+        self._event = f"[{self._elapsed():.0f} s] {text}"
+        if not self._live:
+            self._console.print(f"[{self._elapsed():5.0f} s] {text}", highlight=False, soft_wrap=True)
+
+    def warn(self, text: str | None) -> None:
+        """Say what holds for now and wants the user's attention; None when it is over."""
+        if not self._live and (text is None) != (self._warning is None):
+            said = f"warning: {text}" if text else "the warning is over: the run goes on"
+            self._console.print(f"[{self._elapsed():5.0f} s] {said}", highlight=False, soft_wrap=True)
+        self._warning = text
 
     def update(self, rows: Sequence[dict[str, Any]], progress: Progress) -> None:
         """Show the newest figures."""
@@ -106,7 +121,9 @@ class LiveView:
             f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends everything",
             "dim",
         )
-        return Panel(Group(head, body, footer), title=self._title, width=min(100, self._console.width))
+        said = [Text(self._warning, "bold red")] if self._warning else []
+        said += [Text(self._event, "yellow")] if self._event else []
+        return Panel(Group(head, body, *said, footer), title=self._title, width=min(100, self._console.width))
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: Progress) -> int:
         """Episodes of an evaluation: once training has begun, as many as the one before it had."""

@@ -22,6 +22,7 @@ from pathlib import Path
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.launch.ready import wait_until_ready
+from areal_agents.launch.room import room_of
 from areal_agents.launch.run_folder import RunFolder
 
 EXIT_STOPPED = 3  # asked to end before the work was done
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--first-version", type=int, default=0, help="rollout: the version that the trainer begins with"
     )
+    parser.add_argument("--replica", type=int, default=0, help="engine: which of them this is")
+    parser.add_argument("--gpus", default="", help="engine: the GPUs that it computes on; none: the CPU")
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
         "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
@@ -73,25 +76,10 @@ def end_with_supervisor() -> None:
 
 
 def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
-    from areal_agents.inference.config import EmbeddedEngineConfig
-    from areal_agents.inference.embedded.server import serve
+    from areal_agents.launch.engines import serve_engine
 
-    host, port = folder.read_endpoints().engine_address
-    engine = config.engine
-    serve(
-        EmbeddedEngineConfig(
-            incremental_streaming=True,
-            model=config.model,
-            host=host,
-            port=port,
-            threads=engine.threads or int(os.environ.get("OMP_NUM_THREADS", "0")),
-            slots=engine.slots,
-            max_context=engine.max_context,
-            dtype=engine.dtype,
-            device=engine.device,
-            seed=config.seed,
-        )
-    )
+    gpus = [int(gpu) for gpu in options.gpus.split(",") if gpu]
+    serve_engine(config, folder, replica=options.replica, gpus=gpus)
 
 
 def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
@@ -104,6 +92,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
             "port": endpoints.proxy_port,
             "admin_key": endpoints.admin_key,
             "group_size": config.rollout.group_size,
+            "routed_experts": config.engine.routed_experts or config.proxy.routed_experts,
         }
     )
     serve(
@@ -112,18 +101,22 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         store=folder.store_at(config.store.url),
         durability=config.store,
         engine_urls=endpoints.engine_urls,
+        router_url=config.engine.router,
+        adapters=config.trainer.publish.transport == "lora",
     )
 
 
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
+    from areal_agents.launch.engines import memory_to_release, ready_path
     from areal_agents.store import Store
     from areal_agents.training.recorded import RecordedGroups, recorded_store
     from areal_agents.training.trainer import run
 
     stop = _stop_event()
     first = int(os.environ.get("RANK", "0")) == 0
-    store = engine = recorded = None
+    store = recorded = None
+    engines: list[SGLangEngine] = []
     with ExitStack() as opened:
         if first:
             store = opened.enter_context(
@@ -134,18 +127,25 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             seed = config.seed if config.data.seed is None else config.data.seed
             recorded = RecordedGroups.read(source, seed=seed)
         elif first:
-            url = folder.read_endpoints().engine_urls[0]
-            wait_until_ready(url + "/health", check=lambda: _end_if(stop))
-            engine = SGLangEngine(url)
+            for url in folder.read_endpoints().engine_urls:
+                wait_until_ready(
+                    url + ready_path(config),
+                    check=lambda: _end_if(stop),
+                    timeout_s=config.engine.start_timeout_s,
+                )
+                engines.append(SGLangEngine(url, update_timeout_s=config.trainer.publish.timeout_s))
         result = run(
             config.trainer,
             config.algorithm,
             store=store,
-            engine=engine,
+            engines=engines,
             model_path=config.model,
             run_dir=folder.root,
             groups=config.rollout.groups,
             max_staleness=config.rollout.max_staleness,
+            on_stale=config.rollout.on_stale,
+            swap_between_batches=config.loop == "one_step_off",
+            released=memory_to_release(config),
             stop=stop,
             seed=config.seed,
             recorded=recorded,
@@ -182,6 +182,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 steps=config.trainer.steps,
                 seed=config.seed,
                 first_version=options.first_version,
+                lack=room_of(config, folder).lack,
                 stop=stop,
             )
             if stop.is_set():
@@ -197,6 +198,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             rollout=config.rollout,
             evaluation=config.eval,
             label=options.evaluate,
+            seed=config.seed,
             stop=stop,
         )
         if stop.is_set():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -11,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from areal_agents.errors import ConfigError
+from areal_agents.store.trainer_lock import TrainerLock
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,6 @@ class Endpoints:
     proxy_host: str
     proxy_port: int
     admin_key: str
-
-    @property
-    def engine_address(self) -> tuple[str, int]:
-        """Host and port of the first engine."""
-        url = urlsplit(self.engine_urls[0])
-        return str(url.hostname), int(url.port or 80)
 
     @property
     def proxy_url(self) -> str:
@@ -95,33 +90,80 @@ class RunFolder:
         data = json.loads((self.root / "endpoints.json").read_text())
         return Endpoints(**{**data, "engine_urls": tuple(data["engine_urls"])})
 
-    def set_aside(self) -> Path | None:
-        """Rename an earlier run out of the way; the new name, or None if there was none.
+    def set_aside(self, store_url: str | None = None) -> list[Path]:
+        """Rename an earlier run out of the way, and its store where the configuration names one elsewhere.
 
-        ConfigError if that run is still alive, or if the folder holds something that is no run.
+        Returns:
+            The new names, of what was there.
+
+        Raises:
+            ConfigError: that run is still alive, the folder holds something that is no run, or the store
+                is none that can be renamed.
+            Conflict: its trainer is still ending.
         """
-        if not self.root.exists():
-            return None
-        if not (self.config.exists() or (self.root / "lock").exists()) and any(self.root.iterdir()):
+        store = _store_file(store_url) if store_url else self.store
+        is_elsewhere = not store.is_relative_to(self.root) and store.exists()
+        found = [*([self.root] if self.root.exists() else []), *([store] if is_elsewhere else [])]
+        if not found:
+            return []
+        is_run = self.config.exists() or (self.root / "lock").exists()
+        if self.root.exists() and not is_run and any(self.root.iterdir()):
             raise ConfigError(f"{self.root} is not the folder of a run; choose another with run_dir=...")
-        with self.locked():
-            target = self.root.with_name(
-                f"{self.root.name}.{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-            )
-            self.root.rename(target)
-        return target
+        stamp = f".{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        with self.locked(store_url), TrainerLock(store).held(ENDING_TRAINER_S):
+            for suffix in ("-wal", "-shm") if is_elsewhere else ():
+                with contextlib.suppress(FileNotFoundError):  # it holds commits that are not in the file yet
+                    _beside(store, suffix).rename(_beside(store, stamp + suffix))
+            return [path.rename(_beside(path, stamp)) for path in found]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the run for this process. ConfigError if another one has it."""
+    def locked(self, store_url: str | None = None) -> Iterator[None]:
+        """Hold the run for this process, and a store elsewhere. ConfigError if another process has one."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "logs").mkdir(exist_ok=True)
-        with open(self.root / "lock", "w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"another process is using the run folder {self.root}; "
-                    "stop it, or choose another with run_dir=..."
-                ) from None
+        in_use = (
+            f"another process is using the run folder {self.root}; stop it, or choose another with run_dir="
+        )
+        with contextlib.ExitStack() as held:
+            held.enter_context(_held(self.root / "lock", in_use))
+            if store_url and (store := _sqlite_file(store_url)) is not None:
+                store.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(_held(_beside(store, ".lock"), _STORE_IN_USE.format(store)))
             yield
+
+
+ENDING_TRAINER_S = 60.0  # that a trainer may take to end after its supervisor did
+_STORE_IN_USE = "another run is using the store {}; stop it, or choose another with store.url=..."
+
+
+@contextmanager
+def _held(lock: Path, in_use: str) -> Iterator[None]:
+    """Hold a lock file; the system lets it go when this process ends. ConfigError saying `in_use`."""
+    with open(lock, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(in_use) from None
+        yield
+
+
+def _store_file(url: str) -> Path:
+    """The file of a SQLite store. ConfigError for any other: it cannot be set aside from here."""
+    file = _sqlite_file(url)
+    if file is None:
+        raise ConfigError(
+            f"--fresh cannot set the store {url.partition('://')[0]}://… aside: drop its tables, or give an "
+            "empty database with store.url=..., and start with --fresh again; without it the run goes on"
+        )
+    return file
+
+
+def _sqlite_file(url: str) -> Path | None:
+    scheme, separator, rest = url.partition(":///")
+    if not separator and "://" not in url:
+        return Path(url).expanduser().absolute()
+    return Path(rest).absolute() if scheme.partition("+")[0] == "sqlite" else None
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(path.name + suffix)

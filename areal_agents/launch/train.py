@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import httpx
@@ -18,10 +17,13 @@ from rich.console import Console
 
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
+from areal_agents.inference.server import free_ports
 from areal_agents.launch.children import Children
+from areal_agents.launch.engines import EnginePlan, check_running, engine_name, plan_engines, ready_path
 from areal_agents.launch.live import LiveView
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
+from areal_agents.launch.room import room_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
@@ -42,19 +44,22 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         ablate_tool: afterwards, evaluate once more with the agent's tool switched off.
 
     Raises:
-        ConfigError: another process uses the run folder, a port is taken, or a tracker is not installed.
-        ChildDied: a process ended that should not have.
+        ConfigError: another process uses the run folder, a port is taken, a tracker is not installed, or an
+            engine cannot be started or used as the config says.
+        ChildDied: the trainer ended that should not have, or another process too often.
         Interrupted: the user stopped the run; everything has been ended.
     """
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
     check_trackers(config.trainer.trackers)
+    plan = None if config.data.episodes else plan_engines(config)
     folder = RunFolder(Path(config.run_dir))
-    if fresh and (earlier := folder.set_aside()):
+    for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
-    with folder.locked(), interruptible():
+    with folder.locked(config.store.url), interruptible():
         _say_if_resumed(folder, console)
         save_config(config, folder.config)
+        _say_what_starts(config, folder, console, plan)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
             console,
@@ -62,10 +67,12 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             steps=config.trainer.steps,
             eval_episodes=eval_episodes,
         )
-        with Children() as children:
+        with Children(say=view.event) as children:
             with view:
-                run = _run_recorded if config.data.episodes else _run
-                wall_s, idle = run(config, folder, children, view)
+                if plan is None:
+                    wall_s, idle = _run_recorded(config, folder, children, view)
+                else:
+                    wall_s, idle = _run(config, folder, children, view, plan)
             dead_tool = None
             if ablate_tool:
                 console.print("evaluating once more with the agent's tool switched off")
@@ -85,6 +92,9 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         raise ConfigError(
             "eval measures the weights of `model` in an engine that it starts; leave out engine.urls"
         )
+    plan = plan_engines(config)
+    # With a store of its own: the versions in the run's would be swapped in, in place of `model`.
+    config = config.model_copy(update={"store": config.store.model_copy(update={"url": None})})
     folder = RunFolder(Path(config.run_dir + "-eval"))
     folder.set_aside()
     with folder.locked(), interruptible():
@@ -92,8 +102,8 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
         with Children() as children:
-            start_serving(config, folder, children)
-            wait_until_serving(endpoints, children, console.print)
+            start_serving(config, folder, children, plan)
+            wait_until_serving(config, endpoints, children, console.print)
             return _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
 
 
@@ -106,50 +116,78 @@ def _say_if_resumed(folder: RunFolder, console: Console) -> None:
         console.print(said, soft_wrap=True)
 
 
-def choose_endpoints(config: Config) -> Endpoints:
-    """Free ports on this machine where the config names none; an admin key of its own."""
-    urls = tuple(config.engine.urls) or (f"http://127.0.0.1:{free_port()}",)
-    port = config.proxy.port or free_port()
-    return Endpoints(
-        urls, config.proxy.host, port, config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
+def _say_what_starts(config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None) -> None:
+    if plan is not None:
+        console.print(plan.describe(folder), soft_wrap=True)
+    ranks = config.trainer.ranks
+    trainer = f"trainer: {ranks} rank{'s' if ranks > 1 else ''}"
+    colocated = (
+        "" if config.engine.colocate == "none" else f", colocated with the engines ({config.engine.colocate})"
+    )
+    console.print(
+        f"{trainer}{colocated}; logs of all processes: {folder.log('trainer').parent}", soft_wrap=True
     )
 
 
-def free_port() -> int:
-    """A TCP port that was free on the loopback interface a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def choose_endpoints(config: Config) -> Endpoints:
+    """Free ports on this machine where the config names none; an admin key of its own."""
+    proxy, *engines = free_ports(1 + config.engine.replicas)
+    urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
+    key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
+    return Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key)
 
 
-def threads_for(role: str, *, alone: bool = False) -> dict[str, str]:
-    """Environment that gives a process its share of the cores: the engine and the trainer half each.
+def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
+    """Environment that gives a process its share of the cores: engines and trainer half each.
 
-    With `alone`, all of them.
+    Args:
+        role: what the process is.
+        alone: give it all of them.
+        engines: how many share the engines' half.
+        given: threads that the engines get together instead of a half; 0 for none.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     engine = max(1, cores // 2)
-    count = cores if alone else {"engine": engine, "trainer": max(1, cores - engine)}.get(role, 1)
+    share = max(1, (given or engine) // engines)
+    count = cores if alone else {"engine": share, "trainer": max(1, cores - engine)}.get(role, 1)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
     return {**{name: str(count) for name in names}, "TOKENIZERS_PARALLELISM": "false"}
 
 
-def start_serving(config: Config, folder: RunFolder, children: Children) -> None:
-    """Start the proxy, and the engine unless the config names running ones."""
-    if not config.engine.urls:
-        _start(children, folder, "engine")
+def start_serving(config: Config, folder: RunFolder, children: Children, plan: EnginePlan) -> None:
+    """Start the engines of the plan, and the proxy."""
+    count = len(plan.placements)
+    for replica, placement in enumerate(plan.placements):
+        _start(
+            children,
+            folder,
+            "engine",
+            *("--replica", str(replica), "--gpus", ",".join(map(str, placement.gpus))),
+            name=engine_name(replica, count),
+            environment=threads_for("engine", engines=count, given=config.engine.threads),
+        )
     _start(children, folder, "proxy")
 
 
-def wait_until_serving(endpoints: Endpoints, children: Children, say: Callable[[str], None]) -> None:
-    """Return when engine and proxy answer. ChildDied if any process ends before that."""
-    say("waiting for the inference engine")
-    wait_until_ready(endpoints.engine_urls[0] + "/health", check=children.check)
+def wait_until_serving(
+    config: Config, endpoints: Endpoints, children: Children, say: Callable[[str], None]
+) -> None:
+    """Return when engines and proxy answer. ChildDied if any process ends before that, ConfigError if a
+    running server was started without what the run needs of it."""
+    count = len(endpoints.engine_urls)
+    for number, url in enumerate(endpoints.engine_urls, 1):
+        say("waiting for the inference engine" + (f" {number} of {count}" if count > 1 else ""))
+        wait_until_ready(
+            url + ready_path(config), check=children.check, timeout_s=config.engine.start_timeout_s
+        )
+    check_running(config)
     say("waiting for the proxy")
     wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
 
 
-def _run(config: Config, folder: RunFolder, children: Children, view: LiveView) -> tuple[float, float | None]:
+def _run(
+    config: Config, folder: RunFolder, children: Children, view: LiveView, plan: EnginePlan
+) -> tuple[float, float | None]:
     """Rollouts and training side by side; the seconds they took, and the engine's idle share."""
     started = time.monotonic()
     endpoints = choose_endpoints(config)
@@ -157,18 +195,22 @@ def _run(config: Config, folder: RunFolder, children: Children, view: LiveView) 
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
-    start_serving(config, folder, children)
+    start_serving(config, folder, children, plan)
+    if config.engine.colocate != "none":  # an engine measures what memory is left for it before it serves
+        wait_until_serving(config, endpoints, children, view.stage)
     # Each waits for what it needs, so that they load side by side.
     _start(children, folder, "trainer", ranks=config.trainer.ranks)
     _start(children, folder, "rollout", "--first-version", str(first))
-    wait_until_serving(endpoints, children, view.stage)
+    wait_until_serving(config, endpoints, children, view.stage)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
+    room = room_of(config, folder)
     with Store.open(folder.store_at(config.store.url)) as store:
         while not (children.finished("rollout") and children.finished("trainer")):
             children.check(may_finish=("rollout", "trainer"))
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
+            view.warn(room.lack())
             view.update(metrics.rows, read_progress(store))
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
@@ -198,40 +240,46 @@ def _run_recorded(
 
 
 class EngineBusy:
-    """The share of the training time in which no engine was sampling."""
+    """The share of the training time in which the engines were not sampling, over all of them.
+
+    An engine that was started again counts from zero; one that does not answer is asked again later.
+    """
 
     def __init__(self, urls: tuple[str, ...]) -> None:
         self._urls = urls
-        self._counted = True  # whether the engine counts its busy time; a real SGLang does not
-        self._from: tuple[float, float] | None = None
-        self._to: tuple[float, float] | None = None
+        self._counted = True  # whether engines count their busy time; a real SGLang does not
+        self._busy_s = 0.0
+        self._last: dict[str, float] = {}  # by URL
+        self._from: float | None = None
+        self._to = 0.0
 
     def follow(self, done: int, steps: int) -> None:
         """Note the counters while the trainer is between its first and its last step."""
-        if 1 <= done < steps and self._counted:
-            reading = self._read()
-            self._counted = reading is not None
-            self._from = self._from or reading
-            self._to = reading or self._to
+        if not (1 <= done < steps and self._counted):
+            return
+        for url in self._urls:
+            self._note(url)
+        self._to = time.monotonic()
+        self._from = self._from or self._to
 
     def idle_share(self) -> float | None:
-        """Between 0 and 1; None where the engine does not count its busy time."""
-        if not self._from or not self._to or self._to[0] <= self._from[0]:
+        """Between 0 and 1; None where an engine does not count its busy time."""
+        if not self._counted or self._from is None or self._to <= self._from:
             return None
-        elapsed = self._to[0] - self._from[0]
-        return max(0.0, 1.0 - (self._to[1] - self._from[1]) / elapsed / len(self._urls))
+        return max(0.0, 1.0 - self._busy_s / (self._to - self._from) / len(self._urls))
 
-    def _read(self) -> tuple[float, float] | None:
-        total = 0.0
-        for url in self._urls:
-            try:
-                info = httpx.get(url + "/get_server_info", timeout=2.0).json()
-            except (httpx.HTTPError, ValueError):
-                return None
-            if "busy_s" not in info:
-                return None
-            total += info["busy_s"]
-        return time.monotonic(), total
+    def _note(self, url: str) -> None:
+        try:
+            info = httpx.get(url + "/get_server_info", timeout=2.0).json()
+        except (httpx.HTTPError, ValueError):
+            return
+        if "busy_s" not in info:
+            self._counted = False
+            return
+        now, before = float(info["busy_s"]), self._last.get(url)
+        if before is not None:
+            self._busy_s += now - before if now >= before else now
+        self._last[url] = now
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:
@@ -265,15 +313,18 @@ def _start(
     folder: RunFolder,
     role: str,
     *arguments: str,
+    name: str = "",
+    environment: Mapping[str, str] | None = None,
     ranks: int = 1,
     alone: bool = False,
 ) -> None:
     children.start(
-        role,
+        name or role,
         [role, "--folder", str(folder.root), *arguments],
-        log=folder.log(role),
-        environment=threads_for(role, alone=alone),
+        log=folder.log(name or role),
+        environment=threads_for(role, alone=alone) if environment is None else environment,
         ranks=ranks,
+        restarts=role != "trainer",  # its death costs steps, so the user should know
     )
 
 

@@ -16,7 +16,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_agents.errors import ArealAgentsError
-from areal_agents.inference import Engine
+from areal_agents.inference import Sampler
+from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
@@ -35,22 +36,23 @@ from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.proxy.workers.placement import Placement
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
+from areal_agents.store import Retention, Store
 
 
 def create_app(
     *,
     store: Store,
-    engine: Engine,
+    engine: Sampler,
     renderer: ChatRenderer,
     config: ProxyConfig,
     observer: Observer | None = None,
     workers: Workers | None = None,
+    retention: Retention | None = None,
 ) -> ASGIApp:
     """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards.
 
     `observer` is told of every model call when it has ended. With `workers` it is one of several on one
-    store, and forwards what belongs to another.
+    store, and forwards what belongs to another. `retention` gives trained turns up as time goes by.
     """
     ownership = Ownership(store, workers) if workers is not None else None
     sessions = Sessions(store, ownership.owner if ownership is not None else None)
@@ -58,10 +60,12 @@ def create_app(
     auth = Authenticator(config)
     completer = Completer(store=store, engine=engine, renderer=renderer, config=config)
     pass_through = PassThrough(config)
+    pool = engine if isinstance(engine, EnginePool) else None
     metrics = Metrics(
         waiting=lambda: completer.waiting,
         running=lambda: completer.running,
         open_episodes=lambda: len(sessions),
+        pool=pool,
     )
     told = (metrics.observe, log_call if config.log_calls else None, observer)
     observers = [tell for tell in told if tell is not None]
@@ -89,7 +93,12 @@ def create_app(
         own_port=workers.port if workers is not None else None,
     )
     housekeeping = Housekeeping(
-        store=store, sessions=sessions, implicit=implicit, config=config, ownership=ownership
+        store=store,
+        sessions=sessions,
+        implicit=implicit,
+        config=config,
+        ownership=ownership,
+        retention=retention,
     )
 
     async def health(request: Request) -> Response:
@@ -98,7 +107,11 @@ def create_app(
     async def ready(request: Request) -> Response:
         served = await engine.model_info()
         metrics.served_version(served.version)
-        return _json({"status": "ok", "version": served.version})
+        answer = {"status": "ok", "version": served.version}
+        if pool is not None and len(pool.replicas) > 1:
+            serving = sum(replica.is_serving for replica in pool.replicas)
+            answer |= {"engines": len(pool.replicas), "serving": serving}
+        return _json(answer)
 
     async def read_metrics(request: Request) -> Response:
         auth.require_admin(request)
@@ -107,6 +120,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         await implicit.restore()
+        if pool is not None:
+            pool.start()
         sweeping = asyncio.create_task(housekeeping.run())
         yield
         sweeping.cancel()

@@ -25,7 +25,7 @@ from areal_agents.errors import (
     RequestError,
     StoreError,
 )
-from areal_agents.inference import Engine, ModelInfo
+from areal_agents.inference import ModelInfo, Sampler
 from areal_agents.proxy.admission import Admission
 from areal_agents.proxy.asked import AskedStream, as_asked
 from areal_agents.proxy.calls import Call, Retry
@@ -34,6 +34,7 @@ from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.retries import Retries
 from areal_agents.proxy.sampling import Drawing, draw, grammar_of
+from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
@@ -43,7 +44,7 @@ from areal_agents.store import Conflict, Store
 class Completer:
     """Draws and records turns. Shared by all episodes and dialects."""
 
-    def __init__(self, *, store: Store, engine: Engine, renderer: ChatRenderer, config: ProxyConfig) -> None:
+    def __init__(self, *, store: Store, engine: Sampler, renderer: ChatRenderer, config: ProxyConfig) -> None:
         self._store = store
         self._engine = engine
         self._config = config
@@ -184,9 +185,11 @@ class Completer:
         streamed: bool,
     ) -> Turn:
         """Sample one reply and read it; streamed, its pieces go into the call as they come."""
-        params = drawing.params
+        params, base = drawing.params, session.row.sampling.get(BASE_SEED)
         if params.seed is not None and choice:  # siblings with one seed would be one reply
             params = replace(params, seed=(params.seed + choice) % 2**63)
+        elif params.seed is None and base is not None:
+            params = replace(params, seed=session.draws.next_seed(base, prompt.where.parent, prompt.new_ids))
         stream = _ReplyFeed(call, choice, prompt, request, self._prompts) if streamed else None
         try:
             completion = await self._generate(session, call.turn_ids[choice], prompt, params, stream)
@@ -226,7 +229,9 @@ class Completer:
         session.calls.add(drawing)  # the end of the episode cancels it
         try:
             async with self._admission.slot(), asyncio.timeout(self._config.generate_timeout_s):
-                completion = await self._engine.generate(rid, prompt.ids, params, feed)
+                completion = await self._engine.generate(
+                    rid, prompt.ids, self._wanted(params, prompt), feed, affinity=session.id
+                )
         except TimeoutError:
             raise EngineUnavailable(f"no completion within {self._config.generate_timeout_s:g} s") from None
         except EngineRejected as error:
@@ -243,6 +248,16 @@ class Completer:
         if completion.finish_reason == "abort":
             raise EngineUnavailable("the engine aborted the generation")
         return completion
+
+    def _wanted(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
+        """`params`, and the experts of the tokens that the turn adds, where they are recorded.
+
+        Its parent could not know those of its own last token, which comes first here.
+        """
+        if not self._config.routed_experts:
+            return params
+        known = len(prompt.ids) - len(prompt.new_ids)
+        return replace(params, routed_experts_from=max(known - 1, 0))
 
     async def _record(self, call: Call, session: Session, turns: list[Turn]) -> None:
         """Write the turns, then remember them. Nothing comes between the two, not even a shutdown."""
@@ -315,6 +330,8 @@ def _when_ended(write: concurrent.futures.Future[None], act: Callable[[], None])
 
 def _remember(session: Session, turns: Sequence[Turn]) -> None:
     for turn in turns:
+        if turn.completion.routed_experts is not None:  # large, and only the trainer wants it, from the store
+            turn = replace(turn, completion=replace(turn.completion, routed_experts=None))
         session.record(turn)
 
 

@@ -91,6 +91,12 @@ class ProxyConfig(BaseModel):
     )
     log_calls: bool = Field(default=False, description="Log every model call: its numbers, not its texts.")
 
+    routed_experts: bool = Field(
+        default=False,
+        description="Record which experts the engine sends each token through; a run sets it from "
+        "engine.routed_experts.",
+    )
+
     group_size: int = Field(default=16, ge=1, description="Places of a group that is opened without a size.")
     lifted_pins: tuple[PinnedField, ...] = Field(
         default=(),

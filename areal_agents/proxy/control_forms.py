@@ -15,6 +15,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.sampling import PINS
+from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Limits
 from areal_agents.proxy.turn_ids import turn_id_of
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
@@ -33,6 +34,7 @@ def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> N
         task=_task(body.get("task")),
         group_id=group_id,
         group_size=_group_size(body, default_group_size) if group_id is not None else None,
+        surplus=_surplus(body) if group_id is not None else None,
         index=_index(body),
         split=_split(body.get("split", "train")),
         metadata=_optional(body, "metadata", dict) or {},
@@ -81,6 +83,13 @@ def _group_size(body: Mapping[str, Any], default: int) -> int:
     return default if size is None else size
 
 
+def _surplus(body: Mapping[str, Any]) -> int | None:
+    surplus = _optional(body, "surplus", int)
+    if surplus is not None and not 0 <= surplus < _MOST_PLACES:
+        raise RequestError(f"surplus must be from 0 to {_MOST_PLACES - 1}, got {surplus}", param="surplus")
+    return surplus
+
+
 def _index(body: Mapping[str, Any]) -> int | None:
     index = _optional(body, "index", int)
     if index is not None and not 0 <= index < _MOST_PLACES:
@@ -104,9 +113,9 @@ def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in data.items():
-        if name not in PINS or name == "logit_bias":
+        if (name not in PINS and name != BASE_SEED) or name == "logit_bias":
             raise RequestError(f"unknown sampling parameter {shown(name)}", param=f"sampling.{name}")
-        kind = int if name in ("seed", "top_k") else (int, float)
+        kind = int if name in ("seed", BASE_SEED, "top_k") else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             raise RequestError(f"{name} must be a number, got {shown(value)}", param=f"sampling.{name}")
     return data

@@ -1,4 +1,5 @@
-"""What time does to episodes: idle ones are closed, unrewarded ones fail, unused ones leave memory."""
+"""What time does to episodes: idle ones are closed, unrewarded ones fail, unused ones leave memory,
+and of trained ones only what `store.retain` says stays."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.sessions import Sessions
 from areal_agents.proxy.workers.ownership import Ownership
-from areal_agents.store import Conflict, OpenEpisode, Store
+from areal_agents.store import Conflict, OpenEpisode, Retention, Store
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ class Housekeeping:
     """Sweeps at intervals. An episode of an earlier process counts as used when it is first met.
 
     Of several workers, each sweeps its own episodes, and the first of them those that nobody living owns.
+    `retention` is given to one of them at most.
     """
 
     def __init__(
@@ -34,13 +36,16 @@ class Housekeeping:
         implicit: ImplicitEpisodes,
         config: ProxyConfig,
         ownership: Ownership | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._store = store
         self._sessions = sessions
         self._implicit = implicit
         self._config = config
         self._ownership = ownership
+        self._retention = retention
         self._last_used: dict[str, float] = {}
+        self._unrewarded: dict[str, float] = {}  # when each was first met
 
     async def run(self) -> None:
         """Sweep until cancelled. Whatever fails in one sweep is logged, and the next one comes."""
@@ -62,12 +67,21 @@ class Housekeeping:
     async def sweep(self) -> None:
         """Close, fail and forget what is due now."""
         await self._close_idle()
-        before = time.time() - self._config.reward_timeout_s
-        for episode_id in await asyncio.wrap_future(self._store.fail_unrewarded(before)):
-            _logger.warning(
-                "episode %s failed: no reward within %g s", episode_id, self._config.reward_timeout_s
-            )
+        await self._fail_unrewarded()
         self._sessions.forget_idle(_MEMORY_IDLE_S)
+        if self._retention is not None:
+            await asyncio.to_thread(self._retention.go)
+
+    async def _fail_unrewarded(self) -> None:
+        """By this process's own clock: the wall's may be set back or forward."""
+        now, limit_s = time.monotonic(), self._config.reward_timeout_s
+        found = await asyncio.to_thread(self._store.unrewarded_episodes)
+        self._unrewarded = {episode_id: self._unrewarded.get(episode_id, now) for episode_id in found}
+        due = [episode_id for episode_id, since in self._unrewarded.items() if now - since > limit_s]
+        if not due:
+            return
+        for episode_id in await asyncio.wrap_future(self._store.fail_unrewarded(due)):
+            _logger.warning("episode %s failed: no reward within %g s", episode_id, limit_s)
 
     async def _close_idle(self) -> None:
         now = time.monotonic()

@@ -19,6 +19,8 @@ from prometheus_client import (
 )
 
 from areal_agents.core.trajectory import Turn
+from areal_agents.inference.pool import EnginePool
+from areal_agents.proxy.engine_metrics import PoolMetrics
 from areal_agents.proxy.observe import CallRecord
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -36,9 +38,10 @@ class Metrics:
         waiting: Callable[[], int],
         running: Callable[[], int],
         open_episodes: Callable[[], int],
+        pool: EnginePool | None = None,
     ) -> None:
         """The callables are asked when the metrics are read: calls in the queue, calls in the engine, and
-        episodes in memory."""
+        episodes in memory; `pool` too, of the engines."""
         self._registry = CollectorRegistry()
         calls = self._counter("calls", "Model calls.", "dialect", "streamed", "status", "split")
         refusals = self._counter("refusals", "Model calls that were answered with an error.", "code")
@@ -57,6 +60,8 @@ class Metrics:
         self._gauge("calls_waiting", "Calls that wait for a place in the engine.", waiting)
         self._gauge("calls_running", "Calls that hold a place in the engine.", running)
         self._gauge("open_episodes", "Open episodes in memory.", open_episodes)
+        if pool is not None:
+            self._registry.register(PoolMetrics(pool))
         self._latest: dict[str, None] = {}  # ids of turns, the oldest first
         # Looking a child up by its labels costs more than counting.
         self._calls, self._refusals = cache(calls.labels), cache(refusals.labels)

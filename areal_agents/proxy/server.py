@@ -19,17 +19,17 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_agents.errors import ConfigError
-from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.inference import running_engine
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
 from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store, StoreConfig
+from areal_agents.store import Retention, Store, StoreConfig
 
-__all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engine", "url_of"]
+__all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engines", "url_of"]
 
 _logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ def serve(
     store: str | Path,
     durability: StoreConfig | None = None,
     engine_urls: Sequence[str] = (),
+    router_url: str = "",
+    adapters: bool = False,
     engine_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
@@ -55,18 +57,19 @@ def serve(
         model: the model folder, for the chat template and, without `engine_urls`, for the weights.
         config: host, port and everything else; port 0 takes a free one.
         store: path or URL of the store; the episodes in it go on.
-        durability: of the store; by default against the death of processes.
-        engine_urls: a running engine; without one an embedded engine is started and stopped here.
+        durability: of the store, and what is kept in it; by default against the death of processes, and all.
+        engine_urls: running engines, replicas of one model; without any, an embedded engine is started and
+            stopped here.
+        router_url: a router in front of `engine_urls` that generation goes through.
+        adapters: the policy is a LoRA adapter of the model that the engines serve.
         engine_options: for the embedded engine, fields of EmbeddedEngineConfig.
         announce: gets one line for the user when the proxy is about to answer.
 
     Raises:
-        ConfigError: port taken, no model folder, or no admin key off loopback.
+        ConfigError: port taken, no model folder, no admin key off loopback, or engines of different models.
         EngineUnavailable: the embedded engine does not start.
         StoreError: the store is unusable.
     """
-    if len(engine_urls) > 1:
-        raise ConfigError(f"one engine URL is supported for now, got {len(engine_urls)}")
     refuse_open_access(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
@@ -75,12 +78,20 @@ def serve(
         renderer = make_renderer(model, config)
         settings = durability or StoreConfig()
         opened = stack.enter_context(Store.open(store, settings.durability))
-        if engine_urls:
-            engine_url = engine_urls[0]
-        else:
-            engine_url = stack.enter_context(running_engine(model, **(engine_options or {})))
-        announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engine_url})")
-        serve_with_engine(listener, engine_url=engine_url, store=opened, renderer=renderer, config=config)
+        if not engine_urls:
+            engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
+        check_models(engine_urls)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters)
+        retention = None if settings.retain.versions is None else Retention(opened, settings.retain)
+        announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
+        serve_with_engines(
+            listener,
+            engines=engines,
+            store=opened,
+            renderer=renderer,
+            config=config,
+            retention=retention,
+        )
 
 
 def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
@@ -93,28 +104,31 @@ def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
     return renderer
 
 
-def serve_with_engine(
+def serve_with_engines(
     *listeners: socket.socket,
-    engine_url: str,
+    engines: EngineUrls,
     store: Store,
     renderer: ChatRenderer,
     config: ProxyConfig,
     workers: Workers | None = None,
+    retention: Retention | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
-    """Serve on bound sockets, with a running engine, until SIGTERM or Ctrl-C.
+    """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
     `workers` is given to one of several processes; `on_ready` is called when requests are answered.
     """
-    engine = SGLangEngine(engine_url, request_timeout_s=config.generate_timeout_s)
-    app = create_app(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
+    pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
+    app = create_app(
+        store=store, engine=pool, renderer=renderer, config=config, workers=workers, retention=retention
+    )
     served = app if on_ready is None else _telling(app, on_ready)
 
     async def run() -> None:
         try:
             await serve_app(served, *listeners)
         finally:
-            await engine.aclose()
+            await pool.aclose()
 
     _one_heap()
     # What was loaded stays for good: no collection need look at it. And few objects of a call are cyclic.

@@ -24,6 +24,7 @@ from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls import Call
 from areal_agents.proxy.dialects.memo import MessageMemo
 from areal_agents.proxy.request import ModelRequest
+from areal_agents.proxy.seeds import Draws
 from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, SealedStatus, Store
 
 _logger = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ class Session:
         self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
         self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
         self.memo = MessageMemo()
+        self.draws = Draws(turns)
         # The session header of the agent itself; others are its sub-agents'.
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.last_used = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -31,7 +32,7 @@ class Attempt:
     """What to attempt, and as what.
 
     Attributes:
-        group, group_size, index: its place; None outside groups.
+        group, group_size, surplus, index: its place; None outside groups.
         metadata: stored with the episode.
         sampling: replaces what the agent asks for.
     """
@@ -41,6 +42,7 @@ class Attempt:
     group: str | None = None
     group_size: int | None = None
     index: int | None = None
+    surplus: int | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     sampling: Mapping[str, Any] | None = None
 
@@ -70,6 +72,7 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
             {"id": attempt.task.id, "input": dict(attempt.task.input)},
             group=attempt.group,
             group_size=attempt.group_size,
+            surplus=attempt.surplus,
             index=attempt.index,
             split=attempt.split,
             metadata={**SOURCE, **attempt.metadata},
@@ -162,16 +165,29 @@ async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outco
 
 
 class Patience:
-    """Counts failures in a row, over all tasks; success of any resets it."""
+    """Counts failures in a row, over all tasks; success of any resets it.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: so many in a row are too many,
+        least_s: once they have gone on for so long: many episodes at a time meet one short outage.
+    """
+
+    def __init__(self, limit: int, *, least_s: float) -> None:
         self._limit = limit
+        self._least_s = least_s
         self._failures = 0
+        self._since_s = 0.0
 
     def note(self, error: str | None) -> None:
-        """Note how an attempt ended. AgentError once too many in a row have failed."""
-        self._failures = 0 if error is None else self._failures + 1
-        if self._failures >= self._limit:
+        """Note how an attempt ended. AgentError once too many in a row have failed for too long."""
+        if error is None:
+            self._failures = 0
+            return
+        now = time.monotonic()
+        if not self._failures:
+            self._since_s = now
+        self._failures += 1
+        if self._failures >= self._limit and now - self._since_s >= self._least_s:
             raise AgentError(f"{self._failures} attempts in a row failed; the last one: {error}")
 
 

@@ -1,7 +1,8 @@
 """Keeps training groups coming: as many as the gate allows, oldest first, `concurrency` episodes at a time.
 
-Every group that is submitted ends complete or dropped. Nothing here must survive a restart: started
-groups, their attempts and their failures are read back from the store.
+Every group that is submitted ends complete or dropped; what an over-sampled one has beyond its size is
+aborted as soon as it is complete. Nothing here must survive a restart: started groups, their attempts
+and their failures are read back from the store.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Task
@@ -29,6 +30,7 @@ from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.gate import admissible_groups
 from areal_agents.rollout.groups import GroupRun, Place, read_places
+from areal_agents.rollout.seeds import episode_seed
 from areal_agents.store import OpenGroup, Store
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,9 @@ class Collector:
 
     Args:
         steps: of the run; how many groups it needs follows.
-        changed: set whenever the store may have changed.
+        seed: of the run; every attempt draws from one of its own.
+        lack: what the run lacks to take more on; no group is submitted while it lacks anything.
+        changed: set whenever the store may have changed, and from time to time.
         patience: shared with evaluations; ends the run when everything fails.
     """
 
@@ -54,6 +58,8 @@ class Collector:
         source: TaskSource,
         config: RolloutConfig,
         steps: int,
+        seed: int = 0,
+        lack: Callable[[], str | None] = lambda: None,
         changed: asyncio.Event,
         patience: Patience,
     ) -> None:
@@ -62,11 +68,15 @@ class Collector:
         self._agent = agent
         self._config = config
         self._steps = steps
+        self._seed = seed
+        self._lack = lack
+        self._lacked = False
         self._changed = changed
         self._patience = patience
         self._tasks: Iterator[tuple[Task, int]] = source.stream(set(store.task_ids_started("train")))
         self._groups: dict[str, GroupRun] = {}
         self._submitted = 0
+        self._dropping = 0  # groups that are forgotten here and not yet dropped in the store
         self._queue: list[tuple[int, int, GroupRun]] = []  # places to fill: (group's order, index, group)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
@@ -104,9 +114,9 @@ class Collector:
     async def _take_over(self, found: OpenGroup) -> None:
         if found.size != self._config.group_size:
             reason = f"group_size changed from {found.size} to {self._config.group_size}"
-            await self._client.drop_group(found.id, reason)
+            await self._insist(self._client.drop_group, found.id, reason)
             return
-        group = self._add(found.id, found.task)
+        group = self._add(found.id, found.task, found.surplus)
         group.registered = True
         for index, place in enumerate(_places(found)):
             await self._continue(group, index, place)
@@ -118,20 +128,46 @@ class Collector:
         submitted = counts["pending"] + counts["complete"] + counts["leased"] + unregistered
         config = self._config
         if not admissible_groups(
-            submitted=submitted, groups=config.groups, max_staleness=config.max_staleness
+            submitted=submitted,
+            groups=config.groups,
+            max_staleness=config.max_staleness,
+            needed=self._needed(),
         ):
+            return False
+        if self._lacks():
             return False
         task, epoch = next(self._tasks, (None, 0))
         if task is None:
             self._exhausted = True
             return False
-        group = self._add(f"{task.id}@{epoch}", task)
-        for index in range(group.size):
+        group = self._add(f"{task.id}@{epoch}", task, config.over_sample)
+        for index in range(group.places):
             self._enqueue(group, index)
         return True
 
-    def _add(self, group_id: str, task: Task) -> GroupRun:
-        group = GroupRun(group_id, task, self._config.group_size, self._submitted)
+    def _lacks(self) -> bool:
+        """Whether the run lacks something; the log says when that begins and ends."""
+        lack = self._lack()
+        if lack is not None and not self._lacked:
+            logger.error("%s", lack)
+        elif lack is None and self._lacked:
+            logger.info("groups are submitted again")
+        self._lacked = lack is not None
+        return self._lacked
+
+    def _needed(self) -> int:
+        """How many groups the steps to come train on; looked up only where nothing else is the bound."""
+        if self._config.max_staleness is not None:
+            return 0
+        return (self._steps - self._step()) * self._config.groups
+
+    def _step(self) -> int:
+        """The step of the newest version."""
+        latest = self._store.latest_version()
+        return latest.step if latest is not None else 0
+
+    def _add(self, group_id: str, task: Task, surplus: int) -> GroupRun:
+        group = GroupRun(group_id, task, self._config.group_size, surplus, self._submitted)
         self._submitted += 1
         self._groups[group_id] = group
         return group
@@ -141,7 +177,7 @@ class Collector:
         self._changed.set()
 
     def _check_data(self) -> None:
-        if not self._exhausted or self._groups:
+        if not self._exhausted or self._groups or self._dropping:
             return
         counts = self._store.group_counts("train")
         left = counts["pending"] + counts["complete"] + counts["leased"]
@@ -162,6 +198,7 @@ class Collector:
             lost = str(error)
         finally:
             self._running.pop((group.id, index), None)
+            group.open.pop(index, None)
             self._changed.set()
         if lost is not None:
             await self._look_again(group, index, lost)
@@ -170,41 +207,87 @@ class Collector:
         if outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
             group.failures[index] += 1
-            if group.failures[index] <= self._config.retries:
-                await asyncio.sleep(backoff_s(group.failures[index]))
-            await self._retry_or_drop(group, index, str(outcome.error))
+            pause_s = backoff_s(group.failures[index])
+            await self._after_failures(group, index, str(outcome.error), pause_s=pause_s)
         elif not outcome.rewarded:
             group.unrewarded.add(index)
-        elif group.scored(index):
-            self._groups.pop(group.id, None)
+        elif group.note_scored(index):
+            await self._let_go(group)
 
     async def _attempt(self, group: GroupRun, index: int) -> Outcome:
-        latest = self._store.latest_version()
-        limits = self._config.limits_at(latest.step if latest is not None else 0)
-        attempt = Attempt(group.task, "train", group.id, group.size, index)
+        limits = self._config.limits_at(self._step())
+        seed = episode_seed(self._seed, group.id, index, group.failures[index])
+        sampling = {"base_seed": seed}
+        attempt = Attempt(
+            group.task, "train", group.id, group.size, index, group.surplus or None, sampling=sampling
+        )
         opened = await open_attempt(self._client, attempt, limits=limits)
         group.registered = True
+        group.open[index] = opened.id
         return await run_rollout(self._client, self._agent, group.task, opened, limits=limits)
 
-    async def _retry_or_drop(self, group: GroupRun, index: int, error: str) -> None:
-        failures = group.failures[index]
-        if failures > self._config.retries:
-            await self._drop(group, f"place {index} failed {failures} times; the last time: {error}")
-        elif group.id in self._groups:  # not dropped meanwhile
-            self._enqueue(group, index)
+    async def _after_failures(self, group: GroupRun, index: int, error: str, *, pause_s: float = 0.0) -> None:
+        """Decide what becomes of a vacant place; `pause_s` goes before a new attempt."""
+        refill = self._config.on_failed == "refill"
+        follows = group.after_failures(index, retries=self._config.retries, refill=refill)
+        if follows == "drop":
+            times = group.failures[index]
+            await self._drop(group, f"place {index} failed {times} times; the last time: {error}")
+        elif follows == "retry":
+            if pause_s:
+                await asyncio.sleep(pause_s)
+            if group.id in self._groups:  # neither dropped nor complete meanwhile
+                self._enqueue(group, index)
 
-    async def _drop(self, group: GroupRun, reason: str) -> None:
+    async def _let_go(self, group: GroupRun) -> None:
+        """The group is complete, or dropped by somebody else: end what still runs for it.
+
+        Once it is complete the store has aborted its surplus already, and takes nothing more of it.
+        """
         if not self._forget(group):
-            return  # another of its places was faster
-        logger.error("group %s is dropped: %s", group.id, reason)
+            return
+        left = list(group.open.values())
+        await self._cancel(group)
+        await self._insist(abort_episodes, self._client, left, "its group needs it no more")
+
+    async def _cancel(self, group: GroupRun) -> None:
         others = [task for (group_id, _), task in self._running.items() if group_id == group.id]
         for task in others:
             task.cancel()
         if others:
             await asyncio.wait(others)
-        await self._client.drop_group(group.id, reason)
-        left = self._store.episodes(group_id=group.id, status="open")
-        await abort_episodes(self._client, [episode.id for episode in left], "its group was dropped")
+
+    async def _drop(self, group: GroupRun, reason: str) -> None:
+        if not self._forget(group):
+            return  # another of its places was faster
+        logger.error("group %s is dropped: %s", group.id, reason)
+        self._dropping += 1
+        try:
+            await self._cancel(group)
+            await self._insist(self._client.drop_group, group.id, reason)
+            left = [episode.id for episode in self._store.episodes(group_id=group.id, status="open")]
+            await self._insist(abort_episodes, self._client, left, "its group was dropped")
+        finally:
+            self._dropping -= 1
+            self._changed.set()
+
+    async def _insist(self, call: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        """Make a control call until it is answered: the proxy may be away for a moment.
+
+        Refused with a conflict it has nothing to do any more: the trainer has the group.
+        """
+        while True:
+            try:
+                await call(*arguments)
+                return
+            except RequestError as error:
+                if error.status == 409:
+                    return
+                if error.status < 500:
+                    raise
+                logger.warning("a control call is repeated: %s", error)
+                self._patience.note(str(error))
+                await asyncio.sleep(backoff_s(1))
 
     def _forget(self, group: GroupRun) -> bool:
         """Do no more for a group; whether it was one of ours until now."""
@@ -220,32 +303,29 @@ class Collector:
         group.failures[index] = place.failures
         if place.state == "open":
             assert place.episode is not None
-            await abort_episodes(self._client, [place.episode], "nobody runs it any more")
+            await self._insist(abort_episodes, self._client, [place.episode], "nobody runs it any more")
         if place.state == "unrewarded":
             group.unrewarded.add(index)
         elif place.state != "scored":
-            await self._retry_or_drop(group, index, "see the episodes of the group")
-        elif group.scored(index):
-            self._groups.pop(group.id, None)
+            await self._after_failures(group, index, "see the episodes of the group")
+        elif group.note_scored(index):
+            await self._let_go(group)
 
-    async def _look_again(self, group: GroupRun, index: int, error: str | None) -> None:
+    async def _look_again(self, group: GroupRun, index: int, error: str) -> None:
         """The proxy refused, or its answer was lost: what became of the place?"""
-        while error is not None:
-            logger.warning("%s[%d]: %s", group.id, index, error)
-            self._patience.note(error)
-            await asyncio.sleep(backoff_s(1))
-            if group.id not in self._groups:
-                return
-            found = {pending.id: pending for pending in self._store.open_groups()}.get(group.id)
-            if found is None and group.registered:  # dropped by somebody else
-                self._forget(group)
-                return
-            places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.size
-            try:
-                await self._continue(group, index, places[index])
-                error = None
-            except RequestError as refused:
-                error = str(refused)
+        if group.id not in self._groups:  # a conflict with what the group came to meanwhile
+            return
+        logger.warning("%s[%d]: %s", group.id, index, error)
+        self._patience.note(error)
+        await asyncio.sleep(backoff_s(1))
+        if group.id not in self._groups:
+            return
+        found = {pending.id: pending for pending in self._store.open_groups()}.get(group.id)
+        if found is None and group.registered:  # its completion was not heard of, or it was dropped
+            await self._let_go(group)
+            return
+        places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.places
+        await self._continue(group, index, places[index])
 
     async def _look_at_unrewarded(self) -> None:
         """Rewards may come over HTTP; the proxy fails the episodes for which none does."""
@@ -257,7 +337,7 @@ class Collector:
         pending = {found.id: found for found in self._store.open_groups()}
         for group in waiting:
             if group.id not in pending:  # complete, or dropped by somebody else
-                self._forget(group)
+                await self._let_go(group)
                 continue
             for index, place in enumerate(_places(pending[group.id])):
                 if index in group.unrewarded and place.state != "unrewarded":
@@ -266,7 +346,8 @@ class Collector:
 
 
 def _places(found: OpenGroup) -> list[Place]:
-    return read_places(found.size, [attempt for tried in found.attempts.values() for attempt in tried])
+    count = found.size + found.surplus
+    return read_places(count, [attempt for tried in found.attempts.values() for attempt in tried])
 
 
 def _is_ours(group: OpenGroup) -> bool:

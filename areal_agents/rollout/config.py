@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
+
+from areal_agents.core.rollout import OnStale
 
 
 class LimitsConfig(BaseModel):
@@ -41,23 +45,50 @@ class RolloutConfig(BaseModel):
 
     groups: int = Field(default=8, ge=1, description="Groups in a training batch.")
     group_size: int = Field(default=8, ge=1, description="Episodes of one task in a group.")
-    max_staleness: int = Field(
-        default=1, ge=0, description="η: how many versions behind the trainer a token may be; 0 is on-policy."
+    over_sample: int = Field(
+        default=0,
+        ge=0,
+        description="Episodes of a group beyond group_size; the slowest are aborted: favours short ones.",
+    )
+    max_staleness: int | None = Field(
+        default=1,
+        ge=0,
+        description="η: how many versions behind the trainer a token may be; 0 is on-policy, inf unbounded.",
+    )
+    on_stale: OnStale = Field(
+        default="mask",
+        description="Tokens beyond max_staleness are masked; or their groups dropped; or the trainer waits "
+        "for old groups, so that none are; or within the bound too the older count less (downweight).",
     )
     concurrency: int = Field(default=64, ge=1, description="Training episodes that run at the same time.")
     workers: int = Field(
         default=8, ge=1, description="Processes for a synchronous agent; each runs one episode at a time."
     )
-    retries: int = Field(
-        default=2, ge=0, description="New attempts after a failed one, before its group is dropped."
+    retries: int = Field(default=2, ge=0, description="New attempts at an episode after a failed one.")
+    on_failed: Literal["refill", "drop"] = Field(
+        default="refill",
+        description="When those have failed too: complete the group from fresh episodes of its task, at most "
+        "group_size of them, or drop it.",
     )
     give_up_after: int = Field(
         default=128, ge=1, description="Failed attempts in a row, over all tasks, that end the run."
+    )
+    give_up_s: float = Field(
+        default=60.0, ge=0, description="But not before they have gone on for so long: outages pass."
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     context_stages: tuple[ContextStage, ...] = Field(
         default=(), description="Iterative context lengthening: shorter contexts first, in stages by step."
     )
+
+    @field_validator("max_staleness", mode="before")
+    @classmethod
+    def _unbounded(cls, given: Any) -> Any:
+        return None if given in ("inf", math.inf) else given
+
+    @field_serializer("max_staleness")
+    def _named(self, bound: int | None) -> int | str:
+        return "inf" if bound is None else bound
 
     @field_validator("context_stages")
     @classmethod

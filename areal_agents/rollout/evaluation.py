@@ -21,6 +21,7 @@ from areal_agents.rollout.attempt import (
     run_rollout,
 )
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.seeds import episode_seed
 from areal_agents.store import Store
 
 logger = logging.getLogger(__name__)
@@ -35,6 +36,7 @@ async def evaluate_tasks(
     label: str,
     step: int | None,
     temperature: float,
+    seed: int,
     concurrency: int,
     limits: LimitsConfig,
     retries: int,
@@ -42,8 +44,9 @@ async def evaluate_tasks(
 ) -> None:
     """Run every task that the store has no scored episode of under this label and step.
 
-    The episodes carry split "eval" and metadata {"eval": label, "step": step}. A task that still fails after
-    `retries` new attempts stays failed; the last attempt at a task is the one that counts.
+    The episodes carry split "eval" and metadata {"eval": label, "step": step}. What is drawn follows from
+    `seed` and the task, whatever the label: evaluations differ by the weights alone. A task that still
+    fails after `retries` new attempts stays failed; the last attempt at a task is the one that counts.
 
     Raises:
         AgentError: too many attempts in a row failed.
@@ -54,12 +57,11 @@ async def evaluate_tasks(
     scored = {episode.task_id for episode in ended if episode.status in ("finished", "truncated")}
     waiting = deque(task for task in tasks if task.id not in scored)
 
-    async def attempt(task: Task) -> str | None:
+    async def attempt(task: Task, tried: int) -> str | None:
+        sampling = {"temperature": temperature, "base_seed": episode_seed(seed, "eval", task.id, tried)}
         try:
             opened = await open_attempt(
-                client,
-                Attempt(task, "eval", metadata=metadata, sampling={"temperature": temperature}),
-                limits=limits,
+                client, Attempt(task, "eval", metadata=metadata, sampling=sampling), limits=limits
             )
             return (await run_rollout(client, agent, task, opened, limits=limits)).error
         except RequestError as error:
@@ -69,7 +71,7 @@ async def evaluate_tasks(
         while waiting:
             task = waiting.popleft()
             for tried in range(1, retries + 2):
-                error = await attempt(task)
+                error = await attempt(task, tried)
                 patience.note(error)
                 if error is None:
                     break

@@ -1,5 +1,9 @@
 """A training group on its way to completion: which of its places still need an episode.
 
+A group of size G with k places more (over-sampling) is complete with G scored episodes, whichever they
+are. A place whose attempts are used up is given up: first at the cost of the surplus, then as the
+config says.
+
 What counts is in the store; this is what one runner plans to do about it.
 """
 
@@ -13,6 +17,7 @@ from areal_agents.core.rollout import Task
 from areal_agents.store import EpisodeSummary
 
 PlaceState = Literal["vacant", "open", "unrewarded", "scored"]
+AfterFailures = Literal["retry", "lost", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,9 @@ class Place:
     episode: str | None
 
 
-def read_places(size: int, attempts: Iterable[EpisodeSummary]) -> list[Place]:
-    """The places of a group, from all its attempts."""
-    by_index: list[list[EpisodeSummary]] = [[] for _ in range(size)]
+def read_places(count: int, attempts: Iterable[EpisodeSummary]) -> list[Place]:
+    """The places of a group, `count` of them, from all its attempts."""
+    by_index: list[list[EpisodeSummary]] = [[] for _ in range(count)]
     for attempt in attempts:
         by_index[attempt.index].append(attempt)
     return [_place(tried) for tried in by_index]
@@ -43,31 +48,56 @@ class GroupRun:
     """A group that this runner completes.
 
     Attributes:
+        size: episodes that make it complete; surplus: places beyond.
         order: groups with smaller numbers come first.
         registered: whether the store has a row of it.
+        open: per place the episode that runs there.
         unrewarded: places that wait for a reward from outside.
-        missing: places without a scored episode.
+        scored: places that hold a scored episode.
+        lost: places that no further episode is tried at.
         failures: failed attempts per place.
     """
 
     id: str
     task: Task
     size: int
+    surplus: int
     order: int
     registered: bool = False
+    open: dict[int, str] = field(default_factory=dict)
     unrewarded: set[int] = field(default_factory=set)
-    missing: set[int] = field(init=False)
+    scored: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     failures: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.missing = set(range(self.size))
-        self.failures = [0] * self.size
+        self.failures = [0] * self.places
 
-    def scored(self, index: int) -> bool:
-        """Note that a place holds a scored episode; whether it was the last."""
-        self.missing.discard(index)
+    @property
+    def places(self) -> int:
+        """How many episodes may be live at the same time."""
+        return self.size + self.surplus
+
+    def note_scored(self, index: int) -> bool:
+        """Note that a place holds a scored episode; whether the group is complete."""
+        self.scored.add(index)
         self.unrewarded.discard(index)
-        return not self.missing
+        return len(self.scored) >= self.size
+
+    def after_failures(self, index: int, *, retries: int, refill: bool) -> AfterFailures:
+        """What follows from the failures of a vacant place.
+
+        Each `retries` + 1 of them use one episode up. A fresh one takes its place with `refill`, at most
+        `size` times in a group, so that a task which always fails ends.
+        """
+        used_up = self.failures[index] // (retries + 1)
+        if not used_up:
+            return "retry"
+        if self.places - len(self.lost | {index}) >= self.size:
+            self.lost.add(index)
+            return "lost"
+        fresh = sum(failures // (retries + 1) for failures in self.failures)
+        return "retry" if refill and fresh <= self.size else "drop"
 
 
 def _place(tried: list[EpisodeSummary]) -> Place:

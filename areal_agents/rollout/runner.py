@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ async def run(
     steps: int,
     seed: int = 0,
     first_version: int = 0,
+    lack: Callable[[], str | None] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
@@ -56,9 +57,11 @@ async def run(
         store: read only.
         proxy_url: without a path.
         agent: see `load_agent`.
-        seed: of the data's order, where the data has none.
+        seed: of what is sampled, and of the data's order where the data has none.
         first_version: the one that the trainer begins with; earlier ones are of an earlier life of the
             run, and a server that outlived it may still serve them.
+        lack: what the run lacks to take more on, for example room on a disk; no group is submitted while
+            it lacks anything.
         stop: ends the run early; agents are ended and open episodes aborted.
 
     Raises:
@@ -70,8 +73,10 @@ async def run(
     source = load_tasks(data, seed=seed)
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation) as runner:
-        await _unless_stopped(runner.run(source, tasks, steps=steps, first_version=first_version), stop)
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
+        await _unless_stopped(
+            runner.run(source, tasks, steps=steps, first_version=first_version, lack=lack), stop
+        )
 
 
 async def evaluate(
@@ -83,12 +88,13 @@ async def evaluate(
     rollout: RolloutConfig,
     evaluation: EvalConfig,
     label: str,
+    seed: int = 0,
     stop: asyncio.Event | None = None,
 ) -> None:
     """One evaluation of whatever is served now. Arguments and errors as for `run`."""
     tasks = held_out_tasks(evaluation)
     latest = store.latest_version()
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation) as runner:
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
         await _unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
         )
@@ -107,6 +113,7 @@ async def _runner(
     agent: str | Mapping[str, str],
     rollout: RolloutConfig,
     evaluation: EvalConfig | None,
+    seed: int,
 ) -> AsyncIterator[_Runner]:
     """A runner whose agents and connections are closed at the end, whatever happens."""
     # Two, so that evaluation has worker processes of its own.
@@ -114,7 +121,7 @@ async def _runner(
     evaluated = load_agent(agent, workers=min(rollout.workers, evaluation.concurrency if evaluation else 1))
     client = AsyncClient(proxy_url, admin_key)
     try:
-        yield _Runner(client, store, trained, evaluated, rollout, evaluation)
+        yield _Runner(client, store, trained, evaluated, rollout, evaluation, seed)
     finally:
         await trained.close()
         await evaluated.close()
@@ -130,17 +137,25 @@ class _Runner:
         evaluated: Agent,
         rollout: RolloutConfig,
         evaluation: EvalConfig | None,
+        seed: int,
     ) -> None:
+        self._seed = seed
         self._client = client
         self._store = store
         self._trained = trained
         self._evaluated = evaluated
         self._rollout = rollout
         self._evaluation = evaluation
-        self._patience = Patience(rollout.give_up_after)
+        self._patience = Patience(rollout.give_up_after, least_s=rollout.give_up_s)
 
     async def run(
-        self, source: TaskSource, held_out: Sequence[Task], *, steps: int, first_version: int
+        self,
+        source: TaskSource,
+        held_out: Sequence[Task],
+        *,
+        steps: int,
+        first_version: int,
+        lack: Callable[[], str | None],
     ) -> None:
         await self._published(first_version)
         await self._reach_proxy()
@@ -150,7 +165,7 @@ class _Runner:
             if held_out and first.step == 0:
                 await self.evaluate(held_out, "before", step=0, alone=True)
             if first.step < steps:
-                await self._train(source, held_out, steps=steps)
+                await self._train(source, held_out, steps=steps, lack=lack)
                 await abort_open(self._client, self._store)
             if held_out:
                 last = await self._served(SWAP_TIMEOUT_S)
@@ -174,6 +189,7 @@ class _Runner:
             label=label,
             step=step,
             temperature=self._evaluation.temperature,
+            seed=self._seed,
             concurrency=max(beside, self._rollout.concurrency) if alone else beside,
             limits=self._rollout.limits,
             retries=self._rollout.retries,
@@ -242,7 +258,14 @@ class _Runner:
                 raise
             return -1  # proxy and engine may still be starting, or in the middle of a swap
 
-    async def _train(self, source: TaskSource, held_out: Sequence[Task], *, steps: int) -> None:
+    async def _train(
+        self,
+        source: TaskSource,
+        held_out: Sequence[Task],
+        *,
+        steps: int,
+        lack: Callable[[], str | None],
+    ) -> None:
         """Collect and evaluate side by side until the last step is published."""
         watch = StoreWatch(self._store)
         collector = Collector(
@@ -252,6 +275,8 @@ class _Runner:
             source=source,
             config=self._rollout,
             steps=steps,
+            seed=self._seed,
+            lack=lack,
             changed=watch.listen(),
             patience=self._patience,
         )

@@ -1,8 +1,9 @@
 """Episodes, groups, leases and versions in one database; proxy and trainer meet only here."""
 
-from areal_agents.store.config import StoreConfig
+from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.errors import Conflict, NotFound, NoTurn
+from areal_agents.store.keeping import Retention
 from areal_agents.store.rewards import DEFAULT_REWARD_NAME
 from areal_agents.store.rows import (
     EpisodeRow,
@@ -12,6 +13,7 @@ from areal_agents.store.rows import (
     OpenEpisode,
     OpenGroup,
     VersionRow,
+    WaitingGroup,
 )
 from areal_agents.store.store import Store
 
@@ -26,8 +28,11 @@ __all__ = [
     "NotFound",
     "OpenEpisode",
     "OpenGroup",
+    "RetainConfig",
+    "Retention",
     "SealedStatus",
     "Store",
     "StoreConfig",
     "VersionRow",
+    "WaitingGroup",
 ]

@@ -13,14 +13,15 @@ import numpy as np
 import orjson
 from sqlalchemy import RowMapping
 
-from areal_agents.core.completion import Completion, Grammar, SamplingParams
+from areal_agents.core.completion import Completion, Grammar, Routing, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import StoreError
 
 CODEC_VERSION = 1
+EMPTIED = 0  # of a turn whose texts and tokens were given up
 
-_INT32, _FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
+_INT32, _FLOAT32, _INT16 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i2")
 _SAMPLING_DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(SamplingParams)
@@ -31,7 +32,7 @@ _SAMPLING_DEFAULTS = {
 def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any]:
     """The row of `turn` for the table `turns`, without its sequence number."""
     completion = turn.completion
-    versions = completion.versions
+    versions, routing = completion.versions, completion.routed_experts
     return {
         "id": turn.id,
         "episode_id": episode_id,
@@ -48,11 +49,14 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
         "token_ids": completion.token_ids.astype(_INT32).tobytes(),
         "logprobs": completion.logprobs.astype(_FLOAT32).tobytes(),
         "versions": versions.astype(_INT32).tobytes(),
+        "routed_experts": None if routing is None else routing.astype(_INT16).tobytes(),
     }
 
 
 def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
-    """The turn that `encode_turn` wrote. StoreError if another codec wrote it."""
+    """The turn that `encode_turn` wrote. StoreError if another codec wrote it, or it was given up."""
+    if row["codec"] == EMPTIED:
+        raise StoreError(f"the texts and tokens of turn {row['id']} are no longer kept (store.retain)")
     if row["codec"] != CODEC_VERSION:
         raise StoreError(f"turn {row['id']} was written with codec {row['codec']}, expected {CODEC_VERSION}")
     record = orjson.loads(row["record"])
@@ -67,6 +71,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
             np.frombuffer(row["logprobs"], _FLOAT32),
             np.frombuffer(row["versions"], _INT32),
             row["finish_reason"],
+            routed_experts=_routing(row["routed_experts"], record),
         ),
         reply=Message.from_dict(record["reply"]),
         sampling=_sampling(record["sampling"]),
@@ -102,7 +107,13 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["overrides"] = turn.overrides
     if turn.has_instructions:
         record["has_instructions"] = True
+    if turn.completion.routed_experts is not None:
+        record["routing"] = turn.completion.routed_experts.shape[1:]
     return record
+
+
+def _routing(stored: bytes | None, record: Mapping[str, Any]) -> Routing | None:
+    return None if stored is None else np.frombuffer(stored, _INT16).reshape(-1, *record["routing"])
 
 
 def _changed_sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -158,6 +158,21 @@ class Database:
                 f"{url} was written with store schema {found}, and this release reads {SCHEMA_VERSION}: "
                 "use the release that wrote it, or a new run folder"
             )
+        self._add_columns()
+
+    def _add_columns(self) -> None:
+        """Add to the tables of an earlier release what later ones write. It may be null, so that neither
+        release misreads what the other wrote, and the schema keeps its number."""
+        with self._writer_engine.begin() as connection:
+            inspector = sa.inspect(connection)
+            for table in metadata.sorted_tables:
+                known = {column["name"] for column in inspector.get_columns(table.name)}
+                for column in table.columns:
+                    if column.name not in known and column.nullable:
+                        kind = column.type.compile(connection.dialect)
+                        connection.exec_driver_sql(
+                            f'ALTER TABLE {table.name} ADD COLUMN "{column.name}" {kind}'
+                        )
 
     def _write_loop(self) -> None:
         with self._writer_engine.connect() as connection:
@@ -256,6 +271,7 @@ def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
     def configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver must not open transactions by itself
         connection.execute(f"PRAGMA busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}")
+        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it can give pages back
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")

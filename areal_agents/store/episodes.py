@@ -19,6 +19,7 @@ from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.rewards import write_default_reward, write_rewards
 from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
+from areal_agents.store.versions import oldest_served
 
 SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
@@ -34,6 +35,14 @@ _INSERT_TURN_IF_OPEN = str(
         include_defaults=False,
     )
     .compile(dialect=sqlite.dialect(paramstyle="named"))
+)
+
+
+_UNREWARDED = sa.and_(
+    episodes.c.status == "finished",
+    episodes.c.group_id.is_not(None),
+    ~sa.exists().where(rewards.c.episode_id == episodes.c.id),
+    ~sa.exists().where(leases.c.group_id == episodes.c.group_id),
 )
 
 
@@ -170,21 +179,26 @@ def state_of(connection: sa.Connection, episode_id: str) -> EpisodeState:
     return EpisodeState(*row)
 
 
-def fail_unrewarded(connection: sa.Connection, ended_before: float) -> list[str]:
-    """Fail the finished episodes that ended before a time and never got a reward; their ids."""
-    unrewarded = sa.select(episodes.c.id).where(
-        episodes.c.status == "finished",
-        episodes.c.ended_at < ended_before,
-        episodes.c.group_id.is_not(None),
-        ~sa.exists().where(rewards.c.episode_id == episodes.c.id),
-        ~sa.exists().where(leases.c.group_id == episodes.c.group_id),
-    )
-    ids = list(connection.execute(unrewarded).scalars())
+def unrewarded(connection: sa.Connection) -> list[str]:
+    """The finished episodes of groups that still wait for a reward, in the order of opening."""
+    query = sa.select(episodes.c.id).where(_UNREWARDED).order_by(episodes.c.seq)
+    return list(connection.execute(query).scalars())
+
+
+def fail_unrewarded(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
+    """Fail those of the episodes that still wait for a reward; their ids."""
+    failed: list[str] = []
     for chunk in chunks(ids):
-        connection.execute(
-            sa.update(episodes).where(episodes.c.id.in_(chunk)).values(status="failed", error="no_reward")
+        due = list(
+            connection.execute(
+                sa.select(episodes.c.id).where(episodes.c.id.in_(chunk), _UNREWARDED)
+            ).scalars()
         )
-    return ids
+        connection.execute(
+            sa.update(episodes).where(episodes.c.id.in_(due)).values(status="failed", error="no_reward")
+        )
+        failed += due
+    return failed
 
 
 def _refuse_second(connection: sa.Connection, new: NewEpisode) -> None:
@@ -217,6 +231,10 @@ def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple
         return _create_group(connection, new, now)
     if new.group_size is not None and new.group_size != group.size:
         raise Conflict(f"group {new.group_id} has {group.size} places, got group_size {new.group_size}")
+    if new.surplus is not None and new.surplus != (group.surplus or 0):
+        raise Conflict(
+            f"group {new.group_id} has a surplus of {group.surplus or 0} places, got {new.surplus}"
+        )
     if new.split != group.split:
         raise Conflict(f"group {new.group_id} is of split {group.split!r}, got {new.split!r}")
     if new.task is not None and new.task.id != group.task_id:
@@ -237,6 +255,8 @@ def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tup
             task_uid=uid,
             split=new.split,
             size=new.group_size,
+            surplus=new.surplus or None,
+            version=oldest_served(connection),
             state="pending",
             created_at=now,
         )
@@ -245,7 +265,8 @@ def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tup
 
 
 def _free_place(connection: sa.Connection, new: NewEpisode) -> int:
-    size = connection.execute(sa.select(groups.c.size).where(groups.c.id == new.group_id)).scalar_one()
+    places = sa.select(groups.c.size + sa.func.coalesce(groups.c.surplus, 0))
+    size = connection.execute(places.where(groups.c.id == new.group_id)).scalar_one()
     taken = set(
         connection.execute(
             sa.select(episodes.c["index"]).where(

@@ -1,5 +1,6 @@
-"""Writes of the proxy: groups. A group is complete once as many episodes as it has places are
-sealed and rewarded; that is decided in the transaction which seals or rewards the last of them.
+"""Writes of the proxy: groups. A group is complete once as many episodes as its size says are
+sealed and rewarded; that is decided in the transaction which seals or rewards the last of them, and
+which aborts what the group has beyond (over-sampling). So a group never has more members than its size.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ import time
 import sqlalchemy as sa
 
 from areal_agents.store.errors import Conflict, NotFound
-from areal_agents.store.rows import SCORED
+from areal_agents.store.rows import LIVE, SCORED
 from areal_agents.store.schema import episodes, groups, leases, rewards
+
+SURPLUS = "its group was complete without it"
+_ENDED = episodes.c.status.in_(SCORED)
 
 
 def lock_group(connection: sa.Connection, group_id: str) -> sa.Row:
@@ -22,7 +26,7 @@ def lock_group(connection: sa.Connection, group_id: str) -> sa.Row:
 
 
 def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
-    """Make a pending group complete if all its places hold a scored episode; whether it is now."""
+    """Make a pending group complete if it has as many scored episodes as its size says; whether it is now."""
     group = lock_group(connection, group_id)
     if group.state != "pending":
         return False
@@ -31,16 +35,32 @@ def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
         .select_from(episodes)
         .where(
             episodes.c.group_id == group_id,
-            episodes.c.status.in_(SCORED),
+            _ENDED,
             sa.exists().where(rewards.c.episode_id == episodes.c.id),
         )
     ).scalar_one()
     if scored < group.size:
         return False
+    now = time.time()
     connection.execute(
-        sa.update(groups).where(groups.c.id == group_id).values(state="complete", completed_at=time.time())
+        sa.update(groups).where(groups.c.id == group_id).values(state="complete", completed_at=now)
     )
+    _abort_surplus(connection, group_id, now)
     return True
+
+
+def _abort_surplus(connection: sa.Connection, group_id: str, now: float) -> None:
+    """Seal what a group that is complete has beyond its size: none of it ever becomes a member."""
+    scored = sa.exists().where(rewards.c.episode_id == episodes.c.id)
+    connection.execute(
+        sa.update(episodes)
+        .where(episodes.c.group_id == group_id, episodes.c.status.in_(LIVE), ~(_ENDED & scored))
+        .values(
+            status="aborted",
+            error=SURPLUS,
+            ended_at=sa.func.coalesce(episodes.c.ended_at, now),
+        )
+    )
 
 
 def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:

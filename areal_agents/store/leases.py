@@ -13,20 +13,19 @@ import sqlalchemy as sa
 from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict
 from areal_agents.store.groups import lock_group
+from areal_agents.store.retention import TURNS_GIVEN_UP, is_emptied
 from areal_agents.store.schema import checkpoints, groups, leases
 
 
-def take_groups(
-    connection: sa.Connection, count: int, *, step: int, holder: str, lease_s: float
-) -> list[str]:
+def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str) -> list[str]:
     """Lease the `count` oldest complete training groups, all or none; their ids.
 
-    A lease that has run out is void: its group can be taken again.
+    One trainer lives at a time (`TrainerLock`), so a lease of another holder is one of the dead: it is
+    void, and its group can be taken again.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
-    now = time.time()
-    connection.execute(sa.delete(leases).where(leases.c.state == "leased", leases.c.expires_at < now))
+    connection.execute(sa.delete(leases).where(leases.c.state == "leased", leases.c.holder != holder))
     ids = list(
         connection.execute(
             sa.select(groups.c.id)
@@ -35,14 +34,14 @@ def take_groups(
                 groups.c.split == "train",
                 ~sa.exists().where(leases.c.group_id == groups.c.id),
             )
-            .order_by(groups.c.completed_at, groups.c.seq)
+            .order_by(groups.c.seq)  # not by a time: clocks jump
             .limit(count)
             .with_for_update()
         ).scalars()
     )
     if len(ids) < count:
         return []
-    lease = {"state": "leased", "step": step, "holder": holder, "expires_at": now + lease_s}
+    lease = {"state": "leased", "step": step, "holder": holder}
     connection.execute(sa.insert(leases), [{"group_id": group_id, **lease} for group_id in ids])
     return ids
 
@@ -77,9 +76,7 @@ def drop_leased(connection: sa.Connection, group_id: str, reason: str, *, step: 
     if state is not None or group.state != "complete":
         raise Conflict(f"group {group_id} is {state or group.state}, so the trainer cannot drop it")
     connection.execute(
-        sa.insert(leases).values(
-            group_id=group_id, state="dropped", step=step, holder="", expires_at=time.time(), reason=reason
-        )
+        sa.insert(leases).values(group_id=group_id, state="dropped", step=step, holder="", reason=reason)
     )
 
 
@@ -92,7 +89,15 @@ def write_checkpoint(connection: sa.Connection, step: int) -> None:
 def return_leases(connection: sa.Connection, after_step: int) -> int:
     """Make every group that a later step leased, trained or dropped complete again; how many.
 
-    For a trainer that resumes: what was trained after its checkpoint is lost with its weights.
+    For a trainer that resumes: what was trained after its checkpoint is lost with its weights, and what
+    is only leased was leased by a trainer that is no more. A group whose turns were given up
+    (`store.retain`) cannot be trained again: it is dropped.
     """
     connection.execute(sa.delete(checkpoints).where(checkpoints.c.step > after_step))
-    return connection.execute(sa.delete(leases).where(leases.c.step > after_step)).rowcount
+    lost = sa.or_(leases.c.step > after_step, leases.c.state == "leased")
+    connection.execute(
+        sa.update(leases)
+        .where(lost, is_emptied(leases.c.group_id))
+        .values(state="dropped", step=after_step, version=None, reason=TURNS_GIVEN_UP)
+    )
+    return connection.execute(sa.delete(leases).where(lost)).rowcount

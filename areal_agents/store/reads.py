@@ -21,6 +21,8 @@ from areal_agents.store.rows import (
     EpisodeSummary,
     OpenEpisode,
     OpenGroup,
+    TurnTime,
+    WaitingGroup,
 )
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
 
@@ -178,10 +180,24 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
             id=row.id,
             task=Task(row.task_id, row.input),
             size=row.size,
+            surplus=row.surplus or 0,
             split=row.split,
             attempts={index: tuple(tried) for index, tried in attempts[row.id].items()},
         )
         for row in pending
+    ]
+
+
+def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
+    """The training groups that are pending, or complete and not taken, in the order of submission."""
+    query = sa.select(groups.c.id, groups.c.state, groups.c.version).where(
+        groups.c.state.in_(("pending", "complete")),
+        groups.c.split == "train",
+        ~sa.exists().where(leases.c.group_id == groups.c.id),
+    )
+    return [
+        WaitingGroup(row.id, row.state, row.version or 0)
+        for row in connection.execute(query.order_by(groups.c.seq))
     ]
 
 
@@ -217,6 +233,17 @@ def recorded_groups(connection: sa.Connection) -> list[str]:
     dropped = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state == "dropped")
     query = sa.select(groups.c.id).where(groups.c.state == "complete", groups.c.split == "train", ~dropped)
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())
+
+
+def turn_times(connection: sa.Connection, split: Split) -> list[TurnTime]:
+    """When the turns of the scored episodes of a split were recorded, by episode, in order."""
+    query = (
+        sa.select(turns.c.episode_id, episodes.c.created_at, turns.c.created_at, turns.c.sampled_tokens)
+        .join(episodes, episodes.c.id == turns.c.episode_id)
+        .where(episodes.c.split == split, episodes.c.status.in_(SCORED))
+        .order_by(episodes.c.seq, turns.c.seq)
+    )
+    return [TurnTime(*row) for row in connection.execute(query)]
 
 
 def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, int]]:

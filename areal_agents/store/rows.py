@@ -22,6 +22,9 @@ class NewEpisode:
         task: None takes the group's task, or makes an empty one.
         group_id: None for an episode outside any group; only training on recorded episodes takes it.
         group_size: needed by the first episode of a group; later ones may leave it out.
+        surplus: places that the group has beyond its size; it is complete, and what it has beyond is
+            aborted, as soon as as many episodes as its size are scored. None: of a new group none, of
+            another whatever it has.
         index: place in the group; None takes the first free one.
         limits, sampling, metadata: kept as they are, JSON.
         implicit_key: set when a bare call opened it.
@@ -34,6 +37,7 @@ class NewEpisode:
     task: Task | None = None
     group_id: str | None = None
     group_size: int | None = None
+    surplus: int | None = None
     index: int | None = None
     split: Split = "train"
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -114,13 +118,41 @@ class EpisodeSummary:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A pending group: per index, its attempts, oldest first (the last one counts)."""
+    """A pending group: per index, its attempts, oldest first (the last one counts).
+
+    It is complete with `size` scored episodes, and has `surplus` places more than that.
+    """
 
     id: str
     task: Task
     size: int
+    surplus: int
     split: Split
     attempts: Mapping[int, tuple[EpisodeSummary, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTime:
+    """When a turn was recorded, which is when its generation had ended; seconds since the epoch."""
+
+    episode_id: str
+    opened_at: float  # the episode
+    recorded_at: float
+    sampled_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingGroup:
+    """A training group that was submitted and not yet taken by the trainer.
+
+    Attributes:
+        state: "pending" or "complete".
+        version: no token of it is older; 0 where an earlier release did not note it.
+    """
+
+    id: str
+    state: GroupState
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

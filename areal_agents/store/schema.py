@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 metadata = sa.MetaData()
 
@@ -36,11 +36,13 @@ groups = sa.Table(
     sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
     sa.Column("split", sa.Text, nullable=False),
     sa.Column("size", sa.Integer, nullable=False),
+    sa.Column("surplus", sa.Integer),  # places beyond `size`; null: none
+    sa.Column("version", sa.Integer),  # no token of the group is older; null in rows of earlier releases
     sa.Column("state", sa.Text, nullable=False),  # pending | complete | dropped
     sa.Column("reason", sa.Text),
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("completed_at", sa.Float),
-    sa.Index("groups_by_state", "state", "split", "completed_at"),
+    sa.Index("groups_by_state", "state", "split"),
 )
 
 episodes = sa.Table(
@@ -75,7 +77,7 @@ turns = sa.Table(
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("episode_id", sa.Text, sa.ForeignKey("episodes.id"), nullable=False),
     sa.Column("parent", sa.Text),
-    sa.Column("codec", sa.Integer, nullable=False),
+    sa.Column("codec", sa.Integer, nullable=False),  # 0: the blobs were given up, see retention
     sa.Column("created_at", sa.Float, nullable=False),
     # Small columns stand before the large ones, so that a summary never reads a blob.
     sa.Column("sampled_tokens", sa.Integer, nullable=False),
@@ -88,6 +90,8 @@ turns = sa.Table(
     sa.Column("token_ids", sa.LargeBinary, nullable=False),
     sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32 little-endian [C]
     sa.Column("versions", sa.LargeBinary, nullable=False),
+    # int16 little-endian [R, layers, k], null where the engine was not asked; the record has layers and k
+    sa.Column("routed_experts", sa.LargeBinary),
     sa.Index("turns_by_episode", "episode_id"),
 )
 
@@ -108,11 +112,11 @@ leases = sa.Table(
     sa.Column("group_id", sa.Text, sa.ForeignKey("groups.id"), primary_key=True),
     sa.Column("state", sa.Text, nullable=False),  # leased | trained | dropped
     sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("holder", sa.Text, nullable=False),
-    sa.Column("expires_at", sa.Float, nullable=False),
+    sa.Column("holder", sa.Text, nullable=False),  # the life of a trainer, see TrainerLock
     sa.Column("version", sa.Integer),  # of a trained group: the version that it made
     sa.Column("reason", sa.Text),
     sa.Index("leases_by_state", "state"),
+    sa.Index("leases_by_step", "step"),
 )
 
 versions = sa.Table(

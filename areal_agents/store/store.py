@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import Episode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
-from areal_agents.store import episodes, groups, leases, reads, rewards, versions
+from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, store_url
@@ -30,8 +30,11 @@ from areal_agents.store.rows import (
     NewEpisode,
     OpenEpisode,
     OpenGroup,
+    TurnTime,
     VersionRow,
+    WaitingGroup,
 )
+from areal_agents.store.trainer_lock import TrainerLock
 
 
 class Store:
@@ -40,6 +43,7 @@ class Store:
     def __init__(self, database: Database, url: str) -> None:
         self._database = database
         self.url = url
+        self._trainer = TrainerLock(self.path)
 
     @classmethod
     def open(cls, url_or_path: str | Path, durability: Durability = "process") -> Store:
@@ -55,6 +59,7 @@ class Store:
     def close(self) -> None:
         """Commit what is queued and let go of the file. Idempotent."""
         self._database.close()
+        self._trainer.let_go()
 
     def __enter__(self) -> Store:
         return self
@@ -138,9 +143,22 @@ class Store:
             )
         )
 
-    def fail_unrewarded(self, ended_before: float) -> Future[list[str]]:
-        """Fail the finished episodes of groups that got no reward in time; their ids."""
-        return self._database.submit(lambda c: episodes.fail_unrewarded(c, ended_before))
+    def fail_unrewarded(self, ids: Sequence[str]) -> Future[list[str]]:
+        """Fail those of the episodes that `unrewarded_episodes` still has; their ids."""
+        return self._database.submit(lambda c: episodes.fail_unrewarded(c, ids))
+
+    def empty_groups(self, ids: Sequence[str], *, keep_versions: int) -> Future[int]:
+        """Give up the texts and tokens of expired groups, see `expired_groups`; how many turns had any.
+
+        A group that a resume could bring back is left alone. Freed space goes back to the disk.
+        """
+
+        def write(connection: sa.Connection) -> int:
+            emptied = retention.empty_groups(connection, ids, keep_versions=keep_versions)
+            retention.return_space(connection)
+            return emptied
+
+        return self._database.submit(write)
 
     def drop_open_group(self, group_id: str, reason: str) -> Future[None]:
         """Give up a group that the trainer has not taken. Conflict if it has."""
@@ -148,20 +166,28 @@ class Store:
 
     # -- the trainer writes -------------------------------------------------------------------
 
-    def lease_group_ids(self, count: int, *, step: int, holder: str, lease_s: float = 3600.0) -> list[str]:
+    def become_trainer(self, wait_s: float = 0.0) -> None:
+        """Be the one trainer of this store until it is closed; one that is ending is given `wait_s`.
+
+        Conflict if another process is it: two would train the same groups.
+        """
+        self._trainer.take(wait_s)
+
+    def lease_group_ids(self, count: int, *, step: int) -> list[str]:
         """Take the `count` oldest complete training groups, or none if there are fewer; their ids.
 
-        Their rewards are closed from here on.
+        Their rewards are closed from here on. What a dead trainer had leased is complete again before.
+        Conflict if another trainer has the store.
         """
+        self.become_trainer()
+        holder = self._trainer.holder
         return self._database.submit(
-            lambda c: leases.take_groups(c, count, step=step, holder=holder, lease_s=lease_s)
+            lambda c: leases.take_groups(c, count, step=step, holder=holder)
         ).result()
 
-    def lease_groups(
-        self, count: int, *, step: int, holder: str, lease_s: float = 3600.0
-    ) -> list[RolloutGroup]:
+    def lease_groups(self, count: int, *, step: int) -> list[RolloutGroup]:
         """Take groups as `lease_group_ids` does, and load them."""
-        ids = self.lease_group_ids(count, step=step, holder=holder, lease_s=lease_s)
+        ids = self.lease_group_ids(count, step=step)
         with self._database.read() as connection:
             return reads.load_groups(connection, ids) if ids else []
 
@@ -202,6 +228,11 @@ class Store:
         with self._database.read() as connection:
             return versions.max_version(connection)
 
+    def steps_behind(self, version: int) -> dict[int, int]:
+        """By how many steps each version of an earlier life of the run lags behind `version`."""
+        with self._database.read() as connection:
+            return versions.steps_behind(connection, version)
+
     def latest_checkpoint(self) -> int | None:
         """The step of the newest checkpoint, None without one."""
         with self._database.read() as connection:
@@ -212,10 +243,26 @@ class Store:
         with self._database.read() as connection:
             return reads.in_flight_episodes(connection)
 
+    def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
+        """(group, step) of up to `limit` groups whose turns can be given up, oldest step first.
+
+        Trained or dropped by the trainer, before the last `keep_versions` versions, and in a step that the
+        checkpoint before the newest one has in it: so no resume can bring them back.
+        """
+        with self._database.read() as connection:
+            return retention.expired_groups(
+                connection, keep_versions=keep_versions, after_step=after_step, limit=limit
+            )
+
     def group_counts(self, split: Split = "train") -> dict[str, int]:
         """How many groups are pending, complete, leased, trained and dropped."""
         with self._database.read() as connection:
             return reads.group_counts(connection, split)
+
+    def waiting_groups(self) -> list[WaitingGroup]:
+        """The training groups that the trainer has not taken yet, oldest first: pending and complete."""
+        with self._database.read() as connection:
+            return reads.waiting_groups(connection)
 
     def episodes(
         self,
@@ -250,6 +297,11 @@ class Store:
         with self._database.read() as connection:
             return reads.load_groups(connection, [group_id])[0]
 
+    def turn_times(self, split: Split = "train") -> list[TurnTime]:
+        """When the turns of scored episodes were recorded: by episode, and in order within it."""
+        with self._database.read() as connection:
+            return reads.turn_times(connection, split)
+
     def recorded_groups(self) -> list[str]:
         """The ids of the training groups that were completed and not dropped, oldest first."""
         with self._database.read() as connection:
@@ -270,6 +322,11 @@ class Store:
         with self._database.read() as connection:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
+
+    def unrewarded_episodes(self) -> list[str]:
+        """The finished episodes of groups that wait for a reward, oldest first."""
+        with self._database.read() as connection:
+            return episodes.unrewarded(connection)
 
     def open_episodes(self) -> list[OpenEpisode]:
         """Every open episode, oldest first."""

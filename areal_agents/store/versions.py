@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from areal_agents.store.errors import Conflict
 from areal_agents.store.rows import VersionRow
-from areal_agents.store.schema import checkpoints, versions
+from areal_agents.store.schema import checkpoints, leases, versions
 
 
 def insert_version(
@@ -37,6 +37,43 @@ def max_version(connection: sa.Connection) -> int:
     """The largest version number ever published, -1 before the first."""
     largest = connection.execute(sa.select(sa.func.max(versions.c.version))).scalar_one()
     return -1 if largest is None else largest
+
+
+def steps_behind(connection: sa.Connection, version: int) -> dict[int, int]:
+    """By how many steps each version of an earlier life lags behind `version`, below 0 if it leads.
+
+    Between two versions of one life there are as many steps as numbers, so those are left out; so is
+    everything if `version` was never published.
+    """
+    step = connection.execute(
+        sa.select(versions.c.step).where(versions.c.version == version)
+    ).scalar_one_or_none()
+    if step is None:
+        return {}
+    rows = connection.execute(
+        sa.select(versions.c.version, versions.c.step).where(
+            versions.c.version - versions.c.step != version - step
+        )
+    )
+    return {row.version: step - row.step for row in rows}
+
+
+def oldest_served(connection: sa.Connection) -> int:
+    """A version such that whoever asks the engine from now on gets no older one.
+
+    The row of a version is written before it is swapped in, and the groups trained into it are marked
+    after, so the newest one may not be served yet while nothing is trained into it. Exact from the
+    first trained batch of a life on, before that at most one too low. 0 before the first version.
+    """
+    first, newest = connection.execute(
+        sa.select(sa.func.min(versions.c.version), sa.func.max(versions.c.version))
+    ).one()
+    if newest is None:
+        return 0
+    trained = connection.execute(
+        sa.select(sa.func.max(leases.c.version)).where(leases.c.state == "trained")
+    ).scalar_one()
+    return max(first, newest - 1, -1 if trained is None else trained)
 
 
 def latest_checkpoint(connection: sa.Connection) -> int | None:

@@ -8,26 +8,26 @@ nothing of the others is lost. Places of dropped groups are free again at once, 
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.ordering import ordered_groups
 from areal_agents.algorithms.samples import BatchReport, TrainingData, build_training_data
-from areal_agents.algorithms.staleness import StalenessReport, mask_stale, wholly_stale
-from areal_agents.core.rollout import RolloutGroup
+from areal_agents.algorithms.staleness import StalenessReport, mask_stale
+from areal_agents.core.rollout import OnStale, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
+from areal_agents.training.bound import Bound
+from areal_agents.training.lineage import Lineage
 from areal_agents.training.vetting import Limits, Refused, load_group, vet
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # how long a stop can go unnoticed while there is nothing to lease
-_LEASE_S = 7 * 86_400.0  # one trainer holds leases, and a resume returns them: they need not run out
 _REFILLS = 8  # batches' worth of equal groups that are replaced, before the rest is trained as it is
 
 
@@ -57,7 +57,7 @@ class Batch:
         data: of these groups; its samples are within the staleness bound, and may be none (all groups
             had equal scores).
         staleness, queue: for the metrics.
-        stale_groups: groups dropped on the way because all of their tokens were beyond the bound.
+        stale_groups: groups dropped on the way because of their staleness.
         equal_groups: groups dropped on the way because all of their scores were equal.
         bad_groups: why, by id, groups were dropped on the way that cannot be trained on.
         wait_s: how long the trainer waited for the groups.
@@ -128,16 +128,19 @@ def next_batch(
     groups: int,
     step: int,
     version: int,
-    max_staleness: int,
+    max_staleness: int | None,
     limits: Limits,
     timeout_s: float,
     stop: threading.Event,
+    on_stale: OnStale = "mask",
 ) -> Batch | None:
     """Lease the groups of batch `step` and make training data of them; None if asked to stop.
 
     Groups that cannot be trained on, that are wholly beyond the staleness bound, or (with
     `refill_equal_groups`) that have equal scores are dropped, with that reason, and others taken for
-    them. A group of which only some tokens are beyond the bound stays, those tokens masked.
+    them. A group of which only some tokens are beyond the bound stays, those tokens masked, or (with
+    `drop`) is dropped too. Always the oldest complete groups are taken; with `wait` not before every
+    group that they leave behind can still be trained in time, or they are the oldest of all.
 
     Raises:
         TrainingError: there were not enough complete groups within `timeout_s`, or so many that cannot
@@ -146,17 +149,24 @@ def next_batch(
     started = time.monotonic()
     taken: list[RolloutGroup] = []
     dropped = Dropped(step=step, groups=groups)
+    lineage = Lineage.of(store, version)
+    bound = Bound(version, max_staleness, on_stale, groups, lineage)
 
     def judge(group_id: str) -> RolloutGroup | Refused:
-        group = load_group(store, group_id)
-        if isinstance(group, Refused):
-            return group
-        if wholly_stale(group, version=version, max_staleness=max_staleness):
-            return Refused("stale", f"more than {max_staleness} versions old at version {version}")
-        return vet(group, algorithm, limits=limits, version=version, refill=dropped.may_refill) or group
+        recorded = load_group(store, group_id)
+        if isinstance(recorded, Refused):
+            return recorded
+        group = lineage.of_group(recorded)
+        refused = bound.refuses(group, algorithm) or vet(
+            group, algorithm, limits=limits, version=version, refill=dropped.may_refill
+        )
+        if refused is None:
+            bound.note_taken(group, algorithm)
+        return refused or group
 
     while len(taken) < groups:
-        ids = _lease(store, groups - len(taken), step=step, timeout_s=timeout_s, stop=stop)
+        count = groups - len(taken)
+        ids = _lease(store, count, step=step, bound=bound, timeout_s=timeout_s, stop=stop)
         if ids is None:
             return None
         for group_id in ids:
@@ -168,11 +178,37 @@ def next_batch(
                 taken.append(group)
     dropped.log()
     wait_s = time.monotonic() - started
+    taken = ordered_groups(taken)
     data, staleness = _within_bound(taken, algorithm, version=version, max_staleness=max_staleness)
+    staleness = replace(staleness, share_by_length=bound.share_by_length())
     return Batch(
         tuple(group.id for group in taken), data, staleness, _queue(store, taken), dropped.stale, wait_s,
         equal_groups=dropped.equal, bad_groups=dropped.bad,
     )  # fmt: skip
+
+
+def wait_until_whole(store: Store, *, groups: int, timeout_s: float, stop: threading.Event) -> None:
+    """Return once the next batch is whole and no group is in the making, or at once if asked to stop.
+
+    Weights that are swapped then meet no generation of a training episode: every batch is of one version.
+    While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.
+
+    Raises:
+        TrainingError: that did not happen within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not stop.is_set():
+        cursor = store.cursor()
+        counts = store.group_counts()
+        if counts["complete"] >= groups and not counts["pending"]:
+            return
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TrainingError(
+                f"the batch being generated was not whole when the time ran out (trainer.batch_timeout_s); "
+                f"one_step_off swaps weights between batches only; the store has {counts}"
+            )
+        store.wait(cursor, min(_LOOK_S, left))
 
 
 def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
@@ -187,7 +223,7 @@ def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> Train
 
 
 def _within_bound(
-    groups: list[RolloutGroup], algorithm: AlgorithmConfig, *, version: int, max_staleness: int
+    groups: list[RolloutGroup], algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None
 ) -> tuple[TrainingData, StalenessReport]:
     data = build_training_data(groups, algorithm)
     fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
@@ -207,10 +243,9 @@ def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
 
 
 def _lease(
-    store: Store, count: int, *, step: int, timeout_s: float, stop: threading.Event
+    store: Store, count: int, *, step: int, bound: Bound, timeout_s: float, stop: threading.Event
 ) -> list[str] | None:
     deadline = time.monotonic() + timeout_s
-    holder = f"{socket.gethostname()}:{os.getpid()}"
     seen = None
     while not stop.is_set():
         cursor = store.cursor()
@@ -218,14 +253,16 @@ def _lease(
         if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is going on
             deadline = time.monotonic() + timeout_s
         seen = cursor
-        if counts["complete"] >= count:  # a look takes no lock, a lease stops every writer
-            ids = store.lease_group_ids(count, step=step, holder=holder, lease_s=_LEASE_S)
+        enough = counts["complete"] >= count
+        if enough and bound.allows(store, count):  # a look takes no lock, a lease stops every writer
+            ids = store.lease_group_ids(count, step=step)
             if ids:
                 return ids
         left = deadline - time.monotonic()
         if left <= 0:
+            older = " and for older groups (rollout.on_stale: wait)" if enough else ""
             raise TrainingError(
-                f"step {step} waited for {count} complete groups until its time ran out "
+                f"step {step} waited for {count} complete groups{older} until its time ran out "
                 f"(trainer.batch_timeout_s); the store has {counts}"
             )
         store.wait(cursor, min(_LOOK_S, left))

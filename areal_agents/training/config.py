@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from areal_agents.training.publishing.config import PublishConfig
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -75,6 +78,9 @@ class TrainerConfig(BaseModel):
     )
     threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0 leaves torch's default.")
     lora: LoraConfig | None = Field(default=None, description="Train adapters; absent: every weight.")
+    publish: PublishConfig = Field(
+        default_factory=PublishConfig, description="How new versions reach the engines."
+    )
     critic_model: str = Field(
         default="", description="Folder that the critic starts from; empty: the run's model."
     )
@@ -104,6 +110,19 @@ class TrainerConfig(BaseModel):
         "before the first group, the longest time without any change in the store.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _adapters_alone(cls, data: Any) -> Any:
+        """With `lora`, only adapters are published, unless another transport is named."""
+        if not isinstance(data, Mapping) or data.get("lora") is None:
+            return data
+        publish = data.get("publish")
+        if isinstance(publish, PublishConfig):
+            publish = publish.model_dump(include=publish.model_fields_set)
+        if publish is None or (isinstance(publish, Mapping) and "transport" not in publish):
+            return {**data, "publish": {"transport": "lora", **(publish or {})}}
+        return data
+
     @model_validator(mode="after")
     def _check(self) -> TrainerConfig:
         shares = self.replicas * self.context_parallel
@@ -117,6 +136,13 @@ class TrainerConfig(BaseModel):
                 "activation_checkpointing must be off, full or a number of blocks of at least 1, got "
                 f"{self.activation_checkpointing}"
             )
+        if self.publish.transport == "lora" and self.lora is None:
+            raise ValueError(
+                "publish: transport: lora publishes adapters, and none are trained; give trainer.lora, or "
+                "use transport: disk"
+            )
+        if self.publish.backend == "nccl" and self.device == "cpu":
+            raise ValueError("publish: backend: nccl needs a trainer on GPUs, got device: cpu; use gloo")
         if self.lora is not None and self.optimizer == "muon":
             raise ValueError(
                 "lora trains two thin factors, which Muon's orthogonal updates are not meant for; "

@@ -6,7 +6,7 @@ learned nothing says 0 everywhere. It shares no weight with the policy and has i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,6 +35,7 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Values [N] float32 of the micro-batch's trained tokens, in the units of the returns."""
+        batch = replace(batch, routed_experts=None)  # they are the policy's, and these are other weights
         values: Tensor = self.head(hidden_rows(self.model, batch).float())
         return values.squeeze(-1).clone()  # FSDP hooks onto the output, and a view could lose the hook
 

@@ -7,6 +7,9 @@ experts (rollout routing replay, arXiv 2510.11370), so that gradients still reac
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -14,6 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_agents.errors import TrainingError
+
+Weigh = Callable[[Tensor, Tensor], Tensor]  # logits [T, E], a choice [T, k] → weights [T, k]
 
 
 def router_of(block: nn.Module) -> nn.Module | None:
@@ -56,23 +61,58 @@ def _binding(block: nn.Module, router: Any, index: int) -> Any:
 
 def _replaying(router: Any) -> Any:
     forward = router.forward
+    weigh: Weigh | None = None
 
     def route(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Router logits [T, E], weights [T, k] of the chosen experts, and the choice [T, k]."""
+        nonlocal weigh
         logits, weights, chosen = forward(hidden)
         if router.recorded is None:
             return logits, weights, chosen
-        if not hasattr(router, "norm_topk_prob"):
-            raise TrainingError(f"{type(router).__name__}: recorded routing cannot be replayed by this model")
         if router.recorded.shape != chosen.shape:
             raise TrainingError(
                 f"recorded routing of shape {tuple(router.recorded.shape)}, expected {tuple(chosen.shape)}: "
                 "the engine serves another model"
             )
+        weigh = weigh or _weighing(router, logits, weights, chosen)
         chosen = torch.where(router.recorded >= 0, router.recorded, chosen)
-        weights = logits.softmax(-1, dtype=torch.float32).gather(1, chosen)
-        if router.norm_topk_prob:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return logits, weights.to(logits.dtype), chosen
+        return logits, weigh(logits, chosen).to(weights.dtype), chosen
 
     return route
+
+
+def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> Weigh:
+    """How a router weighs the experts that it chooses: as the formula does that comes to its own `weights`.
+
+    Whatever else decides the choice (a bias, groups of experts), the weights of a choice are its scores,
+    which may be divided by their sum, and scaled.
+    """
+    errors: dict[Weigh, float] = {}
+    scales = {1.0, float(getattr(router, "routed_scaling_factor", None) or 1.0)}
+    if weights.shape == chosen.shape:
+        with torch.no_grad():
+            scores: tuple[Callable[[Tensor], Tensor], ...] = (_softmax, torch.sigmoid)
+            for score, normed, scale in product(scores, (False, True), sorted(scales)):
+                weigh = partial(_weights, score=score, normed=normed, scale=scale)
+                errors[weigh] = float((weigh(logits, chosen) - weights).abs().max())
+    best = min(errors, key=errors.__getitem__, default=None)
+    rounding = max(1e-5, 2 * torch.finfo(weights.dtype).eps) * max(scales)
+    if best is None or not errors[best] <= rounding:
+        raise TrainingError(
+            f"{type(router).__name__}: recorded routing cannot be replayed by this model, which weighs its "
+            "experts otherwise; leave engine.routed_experts off"
+        )
+    return best
+
+
+def _weights(
+    logits: Tensor, chosen: Tensor, *, score: Callable[[Tensor], Tensor], normed: bool, scale: float
+) -> Tensor:
+    weights = score(logits.float()).gather(1, chosen)
+    if normed:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale
+
+
+def _softmax(logits: Tensor) -> Tensor:
+    return logits.softmax(-1)

@@ -34,7 +34,6 @@ from transformers.core_model_loading import (
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
-    revert_weight_conversion,
 )
 
 from areal_agents.errors import TrainingError
@@ -167,16 +166,6 @@ def tied_weights(model: PreTrainedModel) -> dict[str, str]:
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
-def published_names(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Whole weights under the names, and in the layout, that the published checkpoints have."""
-    reverted = revert_weight_conversion(model, dict(weights))
-    # an expert's matrix is a view of all of them, which no file can hold alone
-    return {
-        name: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-        for name, tensor in reverted.items()
-    }
-
-
 @dataclass(frozen=True, slots=True)
 class _Recipe:
     """What parameters are made of: one stored tensor, or the sources of a conversion, by pattern."""
@@ -231,7 +220,7 @@ def _recipes(
             continue
         sources, _ = found.setdefault(name, ([], None if pattern is None else by_pattern[pattern]))
         sources.append((pattern or key, checkpoint.tensors[key]))
-    # where transformers looks for what it must revert, see `published_names`
+    # where transformers looks for what it must revert, see gathering.py
     model._weight_conversions = [e for e in mapping if e.was_used() or isinstance(e, WeightConverter)]
     recipes = []
     for name, (sources, converter) in found.items():

@@ -1,6 +1,6 @@
 """Low-rank adapters through peft: the base stays frozen, only the adapter is trained.
 
-Versions are published merged, under the names of every other version; adapters alone at the end of a run.
+Versions are published as adapters alone, or merged by the transports that carry whole weights.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.errors import TrainingError
 from areal_agents.training.batches import Batch
 from areal_agents.training.mfu import mfu
+from areal_agents.training.publishing.publisher import Published
 from areal_agents.training.results import CriticResult, DpoResult, StepResult
 from areal_agents.training.trackers import Trackers
 
@@ -41,15 +42,16 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "groups_solved_all", "groups_solved_some", "groups_solved_none", "groups_equal_dropped",
         "groups_refilled", "groups_bad", "stale_groups_dropped",
         "staleness_mean", "staleness_p50", "staleness_p90", "staleness_max", "staleness_histogram",
-        "stale_tokens_masked", "stale_samples_dropped", "versions_per_rollout",
+        "stale_tokens_masked", "stale_samples_dropped", "stale_share_by_length", "versions_per_rollout",
         "episodes", "failed_episodes", "truncated", "truncated_share", "overlong",
-        "sampled_tokens", "untrained_tokens", "tokens_per_episode", "tokens_per_episode_max",
+        "sampled_tokens", "untrained_tokens", "routed_tokens", "tokens_per_episode", "tokens_per_episode_max",
         "turns_mean", "branches_mean", "forks",
         "queue_groups", "queue_pending_groups", "queue_age_mean_s", "queue_age_max_s",
     ),
     "system": (
-        "step_s", "wait_s", "train_s", "train_cpu_s", "train_parts_s", "publish_s", "pause_s",
-        "pause_total_s", "trainer_idle", "rollout_idle", "engine_busy_s",
+        "step_s", "wait_s", "train_s", "train_cpu_s", "train_parts_s", "publish_s", "assemble_s", "pause_s",
+        "pause_total_s", "publish_bytes", "density", "checksum_agreement",
+        "engines_left_out", "engines_repaired",        "trainer_idle", "rollout_idle", "engine_busy_s",
         "tokens_per_s", "sampled_tokens_per_s", "flops", "mfu",
         "microbatches", "model_tokens", "shared_tokens", "packing_fill", "rank_imbalance",
     ),
@@ -124,6 +126,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
         "groups_equal_dropped": report.dropped_groups,
         "sampled_tokens": report.sampled_tokens,
         "untrained_tokens": report.untrained_tokens,
+        "routed_tokens": report.routed_tokens,
         "tokens_per_episode": report.sampled_tokens / episodes,
         "tokens_per_episode_max": max(report.episode_tokens),
         "overlong": report.overlong,
@@ -140,6 +143,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
         "staleness_histogram": {str(age): int(n) for age, n in enumerate(counts) if n},
         "stale_tokens_masked": staleness.masked_tokens,
         "stale_samples_dropped": staleness.dropped_samples,
+        "stale_share_by_length": dict(staleness.share_by_length),
     }
 
 
@@ -227,9 +231,7 @@ def system_metrics(
     wait_s: float,
     train_s: float,
     train_cpu_s: float,
-    publish_s: float,
-    pause_s: float,
-    engine_busy_s: float | None,
+    published: Published | None,
     devices: int,
     peak: float | None,
 ) -> dict[str, Any]:
@@ -237,19 +239,24 @@ def system_metrics(
 
     Args:
         sampled_tokens: of the batch.
-        step_s: from asking for the batch to its line; wait_s, train_s, publish_s: parts of it.
+        step_s: from asking for the batch to its line; wait_s, train_s: parts of it.
         train_cpu_s: processor time of train_s on the first rank.
-        pause_s: how much of publish_s the engine did not generate.
-        engine_busy_s: `Published.busy_s`; the writer makes `rollout_idle` of it.
+        published: how the version left; None where nothing is published.
         devices: ranks of the trainer; peak: FLOP/s of one, `mfu.peak_flops`.
     """
     return {
         "step_s": step_s,
         "train_s": train_s,
         "train_cpu_s": train_cpu_s,
-        "publish_s": publish_s,
-        "pause_s": pause_s,
-        "engine_busy_s": engine_busy_s,
+        "publish_s": published.publish_s if published else 0.0,
+        "assemble_s": published.assemble_s if published else 0.0,
+        "pause_s": published.pause_s if published else 0.0,
+        "publish_bytes": published.nbytes if published else 0,
+        "density": published.density if published else None,
+        "checksum_agreement": published.agreement if published else None,
+        "engines_left_out": published.left_out if published else 0,
+        "engines_repaired": published.repaired if published else 0,
+        "engine_busy_s": published.busy_s if published else None,
         "trainer_idle": wait_s / step_s if step_s > 0 else None,
         "microbatches": result.microbatches,
         "model_tokens": result.model_tokens,

@@ -6,7 +6,7 @@ the weights of no block are whole; no rank ever holds all of them, but where the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -25,22 +24,11 @@ from areal_agents.training import attention
 from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.experts import has_experts, prepare_replay
+from areal_agents.training.gathering import whole_adapter, whole_weights
 from areal_agents.training.images import sees_images, vision_inputs
-from areal_agents.training.loading import (
-    base_state,
-    build_model,
-    load_weights,
-    published_names,
-    tied_weights,
-)
+from areal_agents.training.loading import build_model, load_weights
 from areal_agents.training.logprobs import CHUNK_LOGITS, token_logprobs
-from areal_agents.training.lora import (
-    LoraOptions,
-    adapter_tensors,
-    add_adapters,
-    merged,
-    reset_adapters,
-)
+from areal_agents.training.lora import LoraOptions, add_adapters, reset_adapters
 from areal_agents.training.sharding import Checkpointing, checkpoint_blocks, materialize, shard
 
 M = TypeVar("M", bound=nn.Module)
@@ -120,21 +108,7 @@ class Policy(nn.Module):
             keep: whether this rank wants them; elsewhere the result is empty, and no rank's memory
                 holds more than one whole weight.
         """
-        tied = tied_weights(self.model)
-        adapters = adapter_tensors(self.model)
-        weights = {}
-        for name, value in base_state(self.model).items():
-            if name in tied:
-                continue
-            tensor = _whole(value)
-            pair = adapters.get(name)
-            factors = None if pair is None else (_whole(pair[0]), _whole(pair[1]))
-            if keep:
-                tensor = tensor.detach().to("cpu", copy=True).contiguous()
-                if factors is not None and self.lora is not None:
-                    tensor = merged(tensor, *factors, self.lora)
-                weights[name] = tensor
-        return published_names(self.model, weights)
+        return _kept(whole_weights(self.model, self.lora), keep)
 
     def adapter_state_dict(self, *, keep: bool = True) -> dict[str, Tensor] | None:
         """The adapter's weights, whole, float32, on the CPU, under peft's names; None without one.
@@ -143,14 +117,7 @@ class Policy(nn.Module):
         """
         if self.lora is None:
             return None
-        weights = {}
-        for name, factors in adapter_tensors(self.model).items():
-            for part, factor in zip("AB", factors, strict=True):
-                tensor = _whole(factor)
-                if keep:
-                    key = f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight"
-                    weights[key] = tensor.detach().to("cpu", copy=True).contiguous()
-        return weights
+        return _kept(whole_adapter(self.model), keep)
 
 
 def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
@@ -250,5 +217,10 @@ def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
         raise TrainingError(f"{folder}: {error}") from error
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _kept(weights: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+    """Copies of all of them on the CPU, or nothing; either way every one is gathered."""
+    copies = {}
+    for name, tensor in weights:
+        if keep:
+            copies[name] = tensor.to("cpu", copy=True).contiguous()
+    return copies

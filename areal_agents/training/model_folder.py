@@ -1,4 +1,8 @@
-"""A plain Hugging Face folder of weights, as transformers, SGLang and vLLM load it: whole or not there."""
+"""A plain Hugging Face folder of weights, as transformers, SGLang and vLLM load it: whole or not there.
+
+It is written tensor by tensor, so that nobody needs all the weights at once. The files are those that
+safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,113 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from areal_agents.errors import TrainingError
 
 SHARD_BYTES = 5_000_000_000  # above it, several files and an index
+Shape = tuple[int, ...]
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_PIECE = 64 << 20  # bytes of one write
+
+
+class ModelFolder:
+    """A folder in the making: it has its name after `finish` only. An existing one of that name is replaced.
+
+    Args:
+        shapes: of every weight by name; files and offsets follow from it, and `add` may have any order.
+        like: the folder whose other files (config, tokenizer) are copied.
+        dtype: that the weights are written in.
+
+    Raises:
+        TrainingError: the disk refuses, here or later, or `like` is gone. Nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shapes: Mapping[str, Shape],
+        *,
+        like: Path,
+        dtype: torch.dtype,
+        shard_bytes: int = SHARD_BYTES,
+    ) -> None:
+        self.path, self.dtype = path, dtype
+        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._shapes = dict(shapes)
+        self._missing = set(shapes)
+        self._places: dict[str, tuple[Path, int]] = {}
+        try:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.mkdir(parents=True)
+            _copy_others(like, self._temporary, dtype)
+            self._lay_out(shard_bytes)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write one of the weights, of any type and on any device."""
+        assert tuple(tensor.shape) == self._shapes[name], (name, tensor.shape, self._shapes[name])
+        file, offset = self._places[name]
+        data = memoryview(raw_bytes(tensor.to(self.dtype)))
+        try:
+            with file.open("r+b", buffering=0) as opened:
+                opened.seek(offset)
+                for start in range(0, len(data), _PIECE):
+                    piece = data[start : start + _PIECE]
+                    while piece:  # a write may stop short, and says why with the next one
+                        piece = piece[opened.write(piece) :]
+        except OSError as error:
+            raise self._failed(error) from error
+        self._missing.discard(name)
+
+    def finish(self) -> None:
+        """Give the folder its name."""
+        assert not self._missing, f"not written: {sorted(self._missing)[:3]}"
+        try:
+            if self.path.exists():
+                shutil.rmtree(self.path)
+            self._temporary.rename(self.path)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def discard(self) -> None:
+        """Leave nothing behind."""
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+    def _failed(self, error: OSError) -> TrainingError:
+        self.discard()  # the disk may be full of it
+        return TrainingError(f"cannot write the weights to {self.path}: {error}")
+
+    def _lay_out(self, shard_bytes: int) -> None:
+        """Make the files with their headers, and the index where there are several."""
+        shards = _shards(self._shapes, self.dtype.itemsize, shard_bytes)
+        names = ["model.safetensors"]
+        if len(shards) > 1:
+            names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+        for file, held in zip(names, shards, strict=True):
+            header, offsets = _header({name: self._shapes[name] for name in held}, self.dtype)
+            (self._temporary / file).write_bytes(header)
+            for name, offset in offsets.items():
+                self._places[name] = self._temporary / file, len(header) + offset
+        if len(shards) > 1:
+            index = {
+                "metadata": {"total_size": sum(map(prod, self._shapes.values())) * self.dtype.itemsize},
+                "weight_map": {name: file.name for name, (file, _) in self._places.items()},
+            }
+            (self._temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def raw_bytes(tensor: Tensor) -> Any:
+    """A tensor's bytes, row-major, as an array; of its own memory where that is how they lie on the CPU."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
 def write_model(
@@ -30,30 +129,18 @@ def write_model(
 ) -> None:
     """Write `weights` as `dtype`, and every other file as in the folder `like`.
 
-    An existing folder of that name is replaced; a reader never sees half a folder under it.
-
     Raises:
-        TrainingError: the disk refuses, or `like` is gone.
+        TrainingError: as `ModelFolder`.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for file in like.iterdir():
-            if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
-                shutil.copyfile(file, temporary / file.name)
-        _name_dtype(temporary / "config.json", dtype)
-        _write_weights(weights, temporary, dtype=dtype, shard_bytes=shard_bytes)
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
-        raise TrainingError(f"cannot write the weights to {path}: {error}") from error
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    folder = ModelFolder(path, shapes, like=like, dtype=dtype, shard_bytes=shard_bytes)
+    for name, tensor in weights.items():
+        folder.add(name, tensor)
+    folder.finish()
 
 
 def remove_unfinished(folder: Path, pattern: str) -> None:
-    """Remove what a killed `write_model` left for the names in `folder` that match `pattern`.
+    """Remove what a killed process left unfinished for the names in `folder` that match `pattern`.
 
     Only for a folder that nobody else writes to.
     """
@@ -61,30 +148,32 @@ def remove_unfinished(folder: Path, pattern: str) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _write_weights(
-    weights: Mapping[str, Tensor], folder: Path, *, dtype: torch.dtype, shard_bytes: int
-) -> None:
-    """One file after the other, so that only one of them is held in the type it is saved in."""
-    shards = _shards(weights, dtype=dtype, shard_bytes=shard_bytes)
-    whole = len(shards) == 1
-    places = {}
-    for number, names in enumerate(shards, 1):
-        file = "model.safetensors" if whole else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: weights[name].to(dtype).contiguous() for name in names}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        places.update(dict.fromkeys(names, file))
-    if not whole:
-        total = sum(tensor.numel() for tensor in weights.values()) * dtype.itemsize
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+def _copy_others(like: Path, folder: Path, dtype: torch.dtype) -> None:
+    for file in like.iterdir():
+        if file.is_file() and not file.name.endswith(_WEIGHT_SUFFIXES):
+            shutil.copyfile(file, folder / file.name)
+    _name_dtype(folder / "config.json", dtype)
 
 
-def _shards(weights: Mapping[str, Tensor], *, dtype: torch.dtype, shard_bytes: int) -> list[list[str]]:
+def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
+    """A file's bytes before its first tensor, and where each begins after them."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for name, shape in shapes.items():
+        offsets[name], start = end, end
+        end += prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors are aligned to 8 bytes
+    return len(text).to_bytes(8, "little") + text, offsets
+
+
+def _shards(shapes: Mapping[str, Shape], item_bytes: int, shard_bytes: int) -> list[list[str]]:
     """Names, in order, in runs of at most `shard_bytes`; a tensor larger than that is one by itself."""
     shards: list[list[str]] = [[]]
     room = shard_bytes
-    for name, tensor in weights.items():
-        size = tensor.numel() * dtype.itemsize
+    for name, shape in shapes.items():
+        size = prod(shape) * item_bytes
         if size > room and shards[-1]:
             shards.append([])
             room = shard_bytes

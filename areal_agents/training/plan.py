@@ -22,6 +22,7 @@ from areal_agents.algorithms.minibatches import split_minibatches
 from areal_agents.algorithms.normalization import loss_weights
 from areal_agents.algorithms.packing import MicroBatch, pack
 from areal_agents.algorithms.samples import TrainingData
+from areal_agents.algorithms.staleness import age_weights
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.distributed import Ranks
 
@@ -105,11 +106,13 @@ def lay_out(
     token_budget: int,
     share_prefixes: bool,
     seed: int,
+    downweight_at: int | None = None,
 ) -> Plan:
     """Cut a batch into minibatches, pack each, and take this rank's part.
 
     Args:
         seed: of the order of minibatches.
+        downweight_at: the trainer's version, where older tokens count less (`staleness.age_weights`).
 
     Raises:
         TrainingError: a sample does not fit a micro-batch.
@@ -127,7 +130,7 @@ def lay_out(
             token_budget=token_budget,
             ranks=ranks.data_count,
             share_prefixes=share_prefixes,
-            weights=_loss_weights(part, algorithm),
+            weights=_loss_weights(part, algorithm, downweight_at),
             shape=shape,
         )
         for part in parts
@@ -141,10 +144,18 @@ def lay_out(
     return Plan(ordered, tuple(minibatches), start, load)
 
 
-def _loss_weights(part: Sequence[TrainingSample], algorithm: AlgorithmConfig) -> list[Floats]:
+def _loss_weights(
+    part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
+) -> list[Floats]:
     if algorithm.policy_loss == "dpo":  # its coefficients are already those of a mean over pairs
         return [np.ones(int(sample.loss_mask.sum()), np.float32) for sample in part]
-    return loss_weights(part, mode=algorithm.loss_normalization, constant=algorithm.loss_constant)
+    weights = loss_weights(part, mode=algorithm.loss_normalization, constant=algorithm.loss_constant)
+    if downweight_at is None:
+        return weights
+    return [
+        weight * age_weights(sample.versions[sample.loss_mask], version=downweight_at)
+        for weight, sample in zip(weights, part, strict=True)
+    ]
 
 
 def _minibatch(

@@ -53,8 +53,10 @@ def needs_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether the proximal logprobs take a pass of their own.
 
     With one minibatch they are the current ones. M2PO's mask and a penalty in the reward need them
-    before; SFT and DPO have no ratio.
+    before; SFT and DPO have no ratio; the behavior policy's logprobs are recorded.
     """
+    if algorithm.proximal == "behavior":
+        return False
     early = algorithm.m2po_threshold is not None or algorithm.kl_in == "reward"
     return not algorithm.is_supervised and (algorithm.minibatches > 1 or early)
 
@@ -111,6 +113,8 @@ def score_batch(
     if needs_proximal(algorithm):
         with clock.part("proximal"):
             proximal = over(lambda batch: policy(batch)[0])
+    elif algorithm.proximal == "behavior":
+        proximal = _trained(plan.data.samples, "behavior_logprobs", ranks.device)
     if reference is not None:
         with clock.part("reference"):
             reference_logprobs = over(lambda batch: reference(batch)[0])

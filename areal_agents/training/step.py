@@ -36,11 +36,15 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a batch is cut and stepped, whatever the algorithm; the names are those of the config."""
+    """How a batch is cut and stepped, whatever the algorithm; the names are those of the config.
+
+    With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less.
+    """
 
     microbatch_tokens: int
     share_prefixes: bool
     grad_clip: float
+    downweight_stale: bool = False
 
 
 def train_batch(
@@ -60,7 +64,7 @@ def train_batch(
     """Train on a batch, which every rank has whole.
 
     Args:
-        version: the version of the weights as they are now, for the statistics.
+        version: the version of the weights as they are now.
         seed: of the order of minibatches.
         critic: exactly if the algorithm has one; reference: exactly if it needs one.
         stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
@@ -83,6 +87,7 @@ def train_batch(
             token_budget=options.microbatch_tokens,
             share_prefixes=options.share_prefixes,
             seed=seed,
+            downweight_at=version if options.downweight_stale else None,
         )
     scores = score_batch(
         plan,

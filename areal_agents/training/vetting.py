@@ -12,6 +12,7 @@ from areal_agents.algorithms.samples import build_training_data, has_equal_score
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import StoreError, TrainingError
+from areal_agents.inference.routing import ExpertLayout
 from areal_agents.store import Store
 
 
@@ -22,10 +23,12 @@ class Limits:
     Attributes:
         microbatch_tokens: the longest input of the model.
         vocab_size: token ids are below it.
+        experts: what routed experts are recorded of, None for a model without experts.
     """
 
     microbatch_tokens: int
     vocab_size: int
+    experts: ExpertLayout | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,12 @@ def _fault(sample: TrainingSample, limits: Limits, version: int | None) -> str |
     low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
     if low < 0 or high >= limits.vocab_size:
         return f"token {low if low < 0 else high} is not in the model's vocabulary of {limits.vocab_size}"
+    routing, experts = sample.routed_experts, limits.experts
+    if routing is not None and experts and routing.shape[1:] != (experts.layers, experts.per_token):
+        return (
+            f"its routed experts are of {routing.shape[1]} layers, {routing.shape[2]} per token, and the "
+            f"model has {experts.layers} layers, {experts.per_token} per token: another model was served"
+        )
     newest = int(sample.versions[sample.loss_mask].max())
     if version is not None and newest > version:
         return f"a token of version {newest}, but the trainer is at version {version}"

@@ -120,6 +120,8 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, dropped: dict)
         ({"preset": "grpo", "sapo_tau_positive": 2.0}, "needs policy_loss: sapo"),
         ({"clip_low": 1.0}, "only cispo"),
         ({"weight_floor": 0.5}, "needs correction_action: mask"),
+        ({"proximal": "behavior", "m2po_threshold": 0.04}, "has no weights of the batch to go by"),
+        ({"proximal": "behavior", "weight_cap": 2.0}, "corrects for the distance from proximal to behavior"),
         ({"correction_action": "mask", "weight_floor": 5.0}, "leave out the weight of an on-policy token"),
         ({"correction_action": "mask", "weight_floor": 1.0}, "weight_floor: 1.0 and weight_cap: 5.0 leave"),
         ({"correction_action": "mask", "weight_cap": 0.9}, "weight_floor: 0.0 and weight_cap: 0.9 leave"),

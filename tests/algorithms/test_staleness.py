@@ -6,8 +6,19 @@ import numpy as np
 import pytest
 from algorithms_support import episode, group, sample, turn
 
-from areal_agents.algorithms.staleness import mask_stale, wholly_stale
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.staleness import (
+    EpisodeTokens,
+    age_weights,
+    episode_tokens,
+    is_stale,
+    leaves_in_time,
+    mask_stale,
+    stale_share_by_length,
+)
 from areal_agents.errors import TrainingError
+
+CONFIG = AlgorithmConfig()
 
 
 def test_tokens_beyond_the_bound_are_masked_and_counted() -> None:
@@ -54,7 +65,7 @@ def test_without_a_bound_everything_stays_whatever_run_its_versions_are_of() -> 
     assert kept[0] is samples[0] and report.staleness.tolist() == [3, -37]
     assert (report.masked_tokens, report.dropped_samples) == (0, 0)
     old = group([episode([turn("a", versions=[0, 0])])])
-    assert not wholly_stale(old, version=100, max_staleness=None)
+    assert not is_stale(old, CONFIG, version=100, max_staleness=None, drop=True)
 
 
 def test_nothing_in_nothing_out() -> None:
@@ -69,8 +80,59 @@ def test_a_version_that_does_not_exist_yet_is_refused_by_name() -> None:
         mask_stale([sample([9, 1], [1], versions=[-1, 6])], version=5, max_staleness=1)
 
 
-def test_a_group_is_wholly_stale_only_if_its_newest_token_is() -> None:
+def test_a_group_is_stale_if_its_newest_token_is_and_with_drop_if_any_is() -> None:
     old = group([episode([turn("a", versions=[1, 2])]), episode([turn("b", versions=[1, 1])])])
-    assert wholly_stale(old, version=4, max_staleness=1)
-    assert not wholly_stale(old, version=4, max_staleness=2)
-    assert not wholly_stale(group([episode([])]), version=9, max_staleness=0)
+    assert is_stale(old, CONFIG, version=4, max_staleness=1, drop=False)
+    assert not is_stale(old, CONFIG, version=4, max_staleness=2, drop=False)
+    assert is_stale(old, CONFIG, version=4, max_staleness=2, drop=True)
+    assert not is_stale(old, CONFIG, version=3, max_staleness=2, drop=True)
+    assert not is_stale(group([episode([])]), CONFIG, version=9, max_staleness=0, drop=True)
+
+
+def test_an_old_token_that_is_never_trained_drops_no_group() -> None:
+    turns = [turn("a", versions=[1, 1], constrained=True), turn("b", versions=[4, 4])]
+    assert not is_stale(group([episode(turns)]), CONFIG, version=4, max_staleness=1, drop=True)
+
+
+def test_what_staleness_costs_each_episode() -> None:
+    turns = [turn("a", versions=[1, 3]), turn("b", versions=[1, 1], constrained=True)]
+    mixed = group([episode(turns), episode([turn("c", versions=[4, 4])])])
+    age = {"version": 4, "max_staleness": 2}
+    assert episode_tokens(mixed, CONFIG, **age, dropped=False) == [  # type: ignore[arg-type]
+        EpisodeTokens(sampled=4, trainable=2, stale=1),
+        EpisodeTokens(sampled=2, trainable=2, stale=0),
+    ]
+    lost = episode_tokens(mixed, CONFIG, **age, dropped=True)  # type: ignore[arg-type]
+    assert [tokens.stale for tokens in lost] == [2, 2]
+
+
+def test_the_stale_share_is_by_length() -> None:
+    episodes = [EpisodeTokens(sampled, trainable=10, stale=sampled // 4) for sampled in range(40, 0, -2)]
+    shares = stale_share_by_length(episodes)
+    assert list(shares) == [str(decile) for decile in range(1, 11)]
+    assert shares["1"] == pytest.approx((0 + 1) / 20) and shares["10"] == pytest.approx((9 + 10) / 20)
+    assert stale_share_by_length([EpisodeTokens(5, 4, 1), EpisodeTokens(3, 0, 0)]) == {"6": 0.25}
+    assert stale_share_by_length([]) == {}
+
+
+def test_the_weight_of_a_token_falls_with_its_age() -> None:
+    weights = age_weights(np.array([5, 4, 2], np.int32), version=5)
+    assert weights.tolist() == pytest.approx([1, 1 / 2, 1 / 4]) and weights.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    ("versions", "in_time"),
+    [
+        ([], True),
+        ([4], True),  # trained at 5, when a token of 4 is 1 old
+        ([3], False),  # 2 old then
+        ([4, 4], True),
+        ([4, 4, 4], False),  # the third is trained at 6
+        ([5, 4, 5, 4], True),
+        ([5, 5, 5, 4], True),  # 4, 5 at version 5, 5, 5 at 6
+        ([5, 5, 5, 5, 4], False),
+    ],
+)
+def test_what_a_batch_may_leave_behind(versions: list[int], in_time: bool) -> None:
+    assert leaves_in_time(versions, version=4, groups=2, max_staleness=1) is in_time
+    assert leaves_in_time(versions, version=4, groups=2, max_staleness=None)

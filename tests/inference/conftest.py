@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from inference_support import MAX_CONTEXT, Target, build_model, load_reference
+from inference_support import (
+    EVERY_SERVER,
+    MAX_CONTEXT,
+    PLAIN_SGLANG,
+    Target,
+    build_model,
+    load_reference,
+)
 
 from areal_agents.inference import running_engine
+from areal_agents.inference.sglang_server import running_sglang
 
 
 @pytest.fixture(scope="session")
@@ -30,16 +37,30 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return lambda kind="qwen3", **options: build_model(tmp_path_factory.mktemp("model"), kind, **options)
 
 
-# A real SGLang server on the folder that AREAL_TEST_SGLANG_MODEL names joins the list when its URL is given.
-TARGETS = ["numba", "torch"] + (["sglang"] if "AREAL_TEST_SGLANG_URL" in os.environ else [])
+@pytest.fixture(scope="session")
+def sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
+    """A real SGLang as a run starts it: it streams what is new, serves adapters, and prepares steps ahead."""
+    with running_sglang(sglang_python, model_folder, lora_rank=16) as url:
+        yield url
 
 
-@pytest.fixture(scope="session", params=TARGETS)
+@pytest.fixture(scope="session")
+def plain_sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
+    """A real SGLang whose chunks are cumulative, and whose weights may be swapped in place."""
+    with running_sglang(sglang_python, model_folder, cumulative=True, exact_in_place=True) as url:
+        yield url
+
+
+SGLANG_URLS = {"sglang": "sglang_url", "sglang-plain": "plain_sglang_url"}
+
+
+@pytest.fixture(scope="session", params=EVERY_SERVER)
 def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Target]:
     """Each server that has to keep the contract; weights and pauses must be left as they were found."""
-    if request.param == "sglang":
-        folder = Path(os.environ["AREAL_TEST_SGLANG_MODEL"])
-        yield Target(os.environ["AREAL_TEST_SGLANG_URL"], folder, load_reference(folder), embedded=False)
+    reference = load_reference(model_folder)
+    if request.param in SGLANG_URLS:
+        url = request.getfixturevalue(SGLANG_URLS[request.param])
+        yield Target(url, model_folder, reference, embedded=False)
         return
     options = {
         "kernel": request.param,
@@ -50,4 +71,14 @@ def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Targe
         "incremental_streaming": request.param == "numba",  # the other one streams as SGLang does by default
     }
     with running_engine(model_folder, **options) as url:
-        yield Target(url, model_folder, load_reference(model_folder), embedded=True)
+        yield Target(url, model_folder, reference, embedded=True)
+
+
+@pytest.fixture(scope="module", params=[*EVERY_SERVER, PLAIN_SGLANG])
+def swapping_url(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
+    """Each server whose weights are swapped; a test begins by putting version 0 back."""
+    if request.param in SGLANG_URLS:
+        yield request.getfixturevalue(SGLANG_URLS[request.param])
+        return
+    with running_engine(model_folder, kernel=request.param, threads=1, slots=4, max_context=2048) as url:
+        yield url

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
@@ -17,6 +18,10 @@ from areal_agents.core.completion import TokenIds, as_token_ids
 VOCAB = 256
 EOS = 2
 MAX_CONTEXT = 2048
+EMBEDDED = ["numba", "torch"]  # the kernels of the embedded engine
+EVERY_SERVER = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
+PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
+FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # those that may be paused in place
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
 
@@ -48,7 +53,12 @@ def build_model(
                 parameter.normal_(0.0, 0.15)
     model.save_pretrained(folder, max_shard_size=shard)
     words = {f"w{i}": i for i in range(VOCAB)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "isolated")
+    tokenizer.decoder = decoders.ByteLevel()  # words join without a space
+    tokenizer.save(str(folder / "tokenizer.json"))
+    # Or a real server would make it one of the model's own kind, with these words but none of its rules.
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 

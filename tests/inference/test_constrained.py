@@ -195,8 +195,8 @@ async def test_a_pause_leaves_a_constrained_output_as_it_is(words: SGLangEngine,
 
 async def test_a_stop_string_ends_a_constrained_output(words: SGLangEngine) -> None:
     free = await words.generate("f", prompt_of(9), SamplingParams(300, seed=1, grammar=MANY_WORDS))
-    stop = " ".join(f"w{token}" for token in free.token_ids[10:14])
-    first = next(n for n in range(201) if stop in " ".join(f"w{token}" for token in free.token_ids[:n]))
+    stop = "".join(f"w{token}" for token in free.token_ids[10:14])
+    first = next(n for n in range(201) if stop in "".join(f"w{token}" for token in free.token_ids[:n]))
     params = SamplingParams(300, seed=1, grammar=MANY_WORDS, stop=(stop,))
     stopped = await words.generate("s", prompt_of(9), params)
     assert stopped.finish_reason == "stop"

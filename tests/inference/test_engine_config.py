@@ -21,3 +21,26 @@ def test_what_is_no_base_url_is_refused_by_name(url: str) -> None:
     with pytest.raises(ValueError, match="expected http://host:port, got '") as caught:
         EngineConfig(kind="sglang", urls=("http://fine:30000", url))
     assert repr(url) in str(caught.value)
+
+
+ATTACHED = {"kind": "sglang", "urls": ("http://gpu:1",)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "sglang"}, "needs python: path/to/environment/bin/python to start it, or urls"),
+        ({"urls": ("http://gpu:1",)}, "urls are for kind: sglang"),
+        ({"python": "p"}, "python is for kind: sglang"),
+        ({"arguments": ("--tp", "2")}, "arguments is for kind: sglang"),
+        ({"routed_experts": True}, "routed_experts is for kind: sglang"),
+        ({"kind": "sglang", "python": "p", "arguments": ["--port=1"]}, "--port=1 is set from"),
+        ({"kind": "sglang", "python": "p", "router": "http://r:1"}, "name them in urls"),
+        (ATTACHED | {"replicas": 2}, "replicas is for engines that are started"),
+        (ATTACHED | {"colocate": "split"}, "colocate: split is for engines"),
+        (ATTACHED | {"python": "p"}, "python is for engines that are started"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig.model_validate(options)

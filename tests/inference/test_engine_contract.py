@@ -10,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inference_support import (
+    EMBEDDED,
     EOS,
+    EVERY_SERVER,
+    PLAIN_SGLANG,
     Target,
     load_reference,
     prompt_of,
@@ -32,6 +35,10 @@ from areal_agents.errors import EngineRejected
 from areal_agents.inference import PauseMode, SGLangEngine, running_engine
 
 GREEDY = SamplingParams(40, temperature=0.0, ignore_eos=True)
+STREAMING = [*EVERY_SERVER, PLAIN_SGLANG]  # of both kinds of server, one with either form of chunks
+STREAMED_GREEDILY = [  # a real server on a CPU heeds no seeds
+    pytest.param(name, 0.0, marks=pytest.mark.sglang) for name in ("sglang", "sglang-plain")
+]
 
 
 @pytest.fixture
@@ -112,11 +119,9 @@ async def test_logprobs_are_those_after_temperature(
     np.testing.assert_allclose(drawn.logprobs, expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("target", EMBEDDED, indirect=True)
 async def test_a_seed_reproduces_alone_and_in_company(engine: SGLangEngine, target: Target) -> None:
-    if not target.embedded:
-        pytest.skip(
-            "a real server heeds seeds with --enable-deterministic-inference only, which no CPU backend has"
-        )
+    """A real server heeds seeds with --enable-deterministic-inference only, which no CPU backend has."""
     prompt = prompt_of(40, seed=14)
     params = SamplingParams(50, ignore_eos=True, seed=99)
     alone = await engine.generate("s", prompt, params)
@@ -211,9 +216,9 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
     prompt = prompt_of(60, seed=19)
     free = await engine.generate("f", prompt, GREEDY)
     a, b = free.token_ids[6:8].tolist()
-    stop = f"w{a} w{b}"
-    text = " ".join(f"w{i}" for i in free.token_ids)
-    expected = next(n for n in range(1, 41) if stop in " ".join(f"w{i}" for i in free.token_ids[:n]))
+    stop = f"w{a}w{b}"
+    text = "".join(f"w{i}" for i in free.token_ids)
+    expected = next(n for n in range(1, 41) if stop in "".join(f"w{i}" for i in free.token_ids[:n]))
     assert stop in text
     params = SamplingParams(40, temperature=0.0, ignore_eos=True, stop=("never said", stop))
     stopped = await engine.generate("ss", prompt, params)
@@ -228,15 +233,17 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
         },
     )
     assert raw["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
-    assert raw["text"].lstrip() == text[: text.index(stop)]  # a real server keeps the word boundary
+    assert raw["text"] == text[: text.index(stop)]
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    ("target", "temperature"),
+    [*((kernel, t) for kernel in EMBEDDED for t in (0.0, 0.8)), *STREAMED_GREEDILY],
+    indirect=["target"],
+)
 async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
     engine: SGLangEngine, target: Target, temperature: float
 ) -> None:
-    if temperature and not target.embedded:
-        pytest.skip("a real server on a CPU heeds no seeds")
     prompt = prompt_of(45, seed=50)
     params = SamplingParams(120, temperature=temperature, ignore_eos=True, seed=8, top_logprobs=2)
     whole = await engine.generate("w", prompt, params)
@@ -253,6 +260,7 @@ async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
     ]
 
 
+@pytest.mark.parametrize("target", STREAMING, indirect=True)
 async def test_many_streams_at_once(engine: SGLangEngine, target: Target) -> None:
     pieces: list[list[TokenChunk]] = [[] for _ in range(12)]
     calls = [
@@ -268,6 +276,7 @@ async def test_many_streams_at_once(engine: SGLangEngine, target: Target) -> Non
 LONG = SamplingParams(1900, temperature=0.0, ignore_eos=True)
 
 
+@pytest.mark.parametrize("target", STREAMING, indirect=True)
 async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
     """By its reader, by its task's end, and by name from outside: then the reader gets what there is."""
 
@@ -346,6 +355,7 @@ FIVE_WORDS = {
 }
 
 
+@pytest.mark.parametrize("target", STREAMING, indirect=True)
 @pytest.mark.parametrize("kind", FIVE_WORDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 async def test_a_grammar_is_kept_and_logprobs_are_of_what_it_allows(
@@ -460,7 +470,28 @@ async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Targ
     await engine.abort("nobody")
 
 
-@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngine) -> None:
+    """On a real server an abort takes all ids that begin with the one given."""
+    params = SamplingParams(400, temperature=0.0, ignore_eos=True)
+    one = asyncio.create_task(engine.generate("k1", prompt_of(30, seed=24), LONG))
+    other = asyncio.create_task(engine.generate("k10", prompt_of(31, seed=24), params))
+    await until_running(engine, 2)
+    await engine.abort("k1")
+    assert (await one).finish_reason == "abort"
+    assert (await other).finish_reason == "length"
+    again = await engine.generate("k1", prompt_of(30, seed=24), GREEDY)
+    assert (len(again), again.finish_reason) == (40, "length")
+
+
+@pytest.mark.parametrize(
+    ("target", "mode"),
+    [
+        *((kernel, mode) for kernel in EMBEDDED for mode in ("retract", "in_place")),
+        pytest.param("sglang", "retract", marks=pytest.mark.sglang),
+        pytest.param("sglang-plain", "in_place", marks=pytest.mark.sglang),
+    ],
+    indirect=["target"],
+)
 async def test_a_pause_without_a_swap_changes_nothing(
     engine: SGLangEngine, target: Target, mode: PauseMode
 ) -> None:

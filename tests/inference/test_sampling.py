@@ -21,7 +21,7 @@ def batch(
         min_p=np.full(rows, min_p, np.float32),
         top_k=np.full(rows, top_k, np.int32),
         seeds=np.full(rows, 17, np.uint64),
-        indices=np.arange(rows, dtype=np.int32),
+        positions=np.arange(rows, dtype=np.int32),
     )
 
 

@@ -26,6 +26,7 @@ from areal_agents.inference.scripted import (
     running,
     running_process,
 )
+from areal_agents.inference.sglang import RID_END
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 SAMPLING = SamplingParams(64)
@@ -278,7 +279,7 @@ async def test_an_abort_answers_with_what_was_sampled(server: Server) -> None:
         assert completion.finish_reason == "abort"
         assert completion.token_ids.tolist() == server.ids(SLOW.text)[: len(completion)]
         await engine.abort("nobody")
-        assert server.app.aborted == ["long", "nobody"]
+        assert server.app.aborted == ["long" + RID_END, "nobody" + RID_END]
 
 
 async def test_a_client_that_hangs_up_ends_its_generation(server: Server) -> None:

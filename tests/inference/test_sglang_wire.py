@@ -159,4 +159,4 @@ async def test_a_cancelled_call_is_aborted_by_name() -> None:
         with pytest.raises(asyncio.CancelledError):
             await call
         async with asyncio.timeout(10):
-            assert await calls.get() == ("abort", {"rid": "r1"})
+            assert await calls.get() == ("abort", {"rid": "r1$"})

@@ -257,7 +257,7 @@ async def test_what_on_tokens_raises_comes_out_and_the_call_is_aborted(failure: 
         async with asyncio.timeout(10):
             while not aborted:
                 await asyncio.sleep(0.001)
-    assert aborted == ["r1"]
+    assert aborted == ["r1$"]
 
 
 def test_an_event_without_an_end_is_not_collected_for_ever() -> None:

@@ -1,4 +1,4 @@
-"""The whole loop on a real SGLang: `engine: {kind: sglang, urls: […]}`, as a user runs it."""
+"""The whole loop on a real SGLang, as a user runs it: started by the run, or running and named by URL."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from sglang_support import running_sglang
+from test_train import EXAMPLE, processes_of
 
+from areal_agents.config import load_config
+from areal_agents.errors import ConfigError
+from areal_agents.inference.sglang_server import running_sglang
+from areal_agents.launch.engines import check_running
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent"
+pytestmark = pytest.mark.sglang
+
 SMALL = [
     "rollout.groups=2",
     "rollout.group_size=4",
@@ -23,20 +28,28 @@ SMALL = [
     "trainer.steps=3",
     "trainer.warmup_steps=0",
     "algorithm.drop_equal_groups=false",
+    "engine.kind=sglang",
 ]
+TIMEOUT_S = 280  # a server starts in half a minute on an idle machine
 
 
-@pytest.mark.sglang
-@pytest.mark.parametrize("streaming", [(), ("--incremental-streaming-output",)], ids=["cumulative", "deltas"])
-def test_a_run_trains_on_what_a_real_server_sampled(
-    sglang_python: str, streaming: tuple[str, ...], tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "run"
-    with running_sglang(sglang_python, EXAMPLE / "model", "--context-length", "2048", *streaming) as url:
-        command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE / "config.yaml"), *SMALL]
-        command += ["engine.kind=sglang", f"engine.urls=[{url}]", f"run_dir={run_dir}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+def train(run_dir: Path, *arguments: str) -> str:
+    """A run to its end; what it printed."""
+    command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL]
+    done = subprocess.run(
+        [*command, f"run_dir={run_dir}", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        cwd=run_dir.parent,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def assert_trained(run_dir: Path) -> None:
+    """Three versions were trained; each token keeps its bound and has the logprob that the trainer finds."""
     rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
     assert [row["version"] for row in rows] == [1, 2, 3]
     assert all(row["staleness_max"] <= 1 for row in rows)
@@ -48,3 +61,34 @@ def test_a_run_trains_on_what_a_real_server_sampled(
         after = store.episodes(split="eval", status="finished", metadata={"eval": "after"})
     assert {(e.version_min, e.version_max) for e in before} == {(0, 0)}
     assert {(e.version_min, e.version_max) for e in after} == {(3, 3)}
+
+
+def test_a_run_starts_sglang_itself_and_shares_its_memory(sglang_python: str, tmp_path: Path) -> None:
+    """On a CPU there is no memory saver: what sleeps is generation, and the calls are the real ones."""
+    run_dir = tmp_path / "run"
+    output = train(
+        run_dir, f"engine.python={sglang_python}", "engine.max_context=2048", "engine.colocate=sleep"
+    )
+    assert "engines: 1 × SGLang" in output and "on the CPU" in output
+    assert_trained(run_dir)
+    log = RunFolder(run_dir).log("engine").read_text()
+    asked = ("release_memory_occupation", "resume_memory_occupation")
+    assert [log.count(f'"POST /{path} HTTP/1.1" 200') for path in asked] == [3, 3]
+    assert processes_of(run_dir) == []
+
+
+def test_a_run_uses_a_server_that_streams_cumulative_chunks(sglang_python: str, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    model = EXAMPLE.parent / "model"
+    with running_sglang(sglang_python, model, "--context-length", "2048", cumulative=True) as url:
+        for setting, flag in (
+            ("trainer.publish.pause=in_place", "--disable-overlap-schedule"),
+            ("engine.colocate=sleep", "--enable-memory-saver"),
+            ("trainer.lora.rank=4", "--enable-lora"),
+        ):
+            with pytest.raises(ConfigError, match=f"{url} was started without {flag}, which"):
+                check_running(load_config(EXAMPLE, ["engine.kind=sglang", f"engine.urls=[{url}]", setting]))
+        output = train(run_dir, f"engine.urls=[{url}]")
+    assert f"engines: running servers at {url}" in output
+    assert_trained(run_dir)
+    assert not RunFolder(run_dir).log("engine").exists()

@@ -151,6 +151,7 @@ def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
     assert {file.name for file in out.iterdir()} == {file.name for file in (run_dir / "final").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) -> None:
     run_dir, _ = finished
     process = start(run_dir, "trainer.steps=4")
@@ -209,6 +210,7 @@ def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
         assert opened.group_counts()["trained"] == 2
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, "trainer.steps=4")
@@ -256,6 +258,6 @@ def test_a_fresh_run_sets_aside_runs_only(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with folder.locked():
         folder.config.write_text("name: earlier")
-    earlier = folder.set_aside()
-    assert earlier is not None and (earlier / "config.yaml").read_text() == "name: earlier"
+    (earlier,) = folder.set_aside()
+    assert (earlier / "config.yaml").read_text() == "name: earlier"
     assert not folder.root.exists()

@@ -113,6 +113,7 @@ EPISODE = _object(
     task=_object(["id"], id=TEXT, input=METADATA),
     group=TEXT,
     group_size=COUNT,
+    surplus=COUNT,
     split=_one_of("train", "eval"),
     metadata=METADATA,
     limits=_object([], max_turns=COUNT, max_tokens=COUNT, time_s={"type": "number", "exclusiveMinimum": 0}),

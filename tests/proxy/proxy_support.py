@@ -79,6 +79,8 @@ class ScriptedEngine:
         input_ids: TokenIds,
         sampling: SamplingParams,
         on_tokens: Callable[[TokenChunk], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Completion:
         call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
         self.calls.append(call)
@@ -154,6 +156,8 @@ class RecordingEngine(SGLangEngine):
         input_ids: TokenIds,
         sampling: SamplingParams,
         on_tokens: Callable[[TokenChunk], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Completion:
         call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
         self.calls.append(call)

@@ -41,9 +41,11 @@ class ObservedEngine(ScriptedEngine):
         input_ids: TokenIds,
         sampling: SamplingParams,
         on_tokens: Callable[[TokenChunk], None] | None = None,
+        *,
+        affinity: str = "",
     ) -> Completion:
         try:
-            return await super().generate(rid, input_ids, sampling, on_tokens)
+            return await super().generate(rid, input_ids, sampling, on_tokens, affinity=affinity)
         except asyncio.CancelledError:
             if rid not in self.cancelled:
                 self.cancelled.append(rid)

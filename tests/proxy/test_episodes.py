@@ -76,7 +76,7 @@ def test_finishing_may_bring_the_rewards(proxy: RunningProxy) -> None:
     assert proxy.tokens(episode)["status"] == "open"  # a refused reward leaves it as it was
     rewards: list[Any] = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
     assert post(proxy, path, {"rewards": rewards})["status"] == "finished"
-    (leased,) = proxy.store.lease_groups(1, step=0, holder="t")
+    (leased,) = proxy.store.lease_groups(1, step=0)
     assert leased.rollouts[0].episode.score == 1.5
 
 
@@ -274,12 +274,12 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
     post(proxy, f"/episodes/{members[0]['id']}/finish")
     post(proxy, f"/episodes/{members[1]['id']}/finish", {"truncated": True})  # scored without a reward
     post(proxy, f"/episodes/{members[2]['id']}/finish")
-    assert proxy.store.lease_groups(1, step=0, holder="t") == []
+    assert proxy.store.lease_groups(1, step=0) == []
     post(proxy, f"/episodes/{members[2]['id']}/reward", {"reward": 0.5})  # rewards may come after the end
     post(proxy, "/episodes", group, status=409)
     post(proxy, f"/episodes/{members[1]['id']}/reward", {"reward": 0.125})  # takes the default's place
 
-    (leased,) = proxy.store.lease_groups(1, step=0, holder="t")
+    (leased,) = proxy.store.lease_groups(1, step=0)
     assert [rollout.episode.score for rollout in leased.rollouts] == [1, 0.125, 0.5]
     error = post(proxy, f"/episodes/{members[0]['id']}/reward", {"reward": 0}, status=409)["error"]
     assert "leased" in error["message"]
@@ -325,7 +325,7 @@ def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
             return await asyncio.gather(*(agent(index, http, client) for index in range(64)))
 
     episodes = asyncio.run(main())
-    groups = proxy.store.lease_groups(4, step=9, holder="t")
+    groups = proxy.store.lease_groups(4, step=9)
     assert [len(group.rollouts) for group in groups] == [16] * 4
     assert {r.episode.id for group in groups for r in group.rollouts} == set(episodes)
     turns = [turn for group in groups for r in group.rollouts for turn in r.episode.turns]

@@ -76,6 +76,7 @@ episode_bodies = st.fixed_dictionaries(
         "task": st.fixed_dictionaries({"id": st.text(max_size=3)}, optional={"input": anything}) | anything,
         "group": st.sampled_from(["a", "b/c@0"]) | anything,
         "group_size": st.integers(1, 3) | anything,
+        "surplus": st.integers(0, 2) | anything,
         "index": st.integers(-1, 3) | anything,
         "split": st.sampled_from(["train", "eval"]) | anything,
         "metadata": anything,

@@ -23,6 +23,7 @@ from record_support import check_trajectory
 
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.inference.scripted import Exchange, Reply, ScriptedApp, running
+from areal_agents.inference.sglang import RID_END
 from areal_agents.store import Store
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "completions": "/v1/completions"}
@@ -96,7 +97,7 @@ def as_call(exchange: Exchange) -> EngineCall:
     finish = exchange.finish["type"]
     versions = [int(version) if version.isdigit() else 0 for version in exchange.versions]
     completion = Completion(exchange.token_ids, exchange.logprobs, versions, finish)
-    return EngineCall(exchange.rid, exchange.input_ids, SamplingParams(1), completion)
+    return EngineCall(exchange.rid.removesuffix(RID_END), exchange.input_ids, SamplingParams(1), completion)
 
 
 def check_record(store: Store, agent: Agent, exchanges: list[Exchange]) -> None:
@@ -104,7 +105,7 @@ def check_record(store: Store, agent: Agent, exchanges: list[Exchange]) -> None:
     episode = store.load_episode(agent.episode["id"])
     assert [turn.id for turn in episode.turns] == agent.received
     assert [turn.parent for turn in episode.turns] == [None, *agent.received[:-1]]
-    calls = {exchange.rid: as_call(exchange) for exchange in exchanges}
+    calls = {call.rid: call for call in map(as_call, exchanges)}
     for turn in episode.turns:
         np.testing.assert_array_equal(turn.completion.token_ids, calls[turn.id].completion.token_ids)
         np.testing.assert_array_equal(turn.completion.logprobs, calls[turn.id].completion.logprobs)

@@ -20,7 +20,8 @@ from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.embedded.architecture import read_architecture
 from areal_agents.inference.embedded.weights import expected_shapes
 from areal_agents.rendering import ChatRenderer
-from areal_agents.training.publish import swap, write_model
+from areal_agents.training.model_folder import write_model
+from areal_agents.training.publishing.disk import swap
 
 CONTEXT = 16_384
 

@@ -63,7 +63,7 @@ class Served:
             if self.store.max_version() < 0:
                 await asyncio.to_thread(self.publish, 0)
             for step in range(1, steps + 1):
-                while not (batch := self.store.lease_groups(groups, step=step, holder="test")):
+                while not (batch := self.store.lease_groups(groups, step=step)):
                     await asyncio.sleep(0.02)
                 seen(step)
                 await asyncio.sleep(0.05)

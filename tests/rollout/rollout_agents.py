@@ -148,6 +148,20 @@ async def fails_at_first(task: dict, ep: Episode) -> float:
 
 
 @episode
+async def one_of_a_task_hangs(task: dict, ep: Episode) -> float:
+    """Its first attempt at each task never ends; a file per task remembers."""
+    mark = Path(task["folder"]) / task["id"].replace("/", "-")
+    try:
+        mark.touch(exist_ok=False)
+    except FileExistsError:
+        await ask(ep)
+        return 1.0
+    await ask(ep)
+    await asyncio.sleep(3600)
+    return 0.0
+
+
+@episode
 async def fails_on_bad_tasks(task: dict, ep: Episode) -> float:
     await ask(ep)
     if task.get("bad"):

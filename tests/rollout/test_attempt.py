@@ -11,9 +11,10 @@ import pytest
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Episode, Task
-from areal_agents.errors import RequestError
+from areal_agents.errors import AgentError, RequestError
+from areal_agents.rollout import attempt as rollout_attempt
 from areal_agents.rollout.agent import Agent, load_agent
-from areal_agents.rollout.attempt import Attempt, Outcome, open_attempt, run_rollout
+from areal_agents.rollout.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
@@ -34,11 +35,11 @@ class Attempts:
             agent = f"{AGENTS}:{agent}"
         loaded = load_agent(agent, workers=1) if isinstance(agent, str | dict) else agent
         self._opened += 1
-        attempt = Attempt(Task("t", task or {}), "train", f"t@{self._opened}", 1, 0)
+        place = Attempt(Task("t", task or {}), "train", f"t@{self._opened}", 1, 0)
         set_limits = LimitsConfig(**{"time_s": 60.0, **limits})
         try:
-            opened = await open_attempt(self.client, attempt, limits=set_limits)
-            outcome = await run_rollout(self.client, loaded, attempt.task, opened, limits=set_limits)
+            opened = await open_attempt(self.client, place, limits=set_limits)
+            outcome = await run_rollout(self.client, loaded, place.task, opened, limits=set_limits)
         finally:
             await loaded.close()
         return outcome, self.served.store.load_episode(opened.id)
@@ -152,9 +153,9 @@ async def test_a_worker_serves_many_episodes(attempts: Attempts) -> None:
     agent = load_agent(f"{AGENTS}:sync_good", workers=1)
     limits = LimitsConfig()
     for index in range(3):
-        attempt = Attempt(Task("t", {}), "train", "t@0", 3, index)
-        opened = await open_attempt(attempts.client, attempt, limits=limits)
-        assert (await run_rollout(attempts.client, agent, attempt.task, opened, limits=limits)).rewarded
+        place = Attempt(Task("t", {}), "train", "t@0", 3, index)
+        opened = await open_attempt(attempts.client, place, limits=limits)
+        assert (await run_rollout(attempts.client, agent, place.task, opened, limits=limits)).rewarded
     assert len(agent._all) == 1  # type: ignore[attr-defined]
     await agent.close()
 
@@ -239,3 +240,16 @@ async def test_a_taken_place_is_refused(attempts: Attempts) -> None:
     with pytest.raises(RequestError, match="t@0") as refused:
         await open_attempt(attempts.client, attempt, limits=LimitsConfig())
     assert refused.value.status == 409
+
+
+def test_a_short_outage_under_many_episodes_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((100.0, 100.1, 100.2, 159.9, 200.0, 230.0, 259.0, 260.0))
+    monkeypatch.setattr(rollout_attempt.time, "monotonic", lambda: next(times))
+    patience = Patience(3, least_s=60.0)
+    for _ in range(4):
+        patience.note("the proxy is gone")
+    patience.note(None)
+    for _ in range(3):
+        patience.note("the proxy is gone")
+    with pytest.raises(AgentError, match="4 attempts in a row failed; the last one: the proxy is gone"):
+        patience.note("the proxy is gone")

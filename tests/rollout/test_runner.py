@@ -146,7 +146,8 @@ async def test_a_group_that_keeps_failing_is_dropped_and_the_run_goes_on(served:
     rows = [{"id": "bad/task", "bad": True}, *({"id": f"t{i}", "n": 1} for i in range(6))]
     data = DataConfig(path=tasks_file(served.folder, "mixed", rows), epochs=1)
     served.publish(0)
-    given = arguments(served, "fails_on_bad_tasks", data=data, steps=3, rollout=config(retries=1))
+    given_up = config(retries=1, on_failed="drop")
+    given = arguments(served, "fails_on_bad_tasks", data=data, steps=3, rollout=given_up)
     running = asyncio.create_task(run(**given))
     async with asyncio.timeout(60):
         while not served.store.group_counts()["dropped"]:
@@ -162,7 +163,7 @@ async def test_a_group_that_keeps_failing_is_dropped_and_the_run_goes_on(served:
 
 async def test_an_agent_that_always_fails_ends_the_run_with_its_error(served: Any) -> None:
     served.publish(0)
-    given = arguments(served, "raises", rollout=config(give_up_after=6))
+    given = arguments(served, "raises", rollout=config(give_up_after=6, give_up_s=0))
     with pytest.raises(AgentError, match="6 attempts in a row failed.*no such tool"):
         async with asyncio.timeout(60):
             await run(**given)

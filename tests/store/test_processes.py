@@ -97,7 +97,7 @@ def lease_all(path: str, groups: int) -> None:
     """Run in another process: take the groups one by one."""
     with Store.open(path) as store:
         for step in range(groups):
-            assert store.lease_groups(1, step=step, holder="trainer")
+            assert store.lease_groups(1, step=step)
 
 
 def test_a_reward_is_in_what_the_trainer_leased_or_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sqlite3
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,7 +157,7 @@ def test_a_group_from_pending_to_trained(store: Store) -> None:
     store.set_rewards("e1", reward(0)).result()
     assert store.group_counts()["complete"] == 1 and store.in_flight_episodes() == 2
 
-    (group,) = store.lease_groups(1, step=4, holder="trainer")
+    (group,) = store.lease_groups(1, step=4)
     assert group.id == "t@0" and [rollout.index for rollout in group.rollouts] == [0, 1]
     assert store.group_counts()["leased"] == 1 and store.in_flight_episodes() == 2
     with pytest.raises(Conflict, match="leased"):
@@ -200,30 +199,21 @@ def test_groups_are_leased_oldest_first_all_or_none(store: Store) -> None:
     for name in ("a@0", "b@0", "c@0"):
         complete_group(store, name, [0, 1])
     complete_group(store, "held@0", [1], split="eval")
-    assert store.lease_groups(4, step=0, holder="t") == []
+    assert store.lease_groups(4, step=0) == []
     assert store.group_counts()["complete"] == 3
-    assert [group.id for group in store.lease_groups(2, step=0, holder="t")] == ["a@0", "b@0"]
-    assert [group.id for group in store.lease_groups(1, step=1, holder="t")] == ["c@0"]
+    assert [group.id for group in store.lease_groups(2, step=0)] == ["a@0", "b@0"]
+    assert [group.id for group in store.lease_groups(1, step=1)] == ["c@0"]
     assert store.group_counts("eval")["complete"] == 1
     assert store.task_ids_started() == [("a", 0), ("b", 0), ("c", 0)]
     with pytest.raises(ValueError, match="count"):
-        store.lease_groups(0, step=1, holder="t")
-
-
-def test_a_lease_that_ran_out_is_void(store: Store) -> None:
-    complete_group(store, "a@0", [0, 1])
-    store.lease_groups(1, step=0, holder="dead", lease_s=-1)
-    (group,) = store.lease_groups(1, step=1, holder="alive")
-    assert group.id == "a@0"
-    with pytest.raises(Conflict):
-        store.mark_trained(["a@0"], step=0, version=1)
+        store.lease_groups(0, step=1)
 
 
 def test_dropping(store: Store) -> None:
     complete_group(store, "a@0", [0, 0])
     complete_group(store, "b@0", [0, 0])
     open_episode(store, "e", "c@0")
-    store.lease_groups(1, step=0, holder="t")
+    store.lease_groups(1, step=0)
     store.drop_group("a@0", "no variance", step=0)
     store.drop_group("b@0", "stale", step=0)
     with pytest.raises(Conflict, match="pending"):
@@ -240,17 +230,17 @@ def test_a_resume_takes_back_what_came_after_the_checkpoint(store: Store) -> Non
         complete_group(store, name, [0, 1])
     assert store.latest_checkpoint() is None
     for step in range(2):
-        (group,) = store.lease_groups(1, step=step, holder="t")
+        (group,) = store.lease_groups(1, step=step)
         store.mark_trained([group.id], step=step, version=step + 1)
         store.commit_checkpoint(step)
-    store.lease_groups(1, step=2, holder="t")
+    store.lease_groups(1, step=2)
     store.drop_group("d@0", "no variance", step=2)
     assert store.latest_checkpoint() == 1
     assert store.return_leases(after_step=0) == 3
     assert store.latest_checkpoint() == 0
     assert store.group_counts() == {"pending": 0, "complete": 3, "leased": 0, "trained": 1, "dropped": 0}
     store.set_rewards("b@0/0", reward(5)).result()  # no longer held
-    assert [group.id for group in store.lease_groups(3, step=1, holder="t")] == ["b@0", "c@0", "d@0"]
+    assert [group.id for group in store.lease_groups(3, step=1)] == ["b@0", "c@0", "d@0"]
 
 
 def test_versions_only_grow(store: Store) -> None:
@@ -270,9 +260,11 @@ def test_a_finished_episode_without_a_reward_fails_in_time(store: Store) -> None
     open_episode(store, "e1", group=None)  # outside a group nobody waits for its reward
     store.seal("e0", "finished").result()
     store.seal("e1", "finished").result()
-    ended = store.episode_row("e0").ended_at
-    assert ended is not None and store.fail_unrewarded(ended).result() == []
-    assert store.fail_unrewarded(ended + 1).result() == ["e0"]
+    open_episode(store, "e3", index=1)
+    assert store.unrewarded_episodes() == ["e0"]
+    assert store.fail_unrewarded(["e1", "e3"]).result() == []  # the one waits for none, the other goes on
+    assert store.fail_unrewarded(["e0", "e1"]).result() == ["e0"]
+    assert store.unrewarded_episodes() == []
     assert (store.episode_row("e0").status, store.episode_row("e0").error) == ("failed", "no_reward")
     open_episode(store, "e2", index=0)
 
@@ -401,13 +393,13 @@ def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: 
         connection.execute(sqlalchemy.insert(schema.tasks).values(uid="t", id="t", input={}))
         connection.execute(sqlalchemy.insert(schema.groups), members)
         connection.execute(sqlalchemy.insert(schema.episodes), attempts)
-    leased = store.lease_groups(count, step=1, holder="t")
+    leased = store.lease_groups(count, step=1)
     assert [group.id for group in leased] == [f"g{i}" for i in range(count)]
     assert [group.rollouts[0].episode.id for group in leased] == [f"e{i}" for i in range(count)]
     store.mark_trained([group.id for group in leased], step=1, version=1)
     assert store.group_counts()["trained"] == count
     store.return_leases(0)
-    assert len(store.fail_unrewarded(time.time()).result()) == count
+    assert len(store.fail_unrewarded(store.unrewarded_episodes()).result()) == count
     targets = [Reward("turn", f"c{i}", "return", 1.0) for i in range(count)]
     open_episode(store, "e", None)
     with pytest.raises(NotFound, match="no completion c0"):

@@ -72,7 +72,7 @@ def train_recorded(
             TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=1, device="cpu", microbatch_tokens=128),
             AlgorithmConfig.model_validate("sft"),
             store=own,
-            engine=None,
+            engines=[],
             model_path=model,
             run_dir=run_dir,
             groups=2,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from training_support import build_model
+from training_support import add_tokenizer, build_model
 
 from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.inference.sglang_server import running_sglang
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks, ranks
 
@@ -44,6 +46,24 @@ def engine_url(running_engine_url: str, model_folder: Path) -> str:
 
     asyncio.run(reset())
     return running_engine_url
+
+
+@pytest.fixture(scope="session")
+def sglang_url(
+    sglang_python: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """A real SGLang on the tiny model; tests leave it unpaused, with whatever weights."""
+    folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("sglang") / "model")
+    add_tokenizer(folder)
+    with running_sglang(sglang_python, folder, lora_rank=16) as url:
+        yield url
+
+
+@pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def served_url(request: pytest.FixtureRequest) -> str:
+    """Each engine that new weights have to reach by every transport."""
+    fixture = {"embedded": "engine_url", "sglang": "sglang_url"}[request.param]
+    return str(request.getfixturevalue(fixture))
 
 
 @pytest.fixture(scope="session")

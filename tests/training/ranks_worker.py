@@ -9,18 +9,22 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from presets_support import WHOLE, preset, train_once
+from presets_support import WHOLE as WHOLE_BATCH
+from presets_support import preset, train_once
+from publish_support import WHOLE, disturb, policy_logprobs, publisher, sample, serve_folder
 from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.checkpoint import Checkpoints, Progress
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.lora import LoraOptions
+from areal_agents.training.model import ModelOptions, load_policy
 from areal_agents.training.optimizer import make_optimizer
 from areal_agents.training.step import StepOptions, Stopped, train_batch
 from areal_agents.training.trainer import run
@@ -47,7 +51,7 @@ def train_preset(
     name: str, folder: Path, reference: Path, group: Ranks
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
     """The weights after a batch, the statistics, and the norm of the gradient."""
-    options = replace(WHOLE, microbatch_tokens=150)
+    options = replace(WHOLE_BATCH, microbatch_tokens=150)
     result, weights = train_once(preset(name), folder, reference, group, options=options)
     return weights, result.statistics.as_dict(), result.grad_norm
 
@@ -74,6 +78,41 @@ def train(folder: Path, group: Ranks) -> tuple[dict, dict[str, torch.Tensor]]:
     alone = AlgorithmConfig()
     train_batch(policy, optimizer, batch(1), alone, OPTIONS, ranks=group, version=0, seed=3)
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
+
+
+def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
+    """By transport, how far the engine's logprobs are from the policy's after it is published; and how it
+    ends where the engine is not there."""
+    results: dict[str, float] = {}
+    for number, transport in enumerate((*WHOLE, "lora"), 1):
+        lora = LoraOptions(rank=2) if transport == "lora" else None
+        policy = load_policy(folder, group, options=ModelOptions(lora=lora))
+        disturb(policy, number)
+        store = Store.open(out / transport / "store.db") if group.is_first else None
+        engines = [SGLangEngine(engine_url)] if group.is_first else []
+        if group.is_first:
+            serve_folder(engine_url, folder)  # adapters are of the model that the run began with
+        with publisher(
+            policy, group, store, engines, out / transport, folder, transport=transport
+        ) as publishing:
+            publishing.publish(version=number, step=0)
+        completion = group.broadcast(
+            sample(engine_url, adapters=lora is not None) if group.is_first else None
+        )
+        assert completion is not None and set(completion.versions.tolist()) == {number}
+        results[transport] = float(np.abs(completion.logprobs - policy_logprobs(policy, completion)).max())
+        if group.is_first:
+            engines = [SGLangEngine("http://127.0.0.1:9")]
+        with publisher(policy, group, store, engines, out / transport, folder, transport=transport) as alone:
+            try:
+                alone.publish(version=number + 1, step=1)
+            except EngineUnavailable:
+                results[f"{transport} lost"] = 0
+            except TrainingError:  # of a rank that was told so
+                results[f"{transport} lost"] = 1
+        if store is not None:
+            store.close()
+    return results
 
 
 def main(rank: int, port: int, model: str, reference: str, out: str, engine_url: str) -> None:
@@ -109,7 +148,7 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
             TrainerConfig(steps=2, lr=1e-2, batch_timeout_s=20, device="cpu"),
             AlgorithmConfig(),
             store=store,
-            engine=SGLangEngine(engine_url) if rank == 0 else None,
+            engines=[SGLangEngine(engine_url)] if rank == 0 else [],
             model_path=model,
             run_dir=folder / "run",
             groups=2,
@@ -118,8 +157,9 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         )
         if store is not None:
             store.close()
+        published = publish_by_each(Path(model), group, engine_url, folder / "published")
         layouts = train_layouts(Path(model), Path(reference))
         torch.save(
-            (statistics, weights, after_one, stopped, (result.step, result.version), layouts),
+            (statistics, weights, after_one, stopped, (result.step, result.version), layouts, published),
             folder / f"{rank}.pt",
         )

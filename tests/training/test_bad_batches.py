@@ -31,7 +31,7 @@ def train(store: Store, engine_url: str, model_folder: Path, run_dir: Path, **co
         TrainerConfig(**options, batch_timeout_s=2, trackers=()),
         AlgorithmConfig(),
         store=store,
-        engine=SGLangEngine(engine_url, control_timeout_s=20),
+        engines=[SGLangEngine(engine_url, control_timeout_s=20)],
         model_path=model_folder,
         run_dir=run_dir,
         groups=2,

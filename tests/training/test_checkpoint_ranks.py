@@ -72,7 +72,7 @@ def test_two_ranks_step_like_one_under_muon(spawned: Spawned, model_folder: Path
     step(parts, group, 1)
     want = whole(parts)
     for key, value in want.items():  # its iterations are in bfloat16, of whatever order of sums
-        torch.testing.assert_close(results[0][2][key], value, atol=3e-4, rtol=2e-2)
+        torch.testing.assert_close(results[0][2][key], value, atol=1e-3, rtol=2e-2)
 
 
 def test_a_damaged_shard_is_refused_on_every_rank(spawned: Spawned) -> None:

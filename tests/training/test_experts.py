@@ -11,12 +11,13 @@ import torch
 from model_support import CHOSEN, EXPERTS, assert_same, build_moe, packed, reference, samples
 from safetensors.torch import load_file, save_file
 from training_support import VOCAB
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig
 
 from areal_agents.algorithms.packing import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.experts import prepare_replay, router_of
 from areal_agents.training.loading import load_weights
 from areal_agents.training.model import ModelOptions, load_policy
 from areal_agents.training.optimizer import make_optimizer
@@ -149,3 +150,49 @@ def test_the_routing_of_another_model_is_refused(folder: Path, group: Ranks) -> 
     mixed = [batch[0], replace(batch[1], routed_experts=np.zeros((len(batch[1]), 2, 2), np.int16))]
     with pytest.raises(ValueError, match="several shapes"):
         pack(mixed, token_budget=4096)
+
+
+ROUTERS = {
+    "softmax": MixtralConfig(num_local_experts=EXPERTS),
+    "sigmoid, bias and scale": Glm4MoeConfig(
+        n_routed_experts=EXPERTS, first_k_dense_replace=0, n_group=1, topk_group=1, routed_scaling_factor=2.5
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ROUTERS)
+def test_other_routers_weigh_what_was_recorded_by_their_own_formula(kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    ROUTERS[kind].update({**sizes, **heads, "num_experts_per_tok": CHOSEN, "initializer_range": 0.3})
+    model = AutoModelForCausalLM.from_config(ROUTERS[kind], dtype=torch.float32).eval()
+    routers = [router_of(block) for block in model.get_decoder().layers]
+    chosen: dict[int, torch.Tensor] = {}
+    for index, router in enumerate(routers):
+        router.register_forward_hook(lambda _, __, out, index=index: chosen.__setitem__(index, out[2]))
+    decode = model.get_decoder()
+    prepare_replay(model)
+    tokens = torch.arange(12)[None]
+    plain = decode(tokens, use_cache=False).last_hidden_state
+    own = torch.stack([chosen[0], chosen[1]], dim=1)
+    same = decode(tokens, use_cache=False, routed_experts=own.flip(-1)).last_hidden_state
+    torch.testing.assert_close(same, plain, atol=1e-5, rtol=1e-5)
+    other = decode(tokens, use_cache=False, routed_experts=(own + 1) % EXPERTS).last_hidden_state
+    assert (other - plain).abs().max() > 1e-2
+
+
+def test_a_router_that_weighs_otherwise_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    gate = model.model.layers[0].mlp.gate
+    forward = gate.forward
+
+    def squared(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, chosen = forward(hidden)
+        return logits, weights**2, chosen
+
+    monkeypatch.setattr(gate, "forward", squared)
+    prepare_replay(model)
+    routed = torch.zeros(3, 3, CHOSEN, dtype=torch.int64)
+    with pytest.raises(TrainingError, match="TopKRouter: recorded routing cannot be replayed"):
+        model.get_decoder()(torch.arange(3)[None], use_cache=False, routed_experts=routed)

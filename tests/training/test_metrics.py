@@ -31,15 +31,16 @@ from areal_agents.training.metrics import (
     system_metrics,
 )
 from areal_agents.training.mfu import mfu, peak_flops, peak_of
+from areal_agents.training.publishing.publisher import Published
 from areal_agents.training.results import CriticResult, DpoResult, StepResult
 from areal_agents.training.trainer import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 REPORT = BatchReport(
     rewards=(1.0, 0.0, 1.0, 1.0), solved_all=0, solved_some=2, solved_none=0, dropped_groups=0,
-    sampled_tokens=40, untrained_tokens=4, turns=10, branches=5, truncated=1, forks={"edited": 2},
-    versions_per_rollout=1.5, rewards_by_name={"correct": 0.75}, episode_tokens=(7, 9, 4, 20), overlong=1,
-    equal_groups=(),
+    sampled_tokens=40, untrained_tokens=4, routed_tokens=6, turns=10, branches=5, truncated=1,
+    forks={"edited": 2}, versions_per_rollout=1.5, rewards_by_name={"correct": 0.75},
+    episode_tokens=(7, 9, 4, 20), overlong=1, equal_groups=(),
 )  # fmt: skip
 
 
@@ -147,9 +148,17 @@ def test_system_metrics_by_hand() -> None:
         seconds={"pack": 0.5, "gradient": 1.5},
     )  # fmt: skip
     values = system_metrics(
-        result, sampled_tokens=40, step_s=8.0, wait_s=2.0, train_s=4.0, train_cpu_s=3.5, publish_s=1.0,
-        pause_s=0.25, engine_busy_s=None, devices=2, peak=1e12,
+        result, sampled_tokens=40, step_s=8.0, wait_s=2.0, train_s=4.0, train_cpu_s=3.5,
+        published=Published(
+            1, Path("v1"), publish_s=1.0, assemble_s=0.5, pause_s=0.25, nbytes=8, density=0.5, agreement=1.0,
+            left_out=1, repaired=0, busy_s=None,
+        ),
+        devices=2, peak=1e12,
     )  # fmt: skip
+    assert (values["publish_s"], values["assemble_s"], values["pause_s"]) == (1.0, 0.5, 0.25)
+    assert (values["publish_bytes"], values["density"], values["checksum_agreement"]) == (8, 0.5, 1.0)
+    assert (values["engines_left_out"], values["engines_repaired"]) == (1, 0)
+    assert values["engine_busy_s"] is None
     assert values["trainer_idle"] == 0.25 and values["mfu"] == 6 / 8
     assert (values["tokens_per_s"], values["sampled_tokens_per_s"]) == (40.0, 5.0)
     assert (values["model_tokens"], values["shared_tokens"]) == (100, 60)
@@ -201,7 +210,7 @@ def test_a_real_step_writes_exactly_the_names_that_are_defined(
     run(
         TrainerConfig(steps=2, lr=1e-2, batch_timeout_s=5, trackers=("tensorboard",)),
         AlgorithmConfig(drop_equal_groups=False),
-        store=store, engine=SGLangEngine(engine_url), model_path=model_folder, run_dir=run_dir,
+        store=store, engines=[SGLangEngine(engine_url)], model_path=model_folder, run_dir=run_dir,
         groups=2, max_staleness=8, stop=threading.Event(),
     )  # fmt: skip
     first, second = lines(run_dir)

@@ -1,92 +1,197 @@
-"""A version leaves the trainer whole, and the engine goes on whatever happens."""
+"""Every transport ends with the trainer's own weights in the engine, under the version's number."""
 
 from __future__ import annotations
 
 import asyncio
-import resource
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from publish_support import PROMPT, WHOLE, assert_serves, disturb, publisher, sample
 from safetensors.torch import load_file
 from training_support import build_model
-from transformers import AutoModelForCausalLM
 
 from areal_agents.core.completion import SamplingParams, as_token_ids
-from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
+from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import PauseMode, SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.model_folder import write_model
-from areal_agents.training.publish import Publisher, swap
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.lora import LoraOptions
+from areal_agents.training.model import ModelOptions, Policy, load_policy
+from areal_agents.training.publishing.disk import swap
 
 
-def test_a_folder_is_what_transformers_loads(model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "like").mkdir()
-    for file in model_folder.iterdir():
-        (tmp_path / "like" / file.name).write_bytes(file.read_bytes())
-    (tmp_path / "like" / "tokenizer.json").write_text("{}")
-    (tmp_path / "like" / "pytorch_model.bin").write_text("stale weights")
-    weights = {name: tensor + 1 for name, tensor in load_file(model_folder / "model.safetensors").items()}
-    path = tmp_path / "weights" / "v3"
-    write_model(weights, path, like=tmp_path / "like", dtype=torch.float32)
-    assert sorted(p.name for p in path.iterdir()) == sorted(
-        {*(p.name for p in model_folder.iterdir()), "tokenizer.json"}
-    )
-    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in weights.items())
-    assert [p.name for p in path.parent.iterdir()] == ["v3"]  # no temporary name is left
+@pytest.fixture
+def policy(model_folder: Path, group: Ranks) -> Policy:
+    return load_policy(model_folder, group)
 
 
-def test_a_folder_is_replaced_and_its_type_is_the_one_asked_for(model_folder: Path, tmp_path: Path) -> None:
-    weights = load_file(model_folder / "model.safetensors")
-    path = tmp_path / "final"
-    write_model(weights, path, like=model_folder, dtype=torch.float32)
-    write_model(weights, path, like=model_folder, dtype=torch.bfloat16)
-    assert {t.dtype for t in load_file(path / "model.safetensors").values()} == {torch.bfloat16}
+@pytest.fixture
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred buckets where there would be one."""
+    monkeypatch.setattr("areal_agents.training.publishing.publisher.MB", 1_000)
 
 
-def test_a_refusing_disk_is_an_error_and_leaves_nothing(model_folder: Path, tmp_path: Path) -> None:
-    weights = load_file(model_folder / "model.safetensors")
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # larger files fail, as on a full disk
-    try:
-        with pytest.raises(TrainingError, match="cannot write the weights to"):
-            write_model(weights, tmp_path / "out" / "final", like=model_folder, dtype=torch.float32)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert list((tmp_path / "out").iterdir()) == []
+@pytest.mark.parametrize("transport", WHOLE)
+@pytest.mark.usefixtures("small_buckets")
+def test_the_engine_serves_the_trainers_weights(
+    transport: str,
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    served_url: str,
+    run_dir: Path,
+    model_folder: Path,
+) -> None:
+    engines = [SGLangEngine(served_url, control_timeout_s=60)]
+    with publisher(
+        policy, group, store, engines, run_dir, model_folder, transport=transport, bucket_mb=7
+    ) as out:
+        first = out.publish(version=0, step=0)
+        assert first is not None and (first.agreement, first.density) == (1.0, None)
+        for version in (1, 2):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.agreement is None
+            assert published.density is not None and published.density > 0.99
+            assert 0 < published.pause_s < published.publish_s
+            assert 0 < published.assemble_s < published.publish_s
+            assert_serves(served_url, policy, version)
+        assert out.verify(2) == 1.0
+        with pytest.raises(EngineError, match=rf"{served_url} serves other weights.*norm.*differs"):
+            out.verify(1)
+    weights = policy.full_state_dict()
+    folder = load_file(run_dir / "weights" / "v2" / "model.safetensors")
+    assert folder.keys() == weights.keys()
+    assert all(torch.equal(folder[name], tensor) for name, tensor in weights.items())
+    assert published.nbytes == sum(tensor.nbytes for tensor in weights.values())
+    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v1", "v2"]
+    latest = store.latest_version()
+    assert latest is not None and (latest.version, latest.path) == (2, str(run_dir / "weights" / "v2"))
 
 
-def test_what_a_killed_run_left_half_written_is_removed(
-    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+@pytest.mark.parametrize("transport", [*WHOLE, "lora"])
+@pytest.mark.usefixtures("small_buckets")
+def test_unchanged_weights_leave_every_logprob_unchanged(
+    transport: str, group: Ranks, store: Store, served_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    lora = LoraOptions(rank=2) if transport == "lora" else None
+    policy = load_policy(model_folder, group, options=ModelOptions(lora=lora))
+    disturb(policy, 3)
+    engines = [SGLangEngine(served_url, control_timeout_s=60)]
+    seen = []
+
+    async def score() -> np.ndarray:
+        sampling = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
+        async with SGLangEngine(served_url, adapters=lora is not None) as engine:
+            return (await engine.generate("greedy", PROMPT, sampling)).logprobs
+
+    with publisher(
+        policy, group, store, engines, run_dir, model_folder, transport=transport, bucket_mb=7, verify="every"
+    ) as out:
+        for version in range(1, 5):
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.agreement == 1.0
+            assert published.density == (0.0 if version > 1 else None)
+            seen.append(asyncio.run(score()))
+    assert all(np.array_equal(seen[0], other) for other in seen[1:])
+
+
+@pytest.mark.parametrize("transport", WHOLE)
+def test_a_bfloat16_model_is_published_as_it_was_saved(
+    transport: str,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    tmp_path: Path,
+    model_folder: Path,
+) -> None:
+    """The engine holds float32: its checksums are those of the weights rounded to bfloat16, then widened."""
+    policy = load_policy(model_folder, group)
+    policy.saved_dtype = torch.bfloat16
+    disturb(policy, 5)
+    with publisher(
+        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport=transport
+    ) as out:
+        published = out.publish(version=0, step=0)
+    assert published is not None and published.agreement == 1.0
+    assert published.nbytes * 2 == sum(tensor.nbytes for tensor in policy.full_state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("pause", "finish", "versions"),
+    [("retract", "length", {0, 1}), ("in_place", "length", {0, 1}), ("abort", "abort", {0}),
+     ("drain", "length", {0})],
+)  # fmt: skip
+def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
+    pause: str,
+    finish: str,
+    versions: set[int],
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+) -> None:
+    async def play() -> tuple[str, set[int]]:
+        begun = asyncio.Event()
+        async with SGLangEngine(engine_url) as generating:
+            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+            running = asyncio.create_task(
+                generating.generate("r", PROMPT, sampling, lambda chunk: begun.set())
+            )
+            await asyncio.wait_for(begun.wait(), 20)
+            await asyncio.to_thread(out.publish, version=1, step=1)
+            completion = await running
+            return completion.finish_reason, set(completion.versions.tolist())
+
+    with publisher(
+        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, pause=pause, verify="off"
+    ) as out:
+        assert asyncio.run(play()) == (finish, versions)
+    assert set(sample(engine_url).versions.tolist()) == {1}
+
+
+def test_versions_are_recorded_served_and_the_last_two_kept(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
+        for version in range(12):
+            out.publish(version=version, step=version)
+    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v10", "v11"]
+    latest = store.latest_version()
+    assert latest is not None and (latest.version, latest.path) == (11, str(run_dir / "weights" / "v11"))
+
+
+def test_a_folder_outside_of_the_run_is_this_runs_alone(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, tmp_path: Path, model_folder: Path
+) -> None:
+    shared = tmp_path / "memory"
+    paths = []
+    for version, run in enumerate(("a/run", "b/run")):
+        with publisher(
+            policy, group, store, [SGLangEngine(engine_url)], tmp_path / run, model_folder, folder=str(shared)
+        ) as out:
+            published = out.publish(version=version, step=0)
+            assert published is not None and published.path.parent.parent == shared
+            paths.append(published.path)
+    assert all(path.is_dir() for path in paths) and paths[0].parent != paths[1].parent
+
+
+def test_what_a_killed_trainer_left_half_written_is_removed(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
     left, kept = run_dir / "weights" / ".v3.99.tmp", run_dir / "weights" / "v2"
     left.mkdir(parents=True)
     kept.mkdir()
-    Publisher(
-        store=store, engine=SGLangEngine(engine_url), run_dir=run_dir, model_path=model_folder, keep=2
-    ).close()
-    assert list((run_dir / "weights").iterdir()) == [kept]
-
-
-def test_versions_are_recorded_served_and_the_last_two_kept(
-    store: Store, engine_url: str, model_folder: Path, run_dir: Path
-) -> None:
-    publisher = Publisher(
-        store=store, engine=SGLangEngine(engine_url), run_dir=run_dir, model_path=model_folder, keep=2
-    )
-    weights = load_file(model_folder / "model.safetensors")
-    for version in range(12):
-        published = publisher.publish(weights, version=version, step=version, dtype=torch.float32)
-        assert 0 < published.pause_s < published.publish_s
-    publisher.close()
-    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v10", "v11"]
-    latest = store.latest_version()
-    assert latest is not None and (latest.version, latest.path) == (11, str(run_dir / "weights" / "v11"))
+    (left / "model.safetensors").write_bytes(b"half")
+    with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
+        assert list((run_dir / "weights").iterdir()) == [kept]
+        published = out.publish(version=3, step=0)  # v2 holds no weights: there is nothing to compare with
+    assert published is not None and published.density is None
 
 
 def test_tokens_after_a_swap_carry_the_new_version(engine_url: str, tmp_path: Path) -> None:

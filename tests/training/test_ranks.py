@@ -90,3 +90,10 @@ def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:
     final = load_file(out / "run" / "final" / "model.safetensors")
     assert all(torch.equal(published[name], final[name]) for name in published)
     assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -> None:
+    first, second = (result[6] for result in spawned[1])
+    for transport in ("disk", "tensor", "broadcast", "lora"):
+        assert first[transport] <= 1e-5 and second[transport] <= 1e-5
+        assert (first[f"{transport} lost"], second[f"{transport} lost"]) == (0, 1)  # and neither waits

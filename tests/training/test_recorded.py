@@ -34,7 +34,7 @@ def fill(store: Store) -> None:
     for index in range(5):
         put_group(store, f"g{index}", [0, 1])
     store.drop_group("g4", "stale", step=1)
-    (leased,) = store.lease_groups(1, step=1, holder="t")
+    (leased,) = store.lease_groups(1, step=1)
     store.mark_trained([leased.id], step=1, version=1)
     put_episode(store, "alone", 1.0)
 
@@ -105,7 +105,7 @@ def test_a_run_on_recorded_episodes_learns_and_resumes(
                 TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=1),
                 AlgorithmConfig.model_validate(name),
                 store=own,
-                engine=None,
+                engines=[],
                 model_path=model_folder,
                 run_dir=run_dir,
                 groups=2,

@@ -74,7 +74,7 @@ def test_kill_nine_and_resume(
             TrainerConfig(steps=steps, lr=1e-2, checkpoint_every=2, batch_timeout_s=20),
             AlgorithmConfig(),
             store=store,
-            engine=SGLangEngine(engine_url, control_timeout_s=20),
+            engines=[SGLangEngine(engine_url, control_timeout_s=20)],
             model_path=model_folder,
             run_dir=run_dir,
             groups=2,

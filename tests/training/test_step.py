@@ -125,6 +125,22 @@ def test_one_minibatch_never_clips_and_several_do(model_folder: Path, group: Ran
     assert values["abs_diff"] == pytest.approx(one.statistics.as_dict()["abs_diff"], rel=1e-4)
 
 
+def test_naive_ppo_stays_near_what_sampled(model_folder: Path, group: Ranks) -> None:
+    """The ratio is against the behavior policy, so it is away from 1 before any step is made, and clipped."""
+    policy = load_policy(model_folder, group)
+    algorithm = AlgorithmConfig(clip_high=0.28, proximal="behavior", minibatches=2)
+    result = train_batch(
+        policy, torch.optim.SGD(policy.parameters(), lr=0.0), training_data(samples()), algorithm, OPTIONS,
+        ranks=group, version=0, seed=0,
+    )  # fmt: skip
+    values = result.statistics.as_dict()
+    assert values["weight"] == pytest.approx(values["tokens"])
+    assert values["clipped_low"] + values["clipped_high"] > 0
+    assert "proximal" not in result.seconds
+    decoupled, _ = step(model_folder, group, samples(), minibatches=2)
+    assert decoupled.statistics.as_dict()["clipped_low"] == 0 and "proximal" in decoupled.seconds
+
+
 def test_a_minibatch_is_a_step_on_its_own_tokens(model_folder: Path, group: Ranks) -> None:
     """Two minibatches at learning rate 0 have the gradients of their halves, not halves of the whole."""
     result, _ = step(model_folder, group, samples("ab"), minibatches=2)

@@ -39,7 +39,7 @@ def train(
         TrainerConfig(steps=steps, **options),
         algorithm or AlgorithmConfig(),
         store=store,
-        engine=SGLangEngine(engine_url, control_timeout_s=20),
+        engines=[SGLangEngine(engine_url, control_timeout_s=20)],
         model_path=model_folder,
         run_dir=run_dir,
         groups=groups,
@@ -164,7 +164,7 @@ def test_a_lost_engine_is_an_engine_error_and_loses_nothing(
 ) -> None:
     record_groups(store, engine_url, ["a", "b"])
     with pytest.raises(EngineUnavailable):
-        train(store, "http://127.0.0.1:9", model_folder, run_dir, steps=1)
+        train(store, "http://127.0.0.1:9", model_folder, run_dir, steps=1, publish={"engine_wait_s": 0})
     assert store.group_counts()["complete"] == 2
     result = train(store, engine_url, model_folder, run_dir, steps=1)
     assert result == RunResult(step=1, version=2, finished=True)
@@ -209,7 +209,7 @@ def test_an_adapter_is_published_merged_and_left_beside_the_model(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d"])
-    train(store, engine_url, model_folder, run_dir, steps=2, lora={"rank": 2})
+    train(store, engine_url, model_folder, run_dir, steps=2, lora={"rank": 2}, publish={"transport": "disk"})
     original = load_file(model_folder / "model.safetensors")
     published = load_file(run_dir / "weights" / "v2" / "model.safetensors")
     changed = {name for name in original if (original[name] != published[name]).any()}

@@ -18,7 +18,7 @@ if __name__ == "__main__":
             TrainerConfig(steps=int(steps), lr=1e-2, checkpoint_every=2, batch_timeout_s=120, threads=1),
             AlgorithmConfig(),
             store=store,
-            engine=SGLangEngine(engine_url),
+            engines=[SGLangEngine(engine_url)],
             model_path=model,
             run_dir=run_dir,
             groups=2,

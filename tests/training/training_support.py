@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -43,7 +45,7 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, tied: bool 
     config = CONFIGS[kind](
         vocab_size=VOCAB,
         hidden_size=32,
-        intermediate_size=48,
+        intermediate_size=64,  # a real server on a CPU would pad it to a multiple of 32
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
@@ -61,6 +63,14 @@ def build_model(folder: Path, kind: str = "qwen3", *, seed: int = 0, tied: bool 
             torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def add_tokenizer(folder: Path) -> None:
+    """A word per token, for a server that does not start without."""
+    tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"w\d+"), "isolated")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
 def make_sample(
@@ -178,15 +188,24 @@ def record_groups(
     size: int = 4,
     tokens: int = 8,
     temperature: float = 1.0,
+    adapters: bool = False,
 ) -> None:
-    """Sample complete groups of two-turn episodes from a running engine, and store them as the proxy does."""
-    asyncio.run(_record(store, engine_url, names, size, tokens, temperature))
+    """Sample complete groups of two-turn episodes from a running engine, and store them as the proxy does.
+
+    With `adapters` under the adapter of the version that it serves."""
+    asyncio.run(_record(store, engine_url, names, size, tokens, temperature, adapters))
 
 
 async def _record(
-    store: Store, engine_url: str, names: Sequence[str], size: int, tokens: int, temperature: float
+    store: Store,
+    engine_url: str,
+    names: Sequence[str],
+    size: int,
+    tokens: int,
+    temperature: float,
+    adapters: bool,
 ) -> None:
-    async with SGLangEngine(engine_url) as engine:
+    async with SGLangEngine(engine_url, adapters=adapters) as engine:
         plays = [
             _play(store, engine, name, index, size, tokens, temperature)
             for name in names

@@ -26,6 +26,8 @@ from areal_agents.inference.embedded.protocol import (
 from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.service import EngineService
 from areal_agents.inference.embedded.streaming import DONE, EventWriter, event
+from areal_agents.inference.embedded.weight_routes import Body, WeightRoutes
+from areal_agents.inference.sglang_control import PREPARE_PATH
 
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -49,10 +51,27 @@ def create_app(service: EngineService, *, incremental_streaming: bool = False) -
         "/abort_request": routes.abort_request,
         "/pause_generation": routes.pause_generation,
         "/continue_generation": routes.continue_generation,
-        "/update_weights_from_disk": routes.update_weights_from_disk,
         "/update_weight_version": routes.update_weight_version,
         "/flush_cache": routes.flush_cache,
-        "/weights_checker": routes.weights_checker,
+    }
+    weights = WeightRoutes(service.models, service.updates, service.groups)
+    posts |= {
+        path: _weights(service, handler)
+        for path, handler in {
+            PREPARE_PATH: weights.prepare_from_disk,
+            "/update_weights_from_disk": weights.update_from_disk,
+            "/begin_weight_update": weights.begin,
+            "/update_weights_from_tensor": weights.update_from_tensor,
+            "/update_weights_from_distributed": weights.update_from_distributed,
+            "/end_weight_update": weights.end,
+            "/init_weights_update_group": weights.join_group,
+            "/destroy_weights_update_group": weights.leave_group,
+            "/load_lora_adapter": weights.load_adapter,
+            "/unload_lora_adapter": weights.unload_adapter,
+            "/weights_checker": weights.checksum,
+            "/release_memory_occupation": weights.release_memory,
+            "/resume_memory_occupation": weights.resume_memory,
+        }.items()
     }
     gets: dict[str, Handler] = {
         "/health": routes.health,
@@ -63,7 +82,10 @@ def create_app(service: EngineService, *, incremental_streaming: bool = False) -
         "/get_server_info": routes.server_info,
     }
     return Starlette(
-        routes=[Route(path, _guarded(handler), methods=["POST"]) for path, handler in posts.items()]
+        routes=[
+            Route(path, _guarded(handler, _most_bytes(path, service)), methods=["POST"])
+            for path, handler in posts.items()
+        ]
         + [Route(path, _guarded(handler), methods=["GET"]) for path, handler in gets.items()],
         lifespan=lifespan,
     )
@@ -77,12 +99,29 @@ def _error(message: str, status: int) -> Response:
     return _json({"error": {"message": message}}, status)
 
 
-def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
+def _weights(service: EngineService, handler: Callable[[Body], Awaitable[Any]]) -> Handler:
+    """A handler of WeightRoutes; an engine that has failed says so."""
+
+    async def route(_: HttpRequest, body: dict[str, Any]) -> Response:
+        service.check()
+        return _json(await handler(body))
+
+    return route
+
+
+def _most_bytes(path: str, service: EngineService) -> int:
+    """The longest body: tensors come in base64, perhaps all of the model's at once, and in float32."""
+    return MAX_BODY_BYTES + (3 * service.weight_bytes if path == "/update_weights_from_tensor" else 0)
+
+
+def _guarded(
+    handler: Handler, most_bytes: int = MAX_BODY_BYTES
+) -> Callable[[HttpRequest], Awaitable[Response]]:
     """Parse the JSON body, and answer refusals in SGLang's form."""
 
     async def route(http: HttpRequest) -> Response:
         try:
-            return await handler(http, await _body(http) if http.method == "POST" else {})
+            return await handler(http, await _body(http, most_bytes) if http.method == "POST" else {})
         except RequestError as error:
             return _error(error.message, error.status)
         except EngineUnavailable as error:
@@ -93,9 +132,9 @@ def _guarded(handler: Handler) -> Callable[[HttpRequest], Awaitable[Response]]:
     return route
 
 
-async def _body(http: HttpRequest) -> dict[str, Any]:
-    if int(http.headers.get("content-length", 0)) > MAX_BODY_BYTES:
-        raise RequestError(f"the body is larger than {MAX_BODY_BYTES} bytes", status=413)
+async def _body(http: HttpRequest, most_bytes: int) -> dict[str, Any]:
+    if int(http.headers.get("content-length", 0)) > most_bytes:
+        raise RequestError(f"the body is larger than {most_bytes} bytes", status=413)
     raw = await http.body()
     try:
         body = orjson.loads(raw) if raw else {}
@@ -179,17 +218,6 @@ class Routes:
         await self._service.resume()
         return _json({"message": "Generation continued successfully.", "status": "ok"})
 
-    async def update_weights_from_disk(self, _: HttpRequest, body: dict[str, Any]) -> Response:
-        path, version = body.get("model_path"), body.get("weight_version")
-        if not isinstance(path, str) or not path:
-            raise RequestError("model_path must name a model folder")
-        if version is not None and not isinstance(version, str):
-            raise RequestError(f"weight_version must be a string, got {version!r}")
-        await self._service.update_weights(path, version, flush_cache=bool(body.get("flush_cache", True)))
-        return _json(
-            {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
-        )
-
     async def update_weight_version(self, _: HttpRequest, body: dict[str, Any]) -> Response:
         version = body.get("new_version")
         if not isinstance(version, str) or not version:
@@ -203,12 +231,6 @@ class Routes:
         if not await self._service.flush_cache():
             return _error("the cache is not flushed while requests are running", 400)
         return _json({"success": True, "message": "Cache flushed."})
-
-    async def weights_checker(self, _: HttpRequest, body: dict[str, Any]) -> Response:
-        if body.get("action") != "checksum":
-            raise RequestError(f'action must be "checksum", got {body.get("action")!r}')
-        checksum = await self._service.checksum()
-        return _json({"success": True, "message": "", "checksum": checksum})
 
     async def health(self, _: HttpRequest, __: dict[str, Any]) -> Response:
         self._service.check()

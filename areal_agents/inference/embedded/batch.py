@@ -61,7 +61,7 @@ class SlotSampling:
             min_p=self._min_p[slots],
             top_k=self._top_k[slots],
             seeds=self._seeds[slots],
-            indices=lengths - self.prompt_length[slots],
+            positions=lengths,
         )
 
     def stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:

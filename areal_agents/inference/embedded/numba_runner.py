@@ -17,11 +17,12 @@ from torch import Tensor
 from areal_agents.errors import ConfigError
 from areal_agents.inference.embedded import kernels
 from areal_agents.inference.embedded.architecture import Architecture
-from areal_agents.inference.embedded.runner import Int32, Rows, checksum_arrays
+from areal_agents.inference.embedded.runner import Int32, Rows
 from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
 
 PARTS_PER_THREAD = 2
+TURNED = ("lm_head", "qkv", "output", "gate_up", "down")  # the matrices that rows are multiplied with
 MIN_ROWS = 8  # fewer rows are not worth waking a thread for
 
 
@@ -42,9 +43,8 @@ class NumbaRunner:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "engine-rows") if threads > 1 else None
         tiles = -(-max_context // kernels.TILE)
-        shape = (arch.layers, slots, arch.kv_heads, tiles, arch.head_dim, kernels.TILE)
-        self._keys = np.zeros(shape, np.float32)
-        self._values = np.zeros(shape, np.float32)
+        self._cache_shape = (arch.layers, slots, arch.kv_heads, tiles, arch.head_dim, kernels.TILE)
+        self.make_cache()
         self._cos, self._sin = arch.rotary_tables(max_context)
         widths = (
             arch.hidden,
@@ -63,29 +63,36 @@ class NumbaRunner:
         self._scale = np.float32(arch.head_dim**-0.5)
         self._weights: tuple[Float32, ...] = ()
 
-    def load(self, weights: Weights) -> None:
-        """Transpose the matrices to [in, out] once, so that the inner loops run along contiguous outputs."""
-
-        def plain(tensor: Tensor) -> Float32:
-            return np.ascontiguousarray(tensor.float().numpy())
-
-        def turned(tensor: Tensor) -> Float32:
-            return np.ascontiguousarray(tensor.float().transpose(-1, -2).numpy())
-
-        self._weights = (
-            plain(weights.embedding),
-            turned(weights.lm_head),
-            plain(weights.final_norm),
-            plain(weights.attention_norm),
-            turned(weights.qkv),
-            plain(weights.qkv_bias),
-            plain(weights.q_norm),
-            plain(weights.k_norm),
-            turned(weights.output),
-            plain(weights.mlp_norm),
-            turned(weights.gate_up),
-            turned(weights.down),
+    def place(self, weights: Weights) -> Weights:
+        """See Runner.place. Matrices lie as [in, out]: the inner loops run along contiguous outputs."""
+        return Weights(
+            **{
+                name: _lying(getattr(weights, name).float(), turned=name in TURNED)
+                for name in Weights.__dataclass_fields__
+            }
         )
+
+    def load(self, weights: Weights) -> None:
+        """See Runner.load."""
+        placed = self.place(weights)
+        self._weights = tuple(
+            (tensor.transpose(-1, -2) if name in TURNED else tensor).numpy()
+            for name in Weights.__dataclass_fields__
+            for tensor in (getattr(placed, name),)
+        )
+
+    def unload(self) -> None:
+        """See Runner.unload."""
+        self._weights = ()
+
+    def free_cache(self) -> None:
+        """See Runner.free_cache."""
+        self._keys = self._values = np.zeros((0,) * len(self._cache_shape), np.float32)
+
+    def make_cache(self) -> None:
+        """See Runner.make_cache."""
+        self._keys = np.zeros(self._cache_shape, np.float32)
+        self._values = np.zeros(self._cache_shape, np.float32)
 
     def forward(self, rows: Rows) -> Tensor:
         """See Runner.forward."""
@@ -122,10 +129,6 @@ class NumbaRunner:
         tiles = -(-length // kernels.TILE)
         kernels.copy_prefix(self._keys, source, target, tiles)
         kernels.copy_prefix(self._values, source, target, tiles)
-
-    def checksum(self) -> str:
-        """See Runner.checksum."""
-        return checksum_arrays(list(self._weights))
 
     def _cuts(self, rows: Rows) -> list[int]:
         """Row indices at which the batch is cut: segment boundaries, about equal parts, more than threads.
@@ -164,3 +167,8 @@ class NumbaRunner:
             self._eps,
             self._scale,
         )
+
+
+def _lying(tensor: Tensor, *, turned: bool) -> Tensor:
+    """`tensor` itself if it lies in memory as wanted, else a copy that does."""
+    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if turned else tensor.contiguous()

@@ -21,6 +21,7 @@ MAX_SEED = 2**63 - 1
 _GENERATE_FIELDS = {
     "input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream",
     "top_logprobs_num", "return_text_in_logprobs", "priority", "routed_dp_rank", "bootstrap_room",
+    "lora_path",
 }  # fmt: skip
 _SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -43,6 +44,7 @@ class Generation:
     input_logprobs_from: int
     skip_special_tokens: bool
     trim_stop: bool
+    adapter: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,15 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
         input_logprobs_from=start if logprobs and start < len(ids) else -1,
         skip_special_tokens=_flag(params, "skip_special_tokens", default=True),
         trim_stop=not _flag(params, "no_stop_trim", default=False),
+        adapter=_adapter(body),
     )
+
+
+def _adapter(body: dict[str, Any]) -> str:
+    name = body.get("lora_path")
+    if name is not None and not isinstance(name, str):
+        raise RequestError(f"lora_path must be the name of an adapter, got {name!r}")
+    return name or ""
 
 
 def _prompt_ids(prompt: Any, limits: Limits) -> TokenIds:
@@ -227,6 +237,7 @@ def make_request(
         input_logprobs_from=generation.input_logprobs_from,
         streaming=streaming,
         matcher=matcher,
+        adapter=generation.adapter,
     )
 
 
@@ -251,6 +262,7 @@ def answer(
         "completion_tokens": len(progress.ids),
         "cached_tokens": request.cached_tokens,
         "weight_version": progress.version,
+        "weight_versions": progress.version_spans(),
         "num_retractions": request.retractions,
         "e2e_latency": latency_s,
     }
@@ -264,7 +276,6 @@ def answer(
             meta["input_token_logprobs"] = _input_logprobs(request)
     if progress.finish is not None:
         meta["finish_reason"] = _finish_reason(progress.finish, len(progress.ids))
-        meta["weight_versions"] = request.version_spans()
     return {"text": text, "output_ids": ids, "meta_info": meta}
 
 

@@ -36,13 +36,23 @@ class Span:
 @dataclass(frozen=True, slots=True, eq=False)
 class Progress:
     """What a request has sampled at one moment: ids and logprobs [N], and the best tokens of each where they
-    were asked for. `version` is the one that samples now."""
+    were asked for. `version` is the one that samples now, `spans` are those until now."""
 
     ids: np.ndarray
     logprobs: np.ndarray
     ranked: list[RankedTokens]
     version: str
+    spans: tuple[Span, ...]
     finish: Finish | None
+
+    def version_spans(self) -> list[dict[str, Any]]:
+        """Spans in wire form; they cover `ids` exactly, and an empty output has one empty span."""
+        ends = [span.start for span in self.spans[1:]] + [len(self.ids)]
+        covered = [(span, end) for span, end in zip(self.spans, ends, strict=True) if end > span.start]
+        return [
+            {"version": span.version, "start": span.start, "end": end}
+            for span, end in covered or [(self.spans[0], 0)]
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +72,8 @@ class Request:
     input_logprobs_from: int = -1  # first prompt position whose logprob is wanted; -1: none
     streaming: bool = False
     matcher: TokenMatcher | None = None  # what the output must match
+    adapter: str = ""  # its name on the wire; none: the base model
+    model: int = 0  # the number of the model that computes it, see Scheduler
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     output_ranked: list[RankedTokens] = field(default_factory=list)
@@ -76,8 +88,9 @@ class Request:
     def publish(self) -> None:
         """Show what there is now, whole, and notify."""
         ranked = self.output_ranked[: len(self.output_ids)]
+        spans = tuple(self.spans)
         self.progress = Progress(
-            self.output_ids, self.output_logprobs, ranked, self.spans[-1].version, self.finish
+            self.output_ids, self.output_logprobs, ranked, spans[-1].version, spans, self.finish
         )
         self.notify(self)
 
@@ -87,12 +100,3 @@ class Request:
             self.spans.pop()
         if not self.spans or self.spans[-1].version != version:
             self.spans.append(Span(version, sampled))
-
-    def version_spans(self) -> list[dict[str, Any]]:
-        """Spans in wire form; they cover output_ids exactly, and an empty output has one empty span."""
-        ends = [span.start for span in self.spans[1:]] + [len(self.output_ids)]
-        covered = [(span, end) for span, end in zip(self.spans, ends, strict=True) if end > span.start]
-        return [
-            {"version": span.version, "start": span.start, "end": end}
-            for span, end in covered or [(self.spans[0], 0)]
-        ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -45,8 +44,25 @@ class Runner(Protocol):
         """What computes."""
         ...
 
+    def place(self, weights: Weights) -> Weights:
+        """The same weights in the type and layout that this runner computes with. It takes long, any thread
+        may call it, and what is placed already is shared, not copied."""
+        ...
+
     def load(self, weights: Weights) -> None:
-        """Replace the weights; keys and values stay as they are."""
+        """Replace the weights, at once if they are placed; keys and values stay as they are."""
+        ...
+
+    def unload(self) -> None:
+        """Let go of the weights; `load` comes before the next `forward`."""
+        ...
+
+    def free_cache(self) -> None:
+        """Let go of all keys and values and of their memory; `make_cache` comes before the next `forward`."""
+        ...
+
+    def make_cache(self) -> None:
+        """Take memory for keys and values."""
         ...
 
     def forward(self, rows: Rows) -> Tensor:
@@ -60,15 +76,3 @@ class Runner(Protocol):
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
         ...
-
-    def checksum(self) -> str:
-        """SHA-256 over the weights in use, the same for equal weights in one runner and dtype."""
-        ...
-
-
-def checksum_arrays(arrays: list[npt.NDArray]) -> str:
-    """SHA-256 over arrays in the order given."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).view(np.uint8).data)
-    return digest.hexdigest()

@@ -1,7 +1,8 @@
 """Drawing tokens: one uniform number per token, by inversion of the (truncated) distribution.
 
-The number is a hash of (the request's seed, the token's index), so that a seeded request samples the same
-tokens whatever shares its batch, before and after a pause. Logprobs are those of the distribution after
+The number is a hash of (the request's seed, the token's position), so that a seeded request samples the same
+tokens whatever shares its batch, before and after a pause, and in one piece or in several: what was sampled
+so far may come back as the end of a prompt. Logprobs are those of the distribution after
 temperature and before top-k, top-p and min-p, as SGLang reports them; greedy rows use temperature 1.
 """
 
@@ -22,7 +23,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class SamplingBatch:
     """How each of M rows is drawn; temperature 0 is greedy, top_k 0 is off.
 
-    `seeds` [M] uint64 and `indices` [M] (how many tokens the request has sampled already) key the draw.
+    `seeds` [M] uint64 and `positions` [M] (how many tokens come before, the prompt's too) key the draw.
     """
 
     temperature: Float32  # [M]
@@ -30,7 +31,7 @@ class SamplingBatch:
     min_p: Float32  # [M]
     top_k: npt.NDArray[np.int32]  # [M]
     seeds: npt.NDArray[np.uint64]  # [M]
-    indices: npt.NDArray[np.int32]  # [M]
+    positions: npt.NDArray[np.int32]  # [M]
 
     @property
     def limited(self) -> npt.NDArray[np.bool_]:
@@ -42,9 +43,9 @@ class SamplingBatch:
         return SamplingBatch(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def uniform(self) -> npt.NDArray[np.float64]:
-        """[M] numbers in [0, 1) from (seed, index): two rounds of the splitmix64 finaliser."""
+        """[M] numbers in [0, 1) from (seed, position): two rounds of the splitmix64 finaliser."""
         mixed = _mix(self.seeds + _GOLDEN)
-        mixed = _mix(mixed ^ ((self.indices.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
+        mixed = _mix(mixed ^ ((self.positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN))
         return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

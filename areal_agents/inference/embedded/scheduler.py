@@ -6,22 +6,26 @@ thing here: a slot whose `valid` trails its `length`.
 
 Invariant: a token is sampled only when the keys and values of everything before it are valid under the
 current weights, or the slot went on over an in-place swap.
+
+A step computes the slots of one model only, the base or an adapter's; models take turns.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 
 from areal_agents.inference.embedded.batch import SlotSampling
+from areal_agents.inference.embedded.model_set import ModelSet
 from areal_agents.inference.embedded.request import Finish, Request
 from areal_agents.inference.embedded.runner import Rows, Runner
 from areal_agents.inference.embedded.sampling import best_tokens
 from areal_agents.inference.embedded.slots import SlotTable
-from areal_agents.inference.engine import PauseMode
+from areal_agents.inference.embedded.weights import Weights
+from areal_agents.inference.engine import MemoryKind, PauseMode
 
 StopMatcher = Callable[[np.ndarray, tuple[str, ...]], str | None]
 
@@ -49,6 +53,7 @@ class Scheduler:
     ) -> None:
         self.version = version
         self.paused: PauseMode | None = None
+        self.models = ModelSet(runner)
         self._runner = runner
         self._table = SlotTable(slots, max_context)
         self._sampling = SlotSampling(slots, max_context, vocab_size, eos_ids)
@@ -66,7 +71,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether `step` would do something now."""
-        if self.paused is not None:
+        if self.paused is not None or self.models.without:
             return bool(self._when_idle)
         return bool(self._running or self._waiting or self._when_idle)
 
@@ -89,6 +94,7 @@ class Scheduler:
             request.mark_version(self.version, len(request.output_ids))
             request.finish = Finish("abort", message="aborted")
             request.publish()
+        self._drop_retired()
 
     def pause(self, mode: PauseMode) -> None:
         """Stop sampling until `resume`; see Engine.pause."""
@@ -120,6 +126,25 @@ class Scheduler:
         """Nothing computed before may be reused."""
         self._table.invalidate()
 
+    def replace_models(self, models: Mapping[int, Weights]) -> None:
+        """See ModelSet.replace."""
+        self.models.replace(models)
+        self.weights_changed()
+
+    def retire_model(self, number: int, dropped: Callable[[], None]) -> None:
+        """Drop a model, which no new request may use, once those that do have ended; then call `dropped`."""
+        self.models.retire(number, dropped)
+        self._drop_retired()
+
+    def release(self, kinds: set[MemoryKind]) -> bool:
+        """Give back memory, and sample nothing until it is there again; False while requests run."""
+        if self._running:
+            return False
+        if "kv_cache" in kinds:
+            self._table.forget_idle()
+        self.models.release(kinds)
+        return True
+
     def flush_cache(self) -> bool:
         """Drop the prefix cache; False (and nothing done) while requests run."""
         if self._running:
@@ -132,7 +157,7 @@ class Scheduler:
         if self._when_idle and (self.paused is not None or not self._running):
             while self._when_idle:
                 self._when_idle.popleft()()
-        if self.paused is not None:
+        if self.paused is not None or self.models.without:
             return
         if not self._when_idle:
             self._admit()
@@ -147,6 +172,7 @@ class Scheduler:
             logits = self._score_prompts(rows, logits, (rows.segment_starts[1:] - 1)[complete])
         if complete.any():
             self._commit(slots[complete], logits)
+        self._drop_retired()
 
     def _admit(self) -> None:
         while self._waiting and self._table.free:
@@ -156,7 +182,7 @@ class Scheduler:
             reuse = len(ids) - 1 if self._prefix_cache else 0
             if scored:
                 reuse = min(reuse, max(request.input_logprobs_from - 1, 0))
-            place = self._table.take(ids, max_reuse=reuse)
+            place = self._table.take(ids, max_reuse=reuse, model=request.model)
             if place is None:
                 return
             self._waiting.popleft()
@@ -177,9 +203,16 @@ class Scheduler:
             if request.sampling.top_logprobs:
                 self._ranked.add(place.slot)
 
+    def _drop_retired(self) -> None:
+        if self.models.is_retiring:
+            requests = (*self._running.values(), *self._waiting)
+            self.models.drop_retired({request.model for request in requests})
+
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
         """Slots of this step and how many tokens each computes: decodes, then prompts within the budget."""
         slots = np.fromiter(self._running, np.int32, len(self._running))
+        numbers = self._table.model[slots]
+        slots = slots[numbers == self.models.take_turn(numbers)]
         pending = self._table.length[slots] - self._table.valid[slots]
         if (pending == 1).all():
             return slots, pending

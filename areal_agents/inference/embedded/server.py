@@ -23,6 +23,8 @@ from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.embedded.app import create_app
 from areal_agents.inference.embedded.architecture import DEFAULT_MAX_CONTEXT, Architecture, read_architecture
+from areal_agents.inference.embedded.groups import WeightGroups
+from areal_agents.inference.embedded.model_set import BASE
 from areal_agents.inference.embedded.runner import Runner
 from areal_agents.inference.embedded.scheduler import Scheduler
 from areal_agents.inference.embedded.service import EngineService
@@ -91,6 +93,7 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
     runner = make_runner(config, arch, max_context=max_context, threads=threads)
     # The kernel has threads of its own; torch's would spin beside them between the few operations left to it.
     torch.set_num_threads(1 if runner.kind == "numba" else threads)
+    weights = runner.place(weights)
     runner.load(weights)
     warm_up(runner)
     detokenizer = Detokenizer(folder)
@@ -105,6 +108,8 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
         find_stop=detokenizer.find_stop,
         version=STARTED_VERSION,
     )
+    scheduler.replace_models({BASE: weights})
+    groups = WeightGroups(device=torch.device(config.device), timeout_s=config.broadcast_timeout_s)
     info: dict[str, Any] = {
         "engine": "areal-agents",
         "kernel": runner.kind,
@@ -120,6 +125,8 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
         runner,
         arch,
         detokenizer,
+        weights,
+        groups,
         model_path=config.model,
         max_context=max_context,
         seed=config.seed,

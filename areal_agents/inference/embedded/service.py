@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: futures for finished requests, and weight swaps.
+"""Between the event loop and the engine's thread: futures for finished requests.
 
 Invariant: a rid is in `_active` exactly while its request is with the scheduler, so no rid runs twice.
 """
@@ -10,7 +10,6 @@ import itertools
 import signal
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,15 @@ from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineUnavailable, RequestError
 from areal_agents.inference.embedded.architecture import Architecture
 from areal_agents.inference.embedded.grammar import Grammars, TokenMatcher
+from areal_agents.inference.embedded.groups import WeightGroups
+from areal_agents.inference.embedded.models import ServedModels
 from areal_agents.inference.embedded.protocol import MAX_SEED, Limits
 from areal_agents.inference.embedded.request import Request
 from areal_agents.inference.embedded.runner import Runner
 from areal_agents.inference.embedded.scheduler import Scheduler
 from areal_agents.inference.embedded.text import Detokenizer
-from areal_agents.inference.embedded.weights import Weights, load_weights
+from areal_agents.inference.embedded.updates import WeightUpdates
+from areal_agents.inference.embedded.weights import Weights
 from areal_agents.inference.embedded.worker import EngineThread
 from areal_agents.inference.engine import PauseMode
 
@@ -40,6 +42,8 @@ class EngineService:
         runner: Runner,
         arch: Architecture,
         detokenizer: Detokenizer,
+        weights: Weights,
+        groups: WeightGroups,
         *,
         model_path: str,
         max_context: int,
@@ -51,18 +55,19 @@ class EngineService:
         self._grammars = Grammars(detokenizer.tokenizer, arch.vocab_size, arch.eos_ids)
         self._compilers = ThreadPoolExecutor(2, "grammars")
         self._scheduler = scheduler
-        self._runner = runner
         self._arch = arch
-        self._model_path = model_path
         self._info = info
         self._seeds = itertools.count(int(np.random.default_rng(seed).integers(MAX_SEED // 2)))
         self._active: dict[str, asyncio.Future[None]] = {}
         self._streams: dict[str, asyncio.Event] = {}
         self.failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._swap = asyncio.Lock()
         self._thread = EngineThread(scheduler, deliver=self._deliver, on_failure=self._fail)
         self.notify = self._thread.notify
+        self.models = ServedModels(self._thread, runner, arch, weights, model_path=model_path)
+        self.groups = groups
+        self.updates = WeightUpdates(self.models, groups, arch)
+        self.weight_bytes = weights.nbytes
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start the engine's thread; results are delivered into `loop`."""
@@ -151,39 +156,11 @@ class EngineService:
         """Drop the prefix cache; False while requests run."""
         return await self._call(lambda scheduler: scheduler.flush_cache())
 
-    async def checksum(self) -> str:
-        """Checksum of the weights in use."""
-        return await self._call(lambda _: self._runner.checksum())
-
-    async def update_weights(self, path: str, version: str | None, *, flush_cache: bool) -> None:
-        """Serve the folder at `path`. It is read and checked beside generation; only the swap stops it."""
-        async with self._swap:
-            weights = await asyncio.to_thread(load_weights, Path(path), self._arch)
-            self.check()
-            await asyncio.wrap_future(
-                self._thread.call_when_idle(
-                    lambda scheduler: self._swap_in(scheduler, weights, version, flush_cache)
-                )
-            )
-            self._model_path = path
-
-    def _swap_in(
-        self, scheduler: Scheduler, weights: Weights, version: str | None, flush_cache: bool
-    ) -> None:
-        if flush_cache and scheduler.paused == "in_place" and scheduler.load["running"]:
-            raise RequestError(
-                "flush_cache would drop what requests paused in place go on with: send flush_cache false"
-            )
-        self._runner.load(weights)
-        scheduler.weights_changed()
-        if version is not None:
-            scheduler.use_version(version)
-
     def model_info(self) -> dict[str, Any]:
         """SGLang's /model_info, with the limits beside it."""
         return {
-            "model_path": self._model_path,
-            "tokenizer_path": self._model_path,
+            "model_path": self.models.model_path,
+            "tokenizer_path": self.models.model_path,
             "is_generation": True,
             "weight_version": self._scheduler.version,
             "vocab_size": self.limits.vocab_size,
@@ -201,6 +178,7 @@ class EngineService:
         self.check()
         if request.rid in self._active:
             raise RequestError(f"rid {request.rid!r} is already running")
+        request.model = self.models.number(request.adapter)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._active[request.rid] = future
         self._thread.submit(lambda scheduler: scheduler.add(request))

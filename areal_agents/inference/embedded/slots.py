@@ -1,7 +1,8 @@
 """Which tokens each slot's keys and values stand for, and which slot a new request should take.
 
 Invariant: positions 0..valid[s] of slot s hold keys and values of tokens[s, :valid[s]] under the current
-weights, unless `mixed[s]` (it went on over a swap in place), and a mixed slot is never a source of reuse.
+weights of model[s] (an adapter's or the base's), unless `mixed[s]` (it went on over a swap in place). A
+mixed slot is never a source of reuse, and no model reuses what another computed.
 The first prefix_length[s] of them are bit for bit those of slot prefix_slot[s] too.
 """
 
@@ -33,6 +34,7 @@ class SlotTable:
         self.length = np.zeros(slots, np.int32)
         self.valid = np.zeros(slots, np.int32)
         self.mixed = np.zeros(slots, np.bool_)
+        self.model = np.zeros(slots, np.int64)
         self.busy = np.zeros(slots, np.bool_)
         self.prefix_slot = np.arange(slots, dtype=np.int32)
         self.prefix_length = np.zeros(slots, np.int32)
@@ -44,15 +46,16 @@ class SlotTable:
         """How many slots no request owns."""
         return int(len(self.busy) - np.count_nonzero(self.busy))
 
-    def take(self, ids: TokenIds, *, max_reuse: int) -> Placement | None:
-        """Own a slot for `ids` [P], reusing at most `max_reuse` leading positions; a free slot must exist.
+    def take(self, ids: TokenIds, *, max_reuse: int, model: int = 0) -> Placement | None:
+        """Own a slot for `ids` [P] under `model`, reusing at most `max_reuse` leading positions; a free slot
+        must exist.
 
         A free slot that `ids` continues to its end is taken as it is. Otherwise the longest common prefix is
         copied into the slot that was used longest ago, so that no other history is lost to it. None, and
         nothing taken, if a running request is computing much more of the prefix just now: a group of equal
         prompts, or everything after a swap, computes what it shares once.
         """
-        common = self._common_prefix(ids, max_reuse)
+        common = self._common_prefix(ids, max_reuse, model)
         shared = np.minimum(common, self.valid)
         best = int(shared.argmax())
         coming = np.minimum(common, self.length)[self.busy].max(initial=0)
@@ -67,6 +70,7 @@ class SlotTable:
         self.length[slot] = len(ids)
         self.valid[slot] = reused
         self.mixed[slot] = False
+        self.model[slot] = model
         self.busy[slot] = True
         self._touch(slot)
         return Placement(slot=slot, reused=reused, source=best)
@@ -111,10 +115,11 @@ class SlotTable:
             return int(continued[0])
         return int(idle[self._last_used[idle].argmin()])
 
-    def _common_prefix(self, ids: TokenIds, max_reuse: int) -> np.ndarray:
-        """[slots] common prefix of `ids` and each slot's tokens, at most `max_reuse`; 0 where mixed."""
+    def _common_prefix(self, ids: TokenIds, max_reuse: int, model: int) -> np.ndarray:
+        """[slots] common prefix of `ids` and each slot's tokens, at most `max_reuse`; 0 where mixed or of
+        another model."""
         if max_reuse <= 0:
             return np.zeros(len(self.valid), np.int32)
         differs = self.tokens[:, :max_reuse] != ids[:max_reuse]
         common = np.where(differs.any(axis=1), differs.argmax(axis=1), max_reuse)
-        return np.where(self.mixed, 0, common).astype(np.int32)
+        return np.where(self.mixed | (self.model != model), 0, common).astype(np.int32)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from areal_agents.inference.embedded.architecture import Architecture
-from areal_agents.inference.embedded.runner import Int32, Rows, checksum_arrays
+from areal_agents.inference.embedded.runner import Int32, Rows
 from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
 
@@ -29,20 +29,34 @@ class TorchRunner:
         self._arch = arch
         self._device = device
         self._dtype = dtype
-        shape = (arch.layers, slots, arch.kv_heads, max_context, arch.head_dim)
-        self._keys = torch.zeros(shape, device=device, dtype=dtype)
-        self._values = torch.zeros(shape, device=device, dtype=dtype)
+        self._cache_shape = (arch.layers, slots, arch.kv_heads, max_context, arch.head_dim)
+        self.make_cache()
         cos, sin = arch.rotary_tables(max_context)
         self._cos = torch.from_numpy(cos).to(device, dtype)
         self._sin = torch.from_numpy(sin).to(device, dtype)
         self._weights: Weights | None = None
 
+    def place(self, weights: Weights) -> Weights:
+        """See Runner.place."""
+        names = Weights.__dataclass_fields__
+        return Weights(**{name: getattr(weights, name).to(self._device, self._dtype) for name in names})
+
     def load(self, weights: Weights) -> None:
         """See Runner.load."""
-        names = Weights.__dataclass_fields__
-        self._weights = Weights(
-            **{name: getattr(weights, name).to(self._device, self._dtype) for name in names}
-        )
+        self._weights = self.place(weights)
+
+    def unload(self) -> None:
+        """See Runner.unload."""
+        self._weights = None
+
+    def free_cache(self) -> None:
+        """See Runner.free_cache."""
+        self._keys = self._values = torch.zeros(0, device=self._device, dtype=self._dtype)
+
+    def make_cache(self) -> None:
+        """See Runner.make_cache."""
+        self._keys = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
+        self._values = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Tensor:
@@ -76,13 +90,6 @@ class TorchRunner:
         """See Runner.copy_prefix."""
         self._keys[:, target, :, :length] = self._keys[:, source, :, :length]
         self._values[:, target, :, :length] = self._values[:, source, :, :length]
-
-    def checksum(self) -> str:
-        """See Runner.checksum."""
-        weights = self._loaded()
-        return checksum_arrays(
-            [getattr(weights, name).float().cpu().numpy() for name in Weights.__dataclass_fields__]
-        )
 
     def _loaded(self) -> Weights:
         assert self._weights is not None, "load() comes before forward()"

@@ -32,6 +32,6 @@ def warm_up(runner: Runner) -> None:
             min_p=one * 0,
             top_k=np.zeros(1, np.int32),
             seeds=np.zeros(1, np.uint64),
-            indices=np.zeros(1, np.int32),
+            positions=np.zeros(1, np.int32),
         ),
     )

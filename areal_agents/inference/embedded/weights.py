@@ -35,6 +35,15 @@ class Weights:
     gate_up: Tensor  # [L, 2 F, H]
     down: Tensor  # [L, H, F]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of them, in the type that they have."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [getattr(self, name) for name in self.__dataclass_fields__]
+
 
 def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     """Every tensor name that a checkpoint of `arch` must hold, and its shape."""
@@ -66,13 +75,18 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def is_derived(name: str, arch: Architecture) -> bool:
+    """Whether checkpoints may hold this beside the weights, although it follows from them."""
+    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tied_embeddings)
+
+
 def load_weights(folder: Path, arch: Architecture) -> Weights:
     """Read a safetensors folder; ConfigError names the missing, unknown or misshapen tensor or file."""
     shapes = expected_shapes(arch)
     tensors: dict[str, Tensor] = {}
     for path in _weight_files(folder):
         for name, tensor in _read(path):
-            if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tied_embeddings):
+            if is_derived(name, arch):
                 continue
             if name not in shapes:
                 raise ConfigError(
@@ -83,13 +97,13 @@ def load_weights(folder: Path, arch: Architecture) -> Weights:
             tensors[name] = tensor.float()
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise ConfigError(f"model: {folder} lacks {len(missing)} tensors, the first is {missing[0]}")
-    return _assemble(tensors, arch)
+    return assemble(tensors, arch)
 
 
 def random_weights(arch: Architecture, seed: int) -> Weights:
     """Weights drawn from `seed` at the scale of a fresh transformers model, for benchmarks."""
     generator = torch.Generator().manual_seed(seed)
-    return _assemble(
+    return assemble(
         {
             name: torch.ones(shape)
             if name.endswith("norm.weight")
@@ -98,6 +112,11 @@ def random_weights(arch: Architecture, seed: int) -> Weights:
         },
         arch,
     )
+
+
+def stamp_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """What tells a folder's weight files from later ones of the same names. ConfigError as load_weights."""
+    return tuple((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in _weight_files(folder))
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -126,7 +145,12 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ConfigError(f"model: {path} cannot be read: {error}") from error
 
 
-def _assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:
+def assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:
+    """Stack the layers of a complete checkpoint's tensors, float32.
+
+    All of it is copied: files that tensors are mapped from may change, and buffers be larger than they are.
+    """
+
     layers = range(arch.layers)
 
     def stack(*names: str) -> Tensor:
@@ -141,12 +165,12 @@ def _assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:
             else torch.ones(arch.layers, arch.head_dim)
         )
 
-    embedding = tensors["model.embed_tokens.weight"]
+    embedding = tensors["model.embed_tokens.weight"].clone()
     projections = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     return Weights(
         embedding=embedding,
-        lm_head=embedding if arch.tied_embeddings else tensors["lm_head.weight"],
-        final_norm=tensors["model.norm.weight"],
+        lm_head=embedding if arch.tied_embeddings else tensors["lm_head.weight"].clone(),
+        final_norm=tensors["model.norm.weight"].clone(),
         attention_norm=stack("input_layernorm.weight"),
         qkv=stack(*(f"{p}.weight" for p in projections)),
         qkv_bias=stack(*(f"{p}.bias" for p in projections))

@@ -28,7 +28,13 @@ from areal_agents.inference.scripted.sampling import ending_of, plan, seed_of
 from areal_agents.inference.scripted.script import Reply, Script, ScriptedCall
 from areal_agents.inference.scripted.session import Exchange, Gate, Generation
 from areal_agents.inference.scripted.tokenizer import read_tokenizer
-from areal_agents.inference.scripted.wire import answer, top_logprobs_asked
+from areal_agents.inference.scripted.wire import (
+    ExpertsOf,
+    answer,
+    routed_experts,
+    routed_experts_asked,
+    top_logprobs_asked,
+)
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
 STARTED_VERSION = "default"
@@ -50,6 +56,8 @@ class ScriptedApp:
             --incremental-streaming-output does; by default all so far.
         keep: how many exchanges are remembered, from the first one on; None for all.
         with_text: whether answers carry their text; our client does not read it, and it takes time.
+        experts_of: what tokens [N] are sent through, [N, layers, k], for requests that ask; None answers
+            as a server does that was not told to keep it.
 
     Attributes:
         exchanges: the generations that ended, in that order.
@@ -69,6 +77,7 @@ class ScriptedApp:
         incremental: bool = False,
         keep: int | None = None,
         with_text: bool = True,
+        experts_of: ExpertsOf | None = None,
     ) -> None:
         self.script = script
         self.exchanges: list[Exchange] = []
@@ -82,6 +91,7 @@ class ScriptedApp:
         self._incremental = incremental
         self._keep = keep
         self._with_text = with_text
+        self._experts_of = experts_of
         self._gate = Gate(STARTED_VERSION)
         self._running: dict[str, Generation] = {}
         self._calls = 0
@@ -144,6 +154,7 @@ class ScriptedApp:
                 f"context length of {self._context_length}"
             )
         top_logprobs_asked(body)
+        routed_experts_asked(body, len(ids))
         rid = body.get("rid") or uuid.uuid4().hex
         if not isinstance(rid, str) or rid in self._running:
             raise RequestError(f"rid {rid!r} is already running, or is no text")
@@ -201,7 +212,7 @@ class ScriptedApp:
     def _answer(
         self, generation: Generation, ids: TokenIds, body: dict[str, Any], *, start: int = 0
     ) -> dict[str, Any]:
-        return answer(
+        given = answer(
             generation,
             body,
             prompt_tokens=len(ids),
@@ -209,6 +220,11 @@ class ScriptedApp:
             vocab_size=self._vocab_size,
             text_of=self._text if self._with_text else lambda _: "",
         )
+        first = routed_experts_asked(body, len(ids))
+        if first is not None and self._experts_of is not None and generation.finish is not None:
+            tokens = np.concatenate([ids, generation.plan.token_ids[: generation.sampled]])
+            given["meta_info"]["routed_experts"] = routed_experts(self._experts_of, tokens, first)
+        return given
 
     def _end(self, generation: Generation, ids: TokenIds, body: dict[str, Any]) -> None:
         """Forget a generation that has ended, or whose client has gone, and remember what it was."""

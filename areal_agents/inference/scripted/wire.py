@@ -5,13 +5,20 @@ finish_reason is null until the generation has ended; the version spans come wit
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from areal_agents.core.completion import TokenIds
 from areal_agents.errors import RequestError
 from areal_agents.inference.scripted.sampling import top_logprobs
 from areal_agents.inference.scripted.session import Generation
+
+ExpertsOf = Callable[[TokenIds], npt.NDArray[Any]]  # tokens [N] → experts [N, layers, k]
 
 
 def answer(
@@ -61,6 +68,22 @@ def top_logprobs_asked(body: Mapping[str, Any]) -> int:
     if type(k) is not int or k < 0:
         raise RequestError(f"top_logprobs_num must be a count, got {k!r}")
     return k
+
+
+def routed_experts_asked(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
+    """The first position whose experts a request wants, if any. RequestError 400 if it has no such one."""
+    if not body.get("return_routed_experts"):
+        return None
+    start = body.get("routed_experts_start_len", 0)
+    if type(start) is not int or not 0 <= start <= prompt_tokens:
+        raise RequestError(f"routed_experts_start_len must be in [0, {prompt_tokens}], got {start!r}")
+    return start
+
+
+def routed_experts(experts_of: ExpertsOf, tokens: TokenIds, start: int) -> str:
+    """The experts of the tokens [N] from position `start` on but for the last, in SGLang's form."""
+    rows = experts_of(tokens)[start : len(tokens) - 1]
+    return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode()
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from areal_agents.proxy.engines import EngineUrls
 from areal_agents.proxy.workers.identity import WorkerSpec
 
 READY = b"ready\n"
@@ -20,7 +21,7 @@ class Order:
     Attributes:
         spec: which worker it is.
         model: the model folder.
-        engine_url: a running engine.
+        engines: the running engines.
         store, durability: how to open the store.
         config: the proxy's settings, as plain data.
         listen_fds: inherited sockets that listen.
@@ -29,7 +30,7 @@ class Order:
 
     spec: WorkerSpec
     model: str
-    engine_url: str
+    engines: EngineUrls
     store: str
     durability: str
     config: dict[str, Any]
@@ -45,4 +46,7 @@ class Order:
         """What `to_line` wrote."""
         data = orjson.loads(line)
         spec = data["spec"] | {"folder": Path(data["spec"]["folder"]), "ports": tuple(data["spec"]["ports"])}
-        return cls(**data | {"spec": WorkerSpec(**spec), "listen_fds": tuple(data["listen_fds"])})
+        engines = EngineUrls(**data["engines"] | {"engines": tuple(data["engines"]["engines"])})
+        return cls(
+            **data | {"spec": WorkerSpec(**spec), "engines": engines, "listen_fds": tuple(data["listen_fds"])}
+        )

@@ -18,7 +18,7 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.server import make_renderer, serve_with_engine
+from areal_agents.proxy.server import make_renderer, serve_with_engines
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.store import Store, StoreConfig
@@ -40,9 +40,9 @@ def serve_worker(order: Order) -> None:
         # Before the store, so that nobody takes an episode over while writes of it may still be queued here.
         stack.enter_context(workers.living())
         store = stack.enter_context(Store.open(order.store, durability))
-        serve_with_engine(
+        serve_with_engines(
             *listeners,
-            engine_url=order.engine_url,
+            engines=order.engines,
             store=store,
             renderer=renderer,
             config=config,

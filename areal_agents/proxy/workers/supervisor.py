@@ -25,6 +25,7 @@ from typing import Any
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.engines import EngineUrls, check_models
 from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.identity import WorkerSpec, forget_dead, locks_beside
@@ -48,6 +49,8 @@ def serve_workers(
     store: str | Path,
     durability: StoreConfig | None = None,
     engine_urls: Sequence[str] = (),
+    router_url: str = "",
+    adapters: bool = False,
     engine_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
@@ -61,8 +64,6 @@ def serve_workers(
     """
     if not 2 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"workers must be from 2 to {_MOST_WORKERS}, got {workers}")
-    if len(engine_urls) > 1:
-        raise ConfigError(f"one engine URL is supported for now, got {len(engine_urls)}")
     refuse_open_access(config)
     settings = durability or StoreConfig()
     with contextlib.ExitStack() as stack:
@@ -74,11 +75,10 @@ def serve_workers(
             folder = locks_beside(opened.path)
         forget_dead(folder)
         stack.callback(forget_dead, folder)
-        engine_url = (
-            engine_urls[0]
-            if engine_urls
-            else stack.enter_context(running_engine(model, **(engine_options or {})))
-        )
+        if not engine_urls:
+            engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
+        check_models(engine_urls)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters)
         run, secret = secrets.token_hex(6), secrets.token_hex(24)
         ports = tuple(int(listener.getsockname()[1]) for listener in own)
 
@@ -86,7 +86,7 @@ def serve_workers(
             return Order(
                 spec=WorkerSpec(folder, run, index, life, ports, _loopback(config.host), secret),
                 model=str(model),
-                engine_url=engine_url,
+                engines=engines,
                 store=str(store),
                 durability=settings.durability,
                 config=_shared(config, workers).model_dump(),
@@ -98,7 +98,7 @@ def serve_workers(
             processes.start(time.monotonic() + _START_S)
             own_urls = ", ".join(url_of(listener) for listener in own)
             announce(
-                f"serving {Path(model).name} at {url_of(main)}/v1 (engine {engine_url}; "
+                f"serving {Path(model).name} at {url_of(main)}/v1 (engine {engines.describe()}; "
                 f"{workers} workers at {own_urls})"
             )
             processes.keep()

@@ -1,0 +1,148 @@
+"""The speed of the store: turns that many writers commit through the public API, as the proxy does.
+
+A writer awaits the future of each turn before it makes the next one, so what is timed is what an agent
+waits for: the turn is on the disk, under the durability asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json as jsonlib
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.messages import Message
+from areal_agents.core.trajectory import Turn
+from areal_agents.store import NewEpisode, Store
+from areal_agents.store.config import Durability
+
+WRITERS = 64
+TURNS = 8192
+TOKENS = 500
+PROMPT_TOKENS = 100
+_CHARACTERS = 4  # of text for a token, about
+_VOCABULARY = 150_000
+_TURNS_BETWEEN_ROOTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFigures:
+    """What `measure_store` found.
+
+    Attributes:
+        turns_per_s: committed turns a second, over all writers.
+        commit_p50_ms, commit_p99_ms: from handing in a turn to its commit.
+        turns, writers, tokens: what was written: turns in all, by how many writers, sampled tokens a turn.
+        durability: of every commit.
+    """
+
+    turns_per_s: float
+    commit_p50_ms: float
+    commit_p99_ms: float
+    turns: int
+    writers: int
+    tokens: int
+    durability: Durability
+
+
+def measure_store(
+    *,
+    turns: int = TURNS,
+    writers: int = WRITERS,
+    tokens: int = TOKENS,
+    durability: Durability = "power",
+    folder: Path | None = None,
+) -> StoreFigures:
+    """Commit `turns` turns of `tokens` sampled tokens from `writers` concurrent writers; how fast that was.
+
+    Args:
+        folder: on the disk to measure; by default the working directory. The store is removed afterwards.
+
+    Raises:
+        StoreError: the disk refuses.
+    """
+    made = _make_turns(turns, writers, tokens)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-store-", dir=folder or Path.cwd()) as where,
+        Store.open(Path(where) / "store.db", durability) as store,
+    ):
+        for writer in range(writers):
+            store.open_episode(NewEpisode(f"e{writer}", f"key {writer}")).result()
+        started = time.perf_counter()
+        waits = asyncio.run(_write(store, made))
+        elapsed = time.perf_counter() - started
+    p50, p99 = np.percentile(waits, [50, 99])
+    return StoreFigures(
+        turns_per_s=round(len(waits) / elapsed, 1),
+        commit_p50_ms=round(1000 * p50, 2),
+        commit_p99_ms=round(1000 * p99, 2),
+        turns=len(waits),
+        writers=writers,
+        tokens=tokens,
+        durability=durability,
+    )
+
+
+def run(*, json: bool) -> None:
+    """Measure both durabilities, print a line for each, and last, with `json`, the figures of "power"."""
+    console = Console()
+    figures = [measure_store(durability=durability) for durability in ("process", "power")]
+    for found in figures:
+        console.print(
+            f"durability {found.durability}: {found.turns_per_s:,.0f} turns/s of {found.tokens} tokens from "
+            f"{found.writers} writers; a commit takes {found.commit_p50_ms:.1f} ms, "
+            f"{found.commit_p99_ms:.1f} ms at the 99th percentile",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if json:
+        print(jsonlib.dumps(asdict(figures[-1])))
+
+
+async def _write(store: Store, turns: Sequence[Sequence[Turn]]) -> list[float]:
+    """Let writer i write `turns[i]`, one after the other; the seconds that each commit took."""
+    waits: list[float] = []
+
+    async def write(episode: str, own: Sequence[Turn]) -> None:
+        for turn in own:
+            handed_in = time.perf_counter()
+            await asyncio.wrap_future(store.add_turn(episode, turn))
+            waits.append(time.perf_counter() - handed_in)
+
+    await asyncio.gather(*(write(f"e{writer}", own) for writer, own in enumerate(turns)))
+    return waits
+
+
+def _make_turns(turns: int, writers: int, tokens: int) -> list[list[Turn]]:
+    """For each writer, conversations of some turns: the work of making them is not the store's."""
+    rng = np.random.default_rng(0)
+    made = []
+    for writer in range(writers):
+        own: list[Turn] = []
+        for number in range(turns // writers):
+            is_root = number % _TURNS_BETWEEN_ROOTS == 0
+            own.append(
+                Turn(
+                    id=f"{writer}-{number}",
+                    parent=None if is_root else own[-1].id,
+                    new_messages=(Message("user", "q" * _CHARACTERS * PROMPT_TOKENS),),
+                    new_prompt_ids=rng.integers(0, _VOCABULARY, PROMPT_TOKENS, np.int32),
+                    completion=Completion(
+                        rng.integers(0, _VOCABULARY, tokens, np.int32),
+                        -rng.random(tokens, np.float32),
+                        np.zeros(tokens, np.int32),
+                        "stop",
+                    ),
+                    reply=Message("assistant", "a" * _CHARACTERS * tokens),
+                    sampling=SamplingParams(max_new_tokens=tokens),
+                )
+            )
+        made.append(own)
+    return made

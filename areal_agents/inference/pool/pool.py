@@ -1,0 +1,270 @@
+"""Several replicas of one model as one sampler: an episode stays on one, and no request is lost with one.
+
+A request whose replica dies, aborts it or answers garbage goes on elsewhere, on the exact ids that were
+sampled so far; see `draft.Draft`. With two replicas or more every request is streamed from the engine, so
+that what it had sampled when it died is known, token by token with its version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.draft import Decode, Draft, OldVersion, StopString
+from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, Sampler
+from areal_agents.inference.pool.limits import PoolLimits
+from areal_agents.inference.pool.replica import CurrentVersion, Replica
+from areal_agents.inference.pool.router import is_routable
+from areal_agents.inference.pool.routing import Affinities
+from areal_agents.inference.pool.watching import Watch, unavailable
+from areal_agents.inference.resubmit import rid_of, stalled
+
+_MOST_GARBAGE = 3  # answers in a row that cannot be trusted, after which a replica rests
+
+
+@dataclass(slots=True)
+class PoolCounts:
+    """What happened since the start.
+
+    Attributes:
+        failovers: requests that went on after their replica had been lost, or had answered garbage.
+        continued: requests that went on after their replica had aborted them.
+        resubmitted_tokens: sampled tokens that were sent back as the end of a prompt.
+        catch_ups: replicas that were brought to the current version.
+    """
+
+    failovers: int = 0
+    continued: int = 0
+    resubmitted_tokens: int = 0
+    catch_ups: int = 0
+
+
+class EnginePool:
+    """Implements `engine.Sampler` over replicas.
+
+    Args:
+        engines: their clients, at least one; the pool closes them.
+        names: their URLs, for people; by default their order.
+        current: reads the version that was published last; None before the first. May block.
+        decode: the text of ids, for stop strings over the seam of two attempts.
+        router: a client that reaches all replicas through a router of their own: it chooses then, and the
+            pool only watches them.
+        limits: see PoolLimits.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        *,
+        names: Sequence[str] = (),
+        current: Callable[[], CurrentVersion | None] = lambda: None,
+        decode: Decode | None = None,
+        router: Sampler | None = None,
+        limits: PoolLimits | None = None,
+    ) -> None:
+        if not engines:
+            raise ValueError("a pool needs an engine")
+        names = names or [f"engine {index}" for index in range(len(engines))]
+        self.replicas = tuple(
+            Replica(name, engine, engine) for name, engine in zip(names, engines, strict=True)
+        )
+        if len({replica.name for replica in self.replicas}) < len(self.replicas):
+            raise ValueError(f"an engine is named twice: {', '.join(names)}")
+        self.counts = PoolCounts()
+        self._limits = limits or PoolLimits()
+        self._decode = decode
+        self._router = None if router is None else Replica("the router", engines[0], router, "serving")
+        self._streams = len(engines) > 1
+        self._affinities = Affinities()
+        self._drafts: dict[str, tuple[Draft, Replica | None]] = {}
+        self._changed = asyncio.Event()
+        self._is_closed = False
+        self._watch = Watch(
+            self.replicas,
+            current=current,
+            limits=self._limits,
+            on_change=self._changed.set,
+            on_load=self._count_load,
+        )
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Completion:
+        """See Sampler.generate.
+
+        EngineUnavailable if no replica serves for `limits.wait_s`, if the request is broken off again and
+        again without a token, or if it was streamed in part and cannot go on (grammars and penalties).
+        """
+        draft = Draft(input_ids, sampling, on_tokens, self._decode)
+        self._drafts[rid] = draft, None
+        try:
+            return await self._drawn(rid, draft, affinity)
+        finally:
+            del self._drafts[rid]
+
+    async def abort(self, rid: str) -> None:
+        """See Sampler.abort."""
+        draft, replica = self._drafts.get(rid, (None, None))
+        if draft is None:
+            return
+        draft.is_aborted = True
+        if replica is not None:
+            await replica.sampler.abort(draft.rid)
+
+    async def health(self) -> None:
+        """EngineUnavailable unless a replica serves."""
+        await self.model_info()
+
+    async def model_info(self) -> ModelInfo:
+        """What the replicas serve, with the newest version; EngineUnavailable unless one serves."""
+        if not any(replica.is_serving for replica in self.replicas):
+            self.start()
+            await asyncio.gather(*(self._watch.look(replica) for replica in self.replicas))
+        serving = [replica for replica in self.replicas if replica.is_serving]
+        infos = [(replica.version, replica.info) for replica in serving if replica.info is not None]
+        if not infos:
+            raise unavailable(self.replicas)
+        version, info = max(infos, key=lambda pair: pair[0])
+        return replace(info, version=version)
+
+    async def busy_s(self) -> float | None:
+        """The mean over the replicas; None where one does not count."""
+        counted = await asyncio.gather(*(replica.engine.busy_s() for replica in self.replicas))
+        known = [value for value in counted if value is not None]
+        return sum(known) / len(known) if len(known) == len(counted) else None
+
+    def start(self) -> None:
+        """Begin to watch the replicas; otherwise the first call does."""
+        if not self._watch.is_running and not self._is_closed:
+            self._watch.start()
+
+    async def aclose(self) -> None:
+        """Stop watching, and close the clients; requests that wait for a replica fail."""
+        self._is_closed = True
+        self._changed.set()
+        await self._watch.stop()
+        routed = [self._router] if self._router is not None else []
+        await asyncio.gather(*(replica.sampler.aclose() for replica in [*self.replicas, *routed]))
+
+    async def _drawn(self, rid: str, draft: Draft, affinity: str) -> Completion:
+        stalls, avoid = 0, None
+        for attempt in itertools.count():
+            replica = self._route(affinity, draft, avoid) or await self._wait(affinity, draft, avoid)
+            before, failure = draft.kept, None
+            self._drafts[rid] = draft, replica
+            try:
+                completion = await self._attempt(replica, rid_of(rid, attempt), draft, affinity)
+                if completion.finish_reason != "abort" or draft.is_aborted:
+                    return draft.finished(completion)
+                whole = draft.broken_off(completion)
+                self.counts.continued += 1
+            except StopString:
+                return draft.stopped()
+            except EngineError as error:
+                if draft.is_aborted or not await self._may_go_on(replica, error):
+                    raise
+                failure = error
+                whole = draft.broken_off(None)
+                self.counts.failovers += 1
+            if whole is not None:
+                return whole
+            avoid = replica if failure is not None else None
+            self.counts.resubmitted_tokens += draft.kept
+            stalls = await stalled(stalls, brought=draft.kept - before, cause=failure)
+        raise AssertionError("an endless loop has ended")
+
+    async def _attempt(self, replica: Replica, rid: str, draft: Draft, affinity: str) -> Completion:
+        least = self._least_version(replica)
+        draft.begin(rid, least_version=least)
+        take = draft.take if self._streams or draft.streams else None
+        async with replica.attempt():
+            completion = await replica.sampler.generate(
+                rid, draft.input_ids, draft.sampling, take, affinity=affinity
+            )
+        if len(completion):
+            try:
+                await self._check_versions(replica, completion, least)
+            except EngineError:
+                draft.discard()
+                raise
+        replica.garbage = 0
+        return completion
+
+    async def _check_versions(self, replica: Replica, completion: Completion, least: int) -> None:
+        """EngineError for versions that this run cannot have."""
+        oldest, newest = int(completion.versions[0]), int(completion.versions[-1])
+        if oldest < least:
+            raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
+        current = self._watch.current
+        if current is not None and newest > current.version:
+            await self._watch.refresh()
+            current = self._watch.current
+            if current is not None and newest > current.version:
+                raise EngineError(
+                    f"{replica.name} samples with version {newest}, and {current.version} is the newest that "
+                    "was published: it serves another run"
+                )
+        replica.saw(newest)
+
+    def _least_version(self, replica: Replica) -> int:
+        """The oldest version that a request may be answered with: a lower one is of a server just started."""
+        if self._watch.current is None:
+            return -1
+        if replica is not self._router:
+            return replica.version
+        return min((other.version for other in self.replicas if other.is_serving), default=-1)
+
+    def _route(self, affinity: str, draft: Draft, avoid: Replica | None) -> Replica | None:
+        """A replica that serves, None without any."""
+        if self._router is not None and is_routable(draft.sampling):
+            return self._router if any(replica.is_serving for replica in self.replicas) else None
+        if len(self.replicas) == 1:
+            return self.replicas[0] if self.replicas[0].is_serving else None
+        return self._affinities.route(self.replicas, affinity, newest=draft.newest, avoid=avoid)
+
+    async def _wait(self, affinity: str, draft: Draft, avoid: Replica | None) -> Replica:
+        """A replica that serves, as soon as there is one; EngineUnavailable if none comes back in time."""
+        self.start()
+        try:
+            async with asyncio.timeout(self._limits.wait_s):
+                while True:
+                    self._changed.clear()
+                    if (replica := self._route(affinity, draft, avoid)) is not None:
+                        return replica
+                    if self._is_closed:
+                        raise unavailable(self.replicas)
+                    await self._changed.wait()
+        except TimeoutError:
+            raise unavailable(self.replicas, self._limits.wait_s) from None
+
+    async def _may_go_on(self, replica: Replica, error: EngineError) -> bool:
+        """Whether a request may be sent again after a failure; notes what that says about the replica."""
+        if replica is self._router:
+            for other in self.replicas:
+                other.wake.set()
+            return not isinstance(error, EngineRejected)
+        if isinstance(error, EngineRejected):  # the request's fault, unless something else serves there now
+            await self._watch.look(replica)
+            return not replica.is_serving
+        if isinstance(error, EngineUnavailable | OldVersion):
+            replica.doubt(str(error))
+            return True
+        replica.garbage += 1
+        replica.wake.set()
+        if replica.garbage >= _MOST_GARBAGE:
+            pause_s = min(2.0 ** (replica.garbage - _MOST_GARBAGE), self._limits.longest_pause_s)
+            replica.rest(pause_s, f"it answered garbage: {error}")
+        return True
+
+    def _count_load(self) -> None:
+        self.counts.catch_ups += 1

@@ -1,0 +1,113 @@
+"""One replica of a pool: what it serves, whether it may be sent requests, and what runs there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal_agents.errors import EngineUnavailable
+from areal_agents.inference.engine import Engine, ModelInfo, Sampler
+
+# new: has not answered yet; serving: gets requests; doubtful: a call failed, a look follows; late: serves
+# another version than the current; down: does not answer, or answers garbage; refused: serves another model.
+State = Literal["new", "serving", "doubtful", "late", "down", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class CurrentVersion:
+    """The version that was published last, and the folder of its weights or its adapter."""
+
+    version: int
+    path: str
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """A replica as its pool knows it.
+
+    Attributes:
+        name: its URL.
+        engine: its client.
+        sampler: what completions of it come from, the same client; of a router, the router's.
+        state: see State.
+        reason: why it is not serving, for people.
+        info: what it served at the last look; None before the first.
+        version: the newest version that it was seen to serve since it was last started; -1 if none.
+        running: requests of this pool that it has.
+        episodes: affinities that it has.
+        misses: looks in a row that it did not answer.
+        garbage: answers in a row that could not be trusted.
+        rests_until: it is not asked for completions before, by the event loop's clock.
+        swap_since: when it began to lag behind a version that the trainer is swapping in; None otherwise.
+        trouble: why it could not be brought to the current version the last time.
+        wake: set to have it looked at now.
+    """
+
+    name: str
+    engine: Engine
+    sampler: Sampler
+    state: State = "new"
+    reason: str = "it has not answered yet"
+    info: ModelInfo | None = None
+    version: int = -1
+    running: int = 0
+    episodes: int = 0
+    misses: int = 0
+    garbage: int = 0
+    rests_until: float = 0.0
+    swap_since: float | None = None
+    trouble: str = ""
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    _attempts: set[asyncio.Timeout] = field(default_factory=set)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether it gets requests."""
+        return self.state == "serving"
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it answered when it was last looked at."""
+        return self.state in ("serving", "late", "refused")
+
+    def saw(self, version: int) -> None:
+        """A token or a look tells that it serves `version`."""
+        self.version = max(self.version, version)
+
+    def doubt(self, why: str) -> None:
+        """A call failed: no more requests until it has been looked at."""
+        if self.state == "serving":
+            self.state, self.reason = "doubtful", why
+        self.wake.set()
+
+    def rest(self, pause_s: float, why: str) -> None:
+        """No requests for a while; looks at it go on."""
+        self.rests_until = asyncio.get_running_loop().time() + pause_s
+        self.state, self.reason = "down", why
+
+    def lose(self, why: str) -> None:
+        """It is gone: whatever waits for it waits no longer."""
+        self.state, self.reason, self.info, self.version, self.swap_since = "down", why, None, -1, None
+        now = asyncio.get_running_loop().time()
+        for attempt in self._attempts:
+            attempt.reschedule(now)
+        self._attempts.clear()  # once is enough, and more is an error while one unwinds
+
+    @asynccontextmanager
+    async def attempt(self) -> AsyncIterator[None]:
+        """Have a request there; EngineUnavailable if the replica is lost meanwhile."""
+        self.running += 1
+        try:
+            async with asyncio.timeout(None) as attempt:
+                self._attempts.add(attempt)
+                try:
+                    yield
+                finally:
+                    self._attempts.discard(attempt)
+        except TimeoutError:
+            raise EngineUnavailable(f"{self.name} was lost: {self.reason}") from None
+        finally:
+            self.running -= 1

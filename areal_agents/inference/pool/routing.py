@@ -1,0 +1,66 @@
+"""Which replica gets a request: the one that has its episode, else the least loaded."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from areal_agents.inference.pool.replica import Replica
+
+_KEPT_S = 900.0  # an episode that was not heard of for so long has left no prefix in a cache
+_MOST_KEPT = 100_000
+
+
+class Affinities:
+    """Which replica each episode is on. What nobody used for a while is forgotten."""
+
+    def __init__(self) -> None:
+        self._places: OrderedDict[str, tuple[Replica, float]] = OrderedDict()  # the longest unused first
+
+    def route(
+        self, replicas: Sequence[Replica], affinity: str, *, newest: int = -1, avoid: Replica | None = None
+    ) -> Replica | None:
+        """A serving replica, None without any.
+
+        Args:
+            replicas: of the pool.
+            affinity: names the episode; "" for a call that belongs to none.
+            newest: the version of tokens that the request goes on from: of those that would do, a replica
+                that has it is preferred.
+            avoid: taken only if no other serves.
+        """
+        placed = self._place(affinity)
+        if placed is not None and placed.is_serving and placed is not avoid:
+            return placed
+        serving = [replica for replica in replicas if replica.is_serving]
+        serving = [replica for replica in serving if replica is not avoid] or serving
+        serving = [replica for replica in serving if replica.version >= newest] or serving
+        if not serving:
+            return None
+        chosen = min(serving, key=lambda replica: (replica.running, replica.episodes))
+        if affinity:
+            self._put(affinity, chosen)
+        return chosen
+
+    def _place(self, affinity: str) -> Replica | None:
+        """Where the episode is; its time starts anew."""
+        place = self._places.get(affinity)
+        if place is None:
+            return None
+        self._places[affinity] = place[0], time.monotonic()
+        self._places.move_to_end(affinity)
+        return place[0]
+
+    def _put(self, affinity: str, replica: Replica) -> None:
+        if (earlier := self._places.pop(affinity, None)) is not None:
+            earlier[0].episodes -= 1
+        now = time.monotonic()
+        self._places[affinity] = replica, now
+        replica.episodes += 1
+        while self._places:
+            oldest, (where, used) = next(iter(self._places.items()))
+            if used > now - _KEPT_S and len(self._places) <= _MOST_KEPT:
+                return
+            del self._places[oldest]
+            where.episodes -= 1

@@ -1,0 +1,229 @@
+"""Looks at the replicas again and again, and decides which of them serve.
+
+Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
+published and the trainer is still taken to be swapping it in. A paused replica answers a look, so a swap is
+never mistaken for a death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from areal_agents.errors import ArealAgentsError, EngineError, EngineUnavailable
+from areal_agents.inference.engine import ModelInfo
+from areal_agents.inference.pool.agreement import difference_of, other_weights
+from areal_agents.inference.pool.limits import PoolLimits
+from areal_agents.inference.pool.loading import load
+from areal_agents.inference.pool.replica import CurrentVersion, Replica
+
+log = logging.getLogger(__name__)
+
+_SPREAD_S = 0.3  # over which several processes that found one late replica load it
+
+
+class Watch:
+    """The states of the replicas of one pool.
+
+    Args:
+        replicas: of the pool.
+        current: reads what was published last, from another thread; None before the first version, and then
+            replicas serve at any.
+        limits: see PoolLimits.
+        on_change: called whenever a state has changed, and after every look at a replica that serves.
+        on_load: called when a replica was brought to the current version.
+    """
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        current: Callable[[], CurrentVersion | None],
+        limits: PoolLimits,
+        on_change: Callable[[], None],
+        on_load: Callable[[], None],
+    ) -> None:
+        self.current: CurrentVersion | None = None
+        self.model: tuple[str, ModelInfo] | None = None  # what all must serve, and who said so first
+        self._replicas = replicas
+        self._read_current = current
+        self._limits = limits
+        self._on_change = on_change
+        self._on_load = on_load
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loads: dict[str, asyncio.Task[None]] = {}
+        self._looks: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def is_running(self) -> bool:
+        """Whether `start` was called."""
+        return bool(self._tasks)
+
+    def start(self) -> None:
+        """Begin to look; the first looks are under way when this returns."""
+        self._tasks = [asyncio.create_task(self._keep_looking(replica)) for replica in self._replicas]
+
+    async def stop(self) -> None:
+        """End everything that was started here."""
+        tasks = [*self._tasks, *self._loads.values(), *self._looks.values()]
+        self._tasks, self._loads, self._looks = [], {}, {}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def look(self, replica: Replica) -> None:
+        """Ask a replica what it serves, and decide on its state. Looks at the same time are one."""
+        look = self._looks.get(replica.name)
+        if look is None or look.done():
+            look = self._looks[replica.name] = asyncio.create_task(self._look(replica))
+        await asyncio.shield(look)
+
+    async def _look(self, replica: Replica) -> None:
+        before = replica.state, replica.reason
+        try:
+            async with asyncio.timeout(self._limits.probe_timeout_s):
+                info = await replica.engine.model_info()
+        except TimeoutError:
+            self._missed(replica, f"it did not answer within {self._limits.probe_timeout_s:g} s")
+        except EngineError as error:
+            self._missed(replica, str(error))
+        else:
+            is_read, goal = await self.refresh(), self.current
+            # One that is ahead of what is known may be right: nothing is decided until the store is read.
+            if is_read or goal is None or info.version <= goal.version:
+                self._answered(replica, info, await self._other_model(replica, info))
+        if replica.is_serving or (replica.state, replica.reason) != before:
+            self._on_change()  # also of one that a call had come to doubt meanwhile, and waits for now
+        if replica.state != before[0]:
+            level = logging.INFO if replica.is_serving else logging.WARNING
+            log.log(level, "engine %s is %s%s", replica.name, replica.state, _because(replica))
+
+    async def refresh(self) -> bool:
+        """Read what was published last, if it can be read; what was known stays where it cannot."""
+        try:
+            found = await asyncio.to_thread(self._read_current)
+        except ArealAgentsError as error:
+            log.warning("the current version could not be read: %s", error)
+            return False
+        if found is None or (self.current is not None and found.version == self.current.version):
+            return True
+        self.current = found
+        now = asyncio.get_running_loop().time()
+        for replica in self._replicas:
+            if replica.is_serving and replica.swap_since is None:
+                replica.swap_since = now
+        return True
+
+    async def _keep_looking(self, replica: Replica) -> None:
+        limits = self._limits
+        while True:
+            try:
+                await self.look(replica)
+            except Exception:  # ours to mend; unwatched, the replica would stay as it is for good
+                log.exception("engine %s could not be looked at", replica.name)
+            pause_s = limits.probe_every_s
+            if 0 < replica.misses < limits.lost_after:
+                pause_s = min(limits.probe_again_s, pause_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(pause_s):
+                    await replica.wake.wait()
+            replica.wake.clear()
+
+    def _missed(self, replica: Replica, why: str) -> None:
+        replica.misses += 1
+        if replica.misses >= self._limits.lost_after:
+            replica.lose(why)
+        elif replica.state != "down":
+            replica.state, replica.reason = "doubtful", why
+
+    async def _other_model(self, replica: Replica, info: ModelInfo) -> str:
+        """Why a replica is not of this pool; "" if it is. The first that answered says what all serve."""
+        if self.model is None:
+            self.model = replica.name, info
+        if difference := difference_of(self.model, info):
+            return difference
+        first = next(other for other in self._replicas if other.name == self.model[0])
+        if replica.info is not None or replica is first or self.current is not None:
+            return ""  # known, or its weights are the current version's once it serves
+        return await other_weights(first.engine, self.model, replica.engine, info)
+
+    def _answered(self, replica: Replica, info: ModelInfo, other_model: str) -> None:
+        now = asyncio.get_running_loop().time()
+        replica.misses = 0
+        if other_model:
+            replica.state, replica.reason = "refused", other_model
+            return
+        replica.info = info
+        started_again = info.version < replica.version
+        replica.version = info.version
+        goal = self.current
+        if goal is None or info.version == goal.version:
+            replica.swap_since, replica.trouble = None, ""
+            self._admit(replica, now)
+        elif started_again or not self._is_swapped(replica, now):
+            replica.state = "late"
+            replica.reason = f"it serves version {info.version}, and {goal.version} is current" + (
+                f"; {replica.trouble}" if replica.trouble else ""
+            )
+            if replica.name not in self._loads:
+                self._loads[replica.name] = asyncio.create_task(self._bring_up(replica))
+        else:
+            self._admit(replica, now)
+
+    def _admit(self, replica: Replica, now: float) -> None:
+        if now < replica.rests_until:
+            replica.state, replica.reason = "down", "it answered garbage"
+        else:
+            replica.state, replica.reason = "serving", ""
+
+    def _is_swapped(self, replica: Replica, now: float) -> bool:
+        """Whether the trainer is taken to be swapping the current version in."""
+        since = replica.swap_since
+        return since is not None and now - since < self._limits.swap_grace_s
+
+    async def _bring_up(self, replica: Replica) -> None:
+        """Load the current version until the replica serves it, or is late no longer."""
+        pause_s = self._limits.load_again_s
+        try:
+            await asyncio.sleep(random.uniform(0, _SPREAD_S))
+            while replica.state == "late":
+                await self.look(replica)
+                goal = self.current
+                if replica.state != "late" or goal is None:
+                    return
+                await self._load(replica, goal)
+                await self.look(replica)
+                if replica.state != "late":
+                    return
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, self._limits.longest_pause_s)
+        finally:
+            self._loads.pop(replica.name, None)
+
+    async def _load(self, replica: Replica, goal: CurrentVersion) -> None:
+        log.info("engine %s: loading version %d from %s", replica.name, goal.version, goal.path)
+        was_swapped = replica.swap_since is not None  # a look may come before the load has returned
+        try:
+            await load(replica.engine, goal)
+            if was_swapped:
+                await replica.engine.resume()  # the trainer was lost in its swap, and may have left it paused
+        except EngineError as error:
+            log.warning("engine %s does not take version %d: %s", replica.name, goal.version, error)
+            replica.trouble = f"it does not take that: {error}"
+        else:
+            self._on_load()
+
+
+def _because(replica: Replica) -> str:
+    return f": {replica.reason}" if replica.reason else ""
+
+
+def unavailable(replicas: Sequence[Replica], waited_s: float = 0.0) -> EngineUnavailable:
+    """The error that no replica serves, with what is wrong with each."""
+    reasons = "; ".join(f"{r.name} is {r.state}{_because(r)}" for r in replicas)
+    waited = f" within {waited_s:g} s" if waited_s else ""
+    return EngineUnavailable(f"no engine serves{waited}: {reasons}")

@@ -1,0 +1,1 @@
+"""What runs in the environment that has SGLang: scripts of their own, which nothing here imports."""

@@ -1,0 +1,228 @@
+"""The engines of a run: how many it starts, where each computes, with what, and what running ones must have.
+
+The plan is made before anything starts, so that what cannot work is said at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import NoReturn
+from urllib.parse import urlsplit
+
+import httpx
+
+from areal_agents.config import Config
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.engine import MemoryKind
+from areal_agents.inference.sglang_server import (
+    LORA_TARGETS,
+    Placement,
+    SGLangProcess,
+    find_environment,
+    place,
+    server_command,
+    server_environment,
+)
+from areal_agents.launch.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
+
+INFO_TIMEOUT_S = 30.0
+EXIT_NEVER_SERVED = 4  # a fault of the configuration or the machine: starting again would not help
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The engines that a run starts: where each computes, one per engine, and what serves, for the user.
+
+    `placements` is empty where the run uses running servers.
+    """
+
+    placements: tuple[Placement, ...]
+    software: str
+
+    def describe(self, folder: RunFolder) -> str:
+        """What is started, where it computes and where its logs are, on one line."""
+        count = len(self.placements)
+        if not count:
+            return f"engines: {self.software}"
+        first, last = (folder.log(engine_name(replica, count)) for replica in (0, count - 1))
+        logs = str(first) if count == 1 else f"{first} to {last.name}"
+        where = ", ".join(dict.fromkeys(_where(placement) for placement in self.placements))
+        return f"engines: {count} × {self.software} on {where}; log: {logs}"
+
+
+def plan_engines(config: Config) -> EnginePlan:
+    """How the engines of a run are started.
+
+    Raises:
+        ConfigError: no SGLang where engine.python says, one that is too old, or too few GPUs.
+    """
+    engine = config.engine
+    if engine.urls:
+        return EnginePlan((), f"running servers at {', '.join(engine.urls)}")
+    if engine.kind == "sglang":
+        environment = find_environment(engine.python)
+        trainer_gpus = 0 if config.trainer.device == "cpu" else config.trainer.ranks
+        placements = place(engine, environment.gpus, trainer_gpus=trainer_gpus)
+        return EnginePlan(placements, f"SGLang {environment.version}")
+    if not engine.device.startswith("cuda"):
+        return EnginePlan((Placement(),) * engine.replicas, "the embedded engine")
+    first = int(engine.device.partition(":")[2] or 0)
+    placements = tuple(Placement((first + replica,)) for replica in range(engine.replicas))
+    return EnginePlan(placements, "the embedded engine")
+
+
+def engine_name(replica: int, replicas: int) -> str:
+    """What the process of one engine, and its log, is called."""
+    return "engine" if replicas == 1 else f"engine-{replica}"
+
+
+def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Sequence[int]) -> None:
+    """Be the process of one engine: serve until SIGTERM."""
+    placement = Placement(tuple(gpus))
+    if config.engine.kind == "sglang":
+        _serve_sglang(config, folder, placement, replica)
+        return
+    from areal_agents.inference.embedded.server import serve
+
+    serve(_embedded(config, folder, placement, replica))
+
+
+def adapter_rank(config: Config) -> int:
+    """The rank of the LoRA adapters that engines serve; 0 where they serve whole weights."""
+    lora = config.trainer.lora
+    return lora.rank if lora is not None and config.trainer.publish.transport == "lora" else 0
+
+
+def ready_path(config: Config) -> str:
+    """What every engine of a run answers with 200 once it serves.
+
+    SGLang's /health samples a token. A running server that a lost trainer left paused answers /model_info
+    alone, and goes on when the trainer that waits for it here publishes.
+    """
+    return "/model_info" if config.engine.urls else "/health"
+
+
+def memory_to_release(config: Config) -> tuple[MemoryKind, ...]:
+    """What of the engines' memory is given back while a step is trained."""
+    if config.engine.colocate != "sleep":
+        return ()
+    # SGLang keeps a copy of its weights in the memory of the host; an embedded engine has none.
+    return ("kv_cache", "weights") if config.engine.kind == "sglang" else ("kv_cache",)
+
+
+def check_running(config: Config) -> None:
+    """Ask running servers whether they were started with what this run needs of them.
+
+    Raises:
+        ConfigError: one was not; the message names the flag.
+        EngineUnavailable: one does not answer.
+    """
+    for url in config.engine.urls:
+        try:
+            info = httpx.get(url + "/get_server_info", timeout=INFO_TIMEOUT_S).json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise EngineUnavailable(f"engine.urls: {url} does not say how it was started: {error}") from error
+        for field, flag, why in _needs(config):
+            # A server that does not know the setting at all, such as the embedded engine, does not need it.
+            if isinstance(info, dict) and info.get(field, True) in (False, None):
+                raise ConfigError(f"engine.urls: {url} was started without {flag}, which {why} needs")
+
+
+def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
+    """(setting of the server, the flag that sets it, what needs it)"""
+    if config.engine.colocate == "sleep":
+        yield "enable_memory_saver", "--enable-memory-saver", "engine.colocate: sleep"
+        yield "enable_weights_cpu_backup", "--enable-weights-cpu-backup", "engine.colocate: sleep"
+    if adapter_rank(config):
+        yield "enable_lora", "--enable-lora", "trainer.publish.transport: lora"
+    if config.engine.routed_experts:
+        yield "enable_return_routed_experts", "--enable-return-routed-experts", "engine.routed_experts"
+    if config.trainer.publish.pause == "in_place":
+        why = "trainer.publish.pause: in_place"
+        yield "disable_overlap_schedule", "--disable-overlap-schedule", why
+        yield "disable_radix_cache", "--disable-radix-cache", why
+
+
+def _serve_sglang(config: Config, folder: RunFolder, placement: Placement, replica: int) -> None:
+    """Start the server, end with it, and end it on SIGTERM.
+
+    One that ends after it has served takes this process along as a kill would, so that it is started again.
+    """
+    signal.signal(signal.SIGTERM, _exit)
+    server = _sglang(config, folder, placement, replica)
+    try:
+        server.start()
+        server.wait_ready()
+        status = server.wait()
+    except EngineUnavailable as error:
+        log.error("%s", error)
+        raise SystemExit(EXIT_NEVER_SERVED) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        server.stop()
+    log.error("SGLang ended with status %d", status)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _sglang(config: Config, folder: RunFolder, placement: Placement, replica: int) -> SGLangProcess:
+    lora = config.trainer.lora
+    targets = lora.targets if lora is not None and not isinstance(lora.targets, str) else LORA_TARGETS
+    host, port = _address(folder, replica)
+    command = server_command(
+        config.engine,
+        config.model,
+        placement,
+        host=host,
+        port=port,
+        seed=config.seed + replica,
+        lora_rank=adapter_rank(config),
+        lora_targets=targets,
+        routed_experts=config.engine.routed_experts,
+        exact_in_place=config.trainer.publish.pause == "in_place",
+    )
+    return SGLangProcess(
+        command,
+        server_environment(placement),
+        host=host,
+        port=port,
+        log_path=folder.log(engine_name(replica, config.engine.replicas)),
+        start_timeout_s=config.engine.start_timeout_s,
+    )
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(0)
+
+
+def _embedded(config: Config, folder: RunFolder, placement: Placement, replica: int) -> EmbeddedEngineConfig:
+    engine = config.engine
+    host, port = _address(folder, replica)
+    return EmbeddedEngineConfig(
+        incremental_streaming=True,
+        model=config.model,
+        host=host,
+        port=port,
+        threads=int(os.environ.get("OMP_NUM_THREADS", "0")),
+        slots=engine.slots,
+        max_context=engine.max_context,
+        dtype=engine.dtype,
+        device=f"cuda:{placement.gpus[0]}" if placement.gpus else "cpu",
+        seed=config.seed + replica,
+    )
+
+
+def _address(folder: RunFolder, replica: int) -> tuple[str, int]:
+    url = urlsplit(folder.read_endpoints().engine_urls[replica])
+    return str(url.hostname), int(url.port or 80)
+
+
+def _where(placement: Placement) -> str:
+    return "GPU " + "+".join(map(str, placement.gpus)) if placement.gpus else "the CPU"

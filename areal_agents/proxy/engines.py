@@ -1,0 +1,91 @@
+"""The engines behind a proxy: a pool over their URLs that follows what the store says is current."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.pool import (
+    CurrentVersion,
+    EnginePool,
+    PoolLimits,
+    RouterEngine,
+    refuse_other_models,
+)
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+_UPDATE_TIMEOUT_S = 600.0  # a large model is read from its folder
+
+
+@dataclass(frozen=True, slots=True)
+class EngineUrls:
+    """Where the engines are.
+
+    Attributes:
+        engines: base URLs of the replicas, at least one.
+        router: base URL of a router in front of them that generation goes through; "" for none.
+        adapters: the policy is a LoRA adapter of the model that the engines serve.
+    """
+
+    engines: tuple[str, ...]
+    router: str = ""
+    adapters: bool = False
+
+    def describe(self) -> str:
+        """For people."""
+        urls = ", ".join(self.engines)
+        return f"{urls}, through {self.router}" if self.router else urls
+
+
+def make_pool(
+    urls: EngineUrls,
+    *,
+    store: Store,
+    renderer: ChatRenderer,
+    request_timeout_s: float,
+    limits: PoolLimits | None = None,
+) -> EnginePool:
+    """The pool of a proxy; the caller closes it."""
+    engines = [
+        SGLangEngine(
+            url,
+            request_timeout_s=request_timeout_s,
+            update_timeout_s=_UPDATE_TIMEOUT_S,
+            adapters=urls.adapters,
+        )
+        for url in urls.engines
+    ]
+    router = (
+        RouterEngine(urls.router, engines, request_timeout_s=request_timeout_s, adapters=urls.adapters)
+        if urls.router
+        else None
+    )
+
+    def current() -> CurrentVersion | None:
+        row = store.latest_version()
+        return None if row is None else CurrentVersion(row.version, row.path)
+
+    return EnginePool(
+        engines,
+        names=urls.engines,
+        current=current,
+        decode=lambda ids: renderer.tokenizer.decode(list(ids)),
+        router=router,
+        limits=limits,
+    )
+
+
+def check_models(urls: Sequence[str]) -> None:
+    """ConfigError if two of the engines that answer now serve different models."""
+    if len(urls) > 1:
+        asyncio.run(_check(urls))
+
+
+async def _check(urls: Sequence[str]) -> None:
+    async with contextlib.AsyncExitStack() as opened:
+        engines = [await opened.enter_async_context(SGLangEngine(url)) for url in urls]
+        await refuse_other_models(urls, engines)

@@ -1,0 +1,127 @@
+"""Turns as Parquet files: one row a turn, with its episode's outcome, for any tool that reads tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_agents.core.rollout import Episode
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import ConfigError, StoreError
+from areal_agents.store.store import Store
+
+
+def write_export(store: Store, groups: Sequence[str], folder: Path) -> Path:
+    """Write the episodes of groups to a new file in `folder`, whole and on the disk; its path.
+
+    StoreError if the disk refuses; ConfigError if pyarrow is not installed.
+    """
+    parquet, pyarrow = _pyarrow()
+    rows = [row for group in groups for row in _rows(store, group)]
+    columns = {name: [row[name] for row in rows] for name in _schema(pyarrow).names}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"turns-{_next_number(folder):08d}.parquet"
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            parquet.write_table(pyarrow.table(columns, schema=_schema(pyarrow)), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        raise StoreError(f"cannot export turns to {folder}: {error}") from error
+    return path
+
+
+def newest_export(folder: Path) -> Path | None:
+    """The file written last, None without one."""
+    files = sorted(folder.glob("turns-*.parquet"))
+    return files[-1] if files else None
+
+
+def exported_groups(path: Path) -> list[str]:
+    """The groups whose turns a file holds. StoreError if it is not one of ours."""
+    parquet, pyarrow = _pyarrow()
+    try:
+        column = parquet.read_table(path, columns=["group_id"])["group_id"]
+    except (OSError, pyarrow.ArrowException) as error:
+        raise StoreError(f"{path} cannot be read, move it elsewhere: {error}") from error
+    return list(dict.fromkeys(column.to_pylist()))
+
+
+def _next_number(folder: Path) -> int:
+    newest = newest_export(folder)
+    return int(newest.stem.removeprefix("turns-")) + 1 if newest is not None else 1
+
+
+def _rows(store: Store, group_id: str) -> Iterator[dict[str, Any]]:
+    for summary in store.episodes(group_id=group_id):
+        episode = store.load_episode(summary.id)
+        outcome = {
+            "group_id": group_id,
+            "task_id": summary.task_id,
+            "index": summary.index,
+            "split": summary.split,
+            "status": summary.status,
+            "score": summary.score,
+            "rewards": json.dumps([[r.scope, r.target, r.name, r.value] for r in episode.rewards]),
+        }
+        for turn in episode.turns:
+            yield {**outcome, **_turn(episode, turn)}
+
+
+def _turn(episode: Episode, turn: Turn) -> dict[str, Any]:
+    completion = turn.completion
+    return {
+        "episode_id": episode.id,
+        "turn_id": turn.id,
+        "parent": turn.parent,
+        "messages": json.dumps([message.to_dict() for message in turn.new_messages]),
+        "reply": json.dumps(turn.reply.to_dict()),
+        "finish_reason": completion.finish_reason,
+        "constrained": turn.constrained,
+        "discarded": turn.discarded or None,
+        "temperature": turn.sampling.temperature,
+        "prompt_ids": np.asarray(turn.new_prompt_ids),
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        "versions": completion.versions,
+        "exported_at": time.time(),
+    }
+
+
+def _schema(pyarrow: Any) -> Any:
+    text, integers = pyarrow.string(), pyarrow.list_(pyarrow.int32())
+    return pyarrow.schema(
+        {
+            **dict.fromkeys(("group_id", "task_id", "episode_id"), text),
+            "index": pyarrow.int32(),
+            **dict.fromkeys(("split", "status"), text),
+            "score": pyarrow.float64(),
+            **dict.fromkeys(("rewards", "turn_id", "parent", "messages", "reply", "finish_reason"), text),
+            "constrained": pyarrow.bool_(),
+            "discarded": text,
+            "temperature": pyarrow.float64(),
+            **dict.fromkeys(("prompt_ids", "token_ids"), integers),
+            "logprobs": pyarrow.list_(pyarrow.float32()),
+            "versions": integers,
+            "exported_at": pyarrow.float64(),
+        }
+    )
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            "store.retain.export writes Parquet files, which needs pyarrow: pip install pyarrow"
+        ) from None
+    return pyarrow.parquet, pyarrow

@@ -1,0 +1,94 @@
+"""Weights packed into buckets of bytes, two of which exist at a time: one fills while the other travels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from areal_agents.inference.engine import WeightBucket
+
+MB = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Some of the weights.
+
+    Attributes:
+        header: their names, types and shapes.
+        data: [header.nbytes] uint8, their bytes one after the other; it is overwritten when the bucket after
+            the next is begun.
+        last: whether no weights follow.
+    """
+
+    header: WeightBucket
+    data: Tensor
+    last: bool
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        """The weights, each in memory of its own, on the CPU."""
+        found, start = [], 0
+        for name, dtype, shape in zip(*_fields(self.header), strict=True):
+            kind = getattr(torch, dtype)
+            end = start + prod(shape) * kind.itemsize
+            found.append((name, self.data[start:end].to("cpu", copy=True).view(kind).view(shape)))
+            start = end
+        return found
+
+
+def packed(
+    weights: Iterable[tuple[str, Tensor]],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+) -> Iterator[Packed]:
+    """Pack `weights`, whose names and shapes are `shapes`, as `dtype`.
+
+    A weight larger than a bucket is one by itself. The consumer is done with a bucket when it asks for
+    the one after the next.
+    """
+    largest = min(bucket_bytes, sum(map(prod, shapes.values())) * dtype.itemsize)
+    buffers: list[Tensor | None] = [None, None]
+    turn, used, left = 0, 0, len(shapes)
+    names: list[str] = []
+
+    def bucket(data: Tensor) -> Packed:
+        header = WeightBucket(
+            tuple(names),
+            (str(dtype).removeprefix("torch."),) * len(names),
+            tuple(tuple(shapes[name]) for name in names),
+        )
+        return Packed(header, data, last=left == 0)
+
+    for name, tensor in weights:
+        data = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
+        if used and used + len(data) > largest:
+            yield bucket(_filled(buffers, turn, used))
+            turn, used, names = 1 - turn, 0, []
+        names.append(name)
+        left -= 1
+        if len(data) > largest:
+            yield bucket(data)
+            turn, names = 1 - turn, []
+            continue
+        if buffers[turn] is None:
+            buffers[turn] = torch.empty(largest, dtype=torch.uint8, device=data.device)
+        _filled(buffers, turn, used + len(data))[used:].copy_(data)
+        used += len(data)
+    if used:
+        yield bucket(_filled(buffers, turn, used))
+
+
+def _filled(buffers: list[Tensor | None], turn: int, used: int) -> Tensor:
+    buffer = buffers[turn]
+    assert buffer is not None
+    return buffer[:used]
+
+
+def _fields(header: WeightBucket) -> tuple[tuple[str, ...], tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    return header.names, header.dtypes, header.shapes

@@ -1,0 +1,84 @@
+"""How new weights reach the engines; torch-free. A combination that cannot work is refused, with why."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Transport = Literal["disk", "tensor", "broadcast", "lora"]
+Pause = Literal["retract", "in_place", "abort", "drain"]
+Verify = Literal["first", "every", "off"]
+Backend = Literal["auto", "gloo", "nccl"]
+
+_PIECEWISE = ("tensor", "broadcast")  # these write into the served weights one bucket after the other
+
+
+class PublishConfig(BaseModel):
+    """How a new policy version reaches the engines."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    transport: Transport = Field(
+        default="disk",
+        description="disk: engines read the folder of the version. tensor: weights go in HTTP requests. "
+        "broadcast: over gloo or NCCL. lora: only the adapter's folder; the default with trainer.lora.",
+    )
+    pause: Pause = Field(
+        default="retract",
+        description="Running generations at a swap. retract: go on, keys and values recomputed. in_place: go "
+        "on over the old ones. abort: end, and the proxy continues them. drain: finish before the swap.",
+    )
+    folder: str = Field(
+        default="",
+        description="Where the folders of versions lie, such as /dev/shm/areal; empty: in the run's folder.",
+    )
+    bucket_mb: int = Field(
+        default=256, ge=1, description="MB (10^6 bytes) of weights that tensor and broadcast send at a time."
+    )
+    verify: Verify = Field(
+        default="first",
+        description="After which publications of a trainer's life each engine's checksum of its weights is "
+        "compared with that of what was published.",
+    )
+    backend: Backend = Field(
+        default="auto",
+        description="Of broadcast. auto: nccl for a trainer on GPUs, else gloo. nccl needs engines on GPUs.",
+    )
+    address: str = Field(
+        default="",
+        description="Of broadcast: where engines reach the trainer; empty: its address on the way to them.",
+    )
+    timeout_s: float = Field(
+        default=600.0,
+        gt=0,
+        description="Longest wait for an engine to take a folder (with drain, for what runs to end), for one "
+        "bucket, or for the engines to join a group.",
+    )
+
+    engine_wait_s: float = Field(
+        default=180.0, ge=0, description="Longest wait of a version for an engine, when none answers."
+    )
+
+    @field_validator("verify", mode="before")
+    @classmethod
+    def _off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+    @model_validator(mode="after")
+    def _check(self) -> PublishConfig:
+        if self.transport in _PIECEWISE and self.pause == "drain":
+            raise ValueError(
+                f"publish: pause: drain cannot go with transport: {self.transport}: an engine that is not "
+                "paused would sample between two buckets; use transport: disk, or another pause"
+            )
+        if self.transport == "lora" and self.pause == "in_place":
+            raise ValueError(
+                "publish: pause: in_place would go on over another adapter's keys and values, which no "
+                "engine does; use retract, abort or drain with transport: lora"
+            )
+        if self.transport != "broadcast" and (self.backend != "auto" or self.address):
+            raise ValueError(
+                f"publish: backend and address belong to transport: broadcast, not to {self.transport}"
+            )
+        return self

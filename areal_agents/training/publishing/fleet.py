@@ -1,0 +1,79 @@
+"""The engines that one publication reaches, all at once, and the event loop that their clients live on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from areal_agents.errors import EngineError
+from areal_agents.inference.engine import Engine
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+class Loop:
+    """An event loop in a thread of its own: engines are called while the caller's thread gathers weights."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engines", daemon=True)
+        self._thread.start()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run it beside the caller."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it and wait. A caller who is interrupted cancels it."""
+        future = self.start(work)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # nothing, once it is done
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class Fleet:
+    """The engines that are to take a version. One that fails is left out, unless no other is left.
+
+    Whoever routes requests brings it to the version before it serves again: the folder is there.
+    """
+
+    def __init__(self, engines: Sequence[Engine], version: int) -> None:
+        self.engines = list(engines)
+        self.version = version
+        self.left_out: list[str] = []
+
+    async def each(self, call: Callable[[Engine], Awaitable[T]]) -> list[T]:
+        """Call all engines at once; the results of those that did not fail.
+
+        Raises:
+            EngineError: that of the first, if every one failed.
+        """
+        engines = list(self.engines)
+        results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
+        failures = [r for r in results if isinstance(r, BaseException)]
+        for failure in failures:
+            if not isinstance(failure, EngineError) or len(failures) == len(engines):
+                raise failure
+        for engine, result in zip(engines, results, strict=True):
+            if isinstance(result, EngineError):
+                self.leave_out(engine, result)
+        return [r for r in results if not isinstance(r, BaseException)]
+
+    def leave_out(self, engine: Engine, error: EngineError) -> None:
+        """Go on without it."""
+        log.warning("version %d: %s is left out: %s", self.version, engine.base_url, error)
+        self.engines.remove(engine)
+        self.left_out.append(engine.base_url)

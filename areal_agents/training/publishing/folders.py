@@ -1,0 +1,140 @@
+"""The folder that every version leaves: written while the next weight is gathered from the shards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from math import prod
+from pathlib import Path
+
+from torch import Tensor
+
+from areal_agents.training.gathering import published_shapes, whole_weights
+from areal_agents.training.lora import write_adapter
+from areal_agents.training.model import Policy
+from areal_agents.training.model_folder import ModelFolder
+from areal_agents.training.publishing.behind import Behind
+from areal_agents.training.publishing.density import Density
+
+WAITING_BYTES = 512_000_000  # of gathered weights that may wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version's folder. nbytes: of its weights; density: the share of them that changed, see `Density`."""
+
+    nbytes: int
+    density: float | None
+
+
+def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor], None] | None) -> None:
+    """Gather every weight, which is collective, whatever becomes of it here.
+
+    A failure of `each` is raised when all are gathered: the other ranks are not left in a collective.
+    """
+    failure: Exception | None = None
+    for name, tensor in weights:
+        if each is None or failure is not None:
+            continue
+        try:
+            each(name, tensor)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def write_policy(
+    policy: Policy, path: Path, *, like: Path, writes: bool, before: Path | None = None
+) -> Written | None:
+    """Write the whole weights, an adapter merged, as a Hugging Face folder. Collective.
+
+    Memory: one weight, and at most WAITING_BYTES that wait for the disk.
+
+    Args:
+        like: the folder of the model that the run began with, for the other files.
+        writes: whether this rank does, and gets an answer; the others only take part.
+        before: the folder that the density is measured against.
+
+    Raises:
+        TrainingError: the disk refuses; nothing is left behind.
+    """
+    weights = whole_weights(policy.model, policy.lora)
+    if not writes:
+        exhaust(weights, None)
+        return None
+    failure: Exception | None = None
+    folder: ModelFolder | None = None
+    density = Density(before)
+    behind = Behind(WAITING_BYTES)
+
+    def write(name: str, tensor: Tensor) -> None:
+        assert folder is not None
+        published = tensor.to(folder.dtype)
+        folder.add(name, published)
+        density.add(name, published)
+
+    shapes = published_shapes(policy.model)
+    try:
+        folder = ModelFolder(path, shapes, like=like, dtype=policy.saved_dtype)
+    except Exception as error:
+        failure = error
+    exhaust(
+        weights,
+        None if folder is None else lambda name, t: behind.do(lambda: write(name, t), t.nbytes),
+    )
+    try:
+        behind.finish()
+        if folder is not None:
+            folder.finish()
+    except BaseException:
+        if folder is not None:
+            folder.discard()
+        raise
+    if failure is not None:
+        raise failure
+    return Written(sum(map(prod, shapes.values())) * policy.saved_dtype.itemsize, density.share)
+
+
+def write_policy_adapter(
+    policy: Policy, path: Path, *, base: Path, writes: bool, before: Path | None = None
+) -> Written | None:
+    """Write the adapter alone, as peft's folder; see `write_policy`. Collective.
+
+    Args:
+        base: the model that the adapter belongs to.
+    """
+    weights = policy.adapter_state_dict(keep=writes)
+    if not writes:
+        return None
+    assert weights is not None and policy.lora is not None
+    density = Density(before)
+    for name, tensor in weights.items():
+        density.add(name, tensor)
+    write_adapter(weights, path, policy.lora, base=str(base.resolve()))
+    return Written(sum(tensor.nbytes for tensor in weights.values()), density.share)
+
+
+def versions_folder(folder: str, run_dir: Path) -> Path:
+    """Where a run's versions lie: in its own folder, or in `folder` under a name that is this run's alone."""
+    if not folder:
+        return run_dir / "weights"
+    run = run_dir.resolve()
+    return Path(folder) / f"{run.name}-{sha256(str(run).encode()).hexdigest()[:8]}"
+
+
+def version_folders(folder: Path) -> dict[int, Path]:
+    """The complete folders of versions, by version, ascending."""
+    found = {int(p.name[1:]): p for p in folder.glob("v*") if p.name[1:].isdigit()}
+    return dict(sorted(found.items()))
+
+
+def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
+    """Remove all but the last `keep` versions up to `version`; which they were."""
+    folders = {v: path for v, path in version_folders(folder).items() if v <= version}
+    forgotten = list(folders)[:-keep]
+    for old in forgotten:
+        shutil.rmtree(folders[old])
+    return forgotten

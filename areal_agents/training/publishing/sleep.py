@@ -1,0 +1,50 @@
+"""Engines that share the trainer's GPUs give their memory back while a step is trained.
+
+Generation is held meanwhile, and goes on afterwards on recomputed keys and values: nothing is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from areal_agents.errors import EngineUnavailable
+from areal_agents.inference.engine import Engine, MemoryKind
+
+log = logging.getLogger(__name__)
+
+
+async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
+    """Hold generation and free the memory of `kinds`. EngineError if an engine refuses."""
+
+    async def one(engine: Engine) -> None:
+        await engine.pause("retract")
+        await engine.release_memory(kinds)
+
+    await _each(engines, one)
+
+
+async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
+    """Take the memory again and go on generating. EngineError if an engine refuses."""
+
+    async def one(engine: Engine) -> None:
+        await engine.resume_memory(kinds)
+        await engine.resume()
+
+    await _each(engines, one)
+
+
+async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
+    """All at once. One that is not there holds no memory, and is brought up to date when it returns."""
+
+    async def tolerant(engine: Engine) -> None:
+        try:
+            await call(engine)
+        except EngineUnavailable as error:
+            log.warning("an engine is not there to share memory with: %s", error)
+
+    # All of them, whatever one says: none may still fall asleep when the caller wakes them after an error.
+    results = await asyncio.gather(*(tolerant(engine) for engine in engines), return_exceptions=True)
+    for failure in (result for result in results if isinstance(result, BaseException)):
+        raise failure

@@ -1,0 +1,90 @@
+"""What is trained does not depend on which of several calls or groups was done first."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.ordering import ordered_groups, ordered_turns
+from areal_agents.algorithms.samples import build_training_data
+from areal_agents.core.completion import Completion, SamplingParams
+from areal_agents.core.messages import Message
+from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.trajectory import Turn
+
+
+def turn(
+    turn_id: str, parent: str | None, prompt: list[int], drawn: list[int], seed: int | None = None
+) -> Turn:
+    return Turn(
+        id=turn_id,
+        parent=parent,
+        new_messages=(Message("user", "q"),),
+        new_prompt_ids=prompt,  # type: ignore[arg-type]
+        completion=Completion(drawn, [-0.5] * len(drawn), [0] * len(drawn), "stop"),  # type: ignore[arg-type]
+        reply=Message("assistant", "a"),
+        sampling=SamplingParams(8, seed=seed),
+    )
+
+
+def group(group_id: str, shuffled: random.Random, scores: tuple[float, ...] = (0.25, 1.0)) -> RolloutGroup:
+    """Episodes of a conversation that branches and another beside it, in ids and in an order by chance."""
+    task, rollouts = Task("t", {}), []
+    for index, score in enumerate(scores):
+        ids = [f"turn-{shuffled.getrandbits(32)}" for _ in range(5)]
+        turns = [
+            turn(ids[0], None, [3, 1], [9, 8]),
+            turn(ids[1], ids[0], [5], [7, index]),
+            turn(ids[2], ids[0], [5], [6, index]),
+            turn(ids[3], ids[2], [4], [2]),
+            turn(ids[4], None, [3, 2], [8, 8]),
+        ]
+        order = sorted(range(5), key=lambda _: shuffled.random())
+        waiting, recorded = [turns[i] for i in order], []
+        while waiting:  # a parent is recorded before its children
+            next_one = next(t for t in waiting if t.parent is None or t.parent in {r.id for r in recorded})
+            waiting.remove(next_one)
+            recorded.append(next_one)
+        rewards = (Reward("episode", "", "return", score), Reward("turn", ids[1], "style", 0.1))
+        rollouts.append(
+            Rollout(
+                task,
+                index,
+                Episode(f"e{shuffled.random()}", task, tuple(recorded), "finished", rewards),
+                None,
+            )
+        )
+    return RolloutGroup(group_id, task, tuple(rollouts))
+
+
+def trained(groups: list[RolloutGroup]) -> list[tuple]:
+    data = build_training_data(ordered_groups(groups), AlgorithmConfig())
+    return [
+        (
+            s.group_id,
+            s.token_ids.tolist(),
+            s.loss_mask.tolist(),
+            s.advantages.tobytes(),
+            s.turn_index.tolist(),
+        )
+        for s in data.samples
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_samples_are_the_same_however_they_were_recorded(seed: int) -> None:
+    first = trained([group("a", random.Random(0)), group("b", random.Random(1))])
+    other = trained([group("b", random.Random(seed + 2)), group("a", random.Random(-seed))])
+    assert first == other and len(first) == 2 * 2 * 3
+
+
+def test_a_conversation_without_branches_stays_in_its_order() -> None:
+    turns = [turn("z", None, [9], [1]), turn("y", "z", [5], [1]), turn("a", "y", [1], [0])]
+    assert [t.id for t in ordered_turns(turns)] == ["z", "y", "a"]
+
+
+def test_equal_draws_are_told_apart_by_their_seeds() -> None:
+    turns = [turn("a", None, [1], [2], seed=5), turn("b", None, [1], [2], seed=3), turn("c", None, [1], [2])]
+    assert [t.id for t in ordered_turns(turns)] == ["c", "b", "a"]

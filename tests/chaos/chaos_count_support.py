@@ -1,0 +1,275 @@
+"""What chaos cost: counted from the store, the metrics, the agents' own notes and the weights.
+
+A `Ledger` looks at the store from outside while the run goes on, so that it can tell afterwards what was
+lost; `count` then compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import sqlite3
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from chaos_run_support import GROUPS, ChaosRun
+from transformers import AutoModelForCausalLM
+
+from areal_agents.core.rollout import Episode
+from areal_agents.store import Store
+
+TOLERANCE = 2e-3  # of a logprob: another kernel, other rounding
+_LOOK_S = 1.0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What was seen in the store of a run.
+
+    Attributes:
+        scores: of every episode that was seen in a complete group: its score and a digest of its tokens.
+        settled: group → step, of the groups that a checkpoint had behind it.
+    """
+
+    store: Path
+    scores: dict[str, tuple[float, str]] = field(default_factory=dict)
+    settled: dict[str, int] = field(default_factory=dict)
+    trained_twice: set[str] = field(default_factory=set)
+    _next_look: float = 0.0
+
+    def look(self) -> None:
+        """Note what is there, at most once a second."""
+        if time.monotonic() < self._next_look or not self.store.exists():
+            return
+        try:
+            with sqlite3.connect(f"file:{self.store}?mode=ro", uri=True, timeout=5) as connection:
+                connection.execute("BEGIN")
+                self._note(connection)
+        except sqlite3.OperationalError:  # being created, or recovered
+            return
+        finally:
+            self._next_look = time.monotonic() + _LOOK_S
+
+    def _note(self, connection: sqlite3.Connection) -> None:
+        for episode, score in connection.execute(
+            "SELECT e.id, SUM(r.value) FROM episodes e JOIN groups g ON g.id = e.group_id "
+            "JOIN rewards r ON r.episode_id = e.id WHERE g.state = 'complete' "
+            "AND e.status IN ('finished', 'truncated') GROUP BY e.id"
+        ):
+            if episode not in self.scores:
+                self.scores[episode] = (score, _digest(connection, episode))
+        checkpoint = connection.execute("SELECT COALESCE(MAX(step), 0) FROM checkpoints").fetchone()[0]
+        trained = connection.execute("SELECT group_id, step FROM leases WHERE state = 'trained'")
+        for group, step in trained:
+            if self.settled.get(group, step) != step:
+                self.trained_twice.add(group)
+            if step <= checkpoint:
+                self.settled[group] = step
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What chaos cost; `faults` are those of the counts that must be 0.
+
+    Attributes:
+        deaths: kills by role; starts: how often the user called `areal-agents train`.
+        steps: of the run in the end; steps_lost: steps that were trained again after a death;
+            steps_lost_beyond_checkpoint: those of them that the newest checkpoint on the disk had.
+        tokens_checked: whose logprob was computed again with the weights of their version; telling: the
+            share of them whose logprob under the version before is visibly another one, so that a wrong
+            version would have been seen.
+        completions_answered: what agents got, by their own notes.
+    """
+
+    deaths: dict[str, int]
+    starts: int
+    steps: int
+    episodes_completed: int
+    completions_answered: int
+    tokens_checked: int
+    telling: float
+    steps_lost: int
+    steps_lost_beyond_checkpoint: int
+    episodes_lost: int
+    completions_lost: int
+    groups_trained_twice: int
+    groups_missing_from_a_step: int
+    tokens_of_wrong_version: int
+    versions_repeated: int
+    processes_left: int
+
+    @property
+    def faults(self) -> dict[str, int]:
+        """What must be 0 and is not."""
+        names = (
+            "steps_lost_beyond_checkpoint", "episodes_lost", "completions_lost", "groups_trained_twice",
+            "groups_missing_from_a_step", "tokens_of_wrong_version", "versions_repeated", "processes_left",
+        )  # fmt: skip
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
+
+
+def count(run: ChaosRun, ledger: Ledger, *, most_turns: int = 500) -> Counts:
+    """Compare what is there now with what was seen. The run has ended.
+
+    Args:
+        most_turns: whose tokens are computed again; of more, as many drawn at random.
+    """
+    left = run.processes()
+    ledger._next_look = 0.0
+    ledger.look()
+    with sqlite3.connect(f"file:{ledger.store}?mode=ro", uri=True) as connection:
+        lost = _episodes_lost(connection, ledger)
+        versions = connection.execute("SELECT version, step, path FROM versions ORDER BY version").fetchall()
+        per_step = Counter(
+            dict(
+                connection.execute("SELECT step, COUNT(*) FROM leases WHERE state = 'trained' GROUP BY step")
+            )
+        )
+        turns = {row[0] for row in connection.execute("SELECT id FROM turns")}
+    answered = _answered(run.agent_log)
+    wrong, checked, telling = _check_tokens(ledger.store, versions, most_turns)
+    lost_steps, beyond = _steps_lost(run, versions)
+    return Counts(
+        deaths=dict(Counter(run.deaths)),
+        starts=len(run.starts),
+        steps=run.steps,
+        episodes_completed=len(ledger.scores),
+        completions_answered=len(answered),
+        tokens_checked=checked,
+        telling=round(telling, 3),
+        steps_lost=lost_steps,
+        steps_lost_beyond_checkpoint=beyond,
+        episodes_lost=lost,
+        completions_lost=len(answered - turns),
+        groups_trained_twice=len(ledger.trained_twice),
+        groups_missing_from_a_step=sum(per_step[step] != GROUPS for step in range(1, run.steps + 1)),
+        tokens_of_wrong_version=wrong,
+        versions_repeated=_repeated(run.metrics()),
+        processes_left=len(left),
+    )
+
+
+def _episodes_lost(connection: sqlite3.Connection, ledger: Ledger) -> int:
+    """Episodes that were complete once, and are no more, or are not what they were."""
+    held = {
+        row[0]
+        for row in connection.execute(
+            "SELECT e.id FROM episodes e JOIN groups g ON g.id = e.group_id LEFT JOIN leases l "
+            "ON l.group_id = g.id WHERE g.state = 'complete' AND COALESCE(l.state, '') != 'dropped'"
+        )
+    }
+    return sum(
+        episode not in held or _digest(connection, episode) != digest
+        for episode, (_, digest) in ledger.scores.items()
+    )
+
+
+def _digest(connection: sqlite3.Connection, episode: str) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    query = (
+        "SELECT id, prompt_ids, token_ids, logprobs, versions FROM turns WHERE episode_id = ? ORDER BY seq"
+    )
+    for row in connection.execute(query, (episode,)):
+        digest.update(repr(row).encode())
+    return digest.hexdigest()
+
+
+def _answered(log: Path) -> set[str]:
+    """The completions that agents got, by their own word; a line that a kill cut short is none."""
+    if not log.exists():
+        return set()
+    lines = (line for line in log.read_text().splitlines(True) if line.endswith("\n"))
+    return {json.loads(line)["completion"] for line in lines}
+
+
+def _steps_lost(run: ChaosRun, versions: list[tuple[int, int, str]]) -> tuple[int, int]:
+    """Steps that were trained again; those of them that a checkpoint had when a start found it."""
+    steps = [step for _, step, _ in versions]
+    lost = sum(max(0, before - after) for before, after in itertools.pairwise(steps))
+    beyond = 0
+    for start in run.starts:
+        resumed = next((step for version, step, _ in versions if version > start.version), start.checkpoint)
+        beyond += max(0, start.checkpoint - resumed)
+    return lost, beyond
+
+
+def _repeated(metrics: list[dict[str, Any]]) -> int:
+    """Steps or versions that more than one line of metrics.jsonl has."""
+    return sum(len(metrics) - len({line[name] for line in metrics}) for name in ("step", "version"))
+
+
+def _check_tokens(
+    store_path: Path, versions: list[tuple[int, int, str]], most_turns: int
+) -> tuple[int, int, float]:
+    """Tokens whose recorded logprob is not that of their version; tokens looked at; the telling share."""
+    torch.set_num_threads(1)
+    wanted: dict[int, list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]] = defaultdict(list)
+    for ids, logprobs, of, where in _sampled(store_path, most_turns):
+        for version in np.unique(of[where]):
+            wanted[int(version)].append((ids, logprobs, of, where))
+    paths = {version: path for version, _, path in versions}
+    wrong = checked = told = 0
+    for version, sequences in sorted(wanted.items()):
+        model = _model(paths[version])
+        before = _model(paths[version - 1]) if version - 1 in paths else None
+        for ids, logprobs, of, where in sequences:
+            own = where & (of == version)
+            off = np.abs(_logprobs(model, ids) - logprobs)[own] > TOLERANCE
+            wrong, checked = wrong + int(off.sum()), checked + len(off)
+            if before is not None:
+                told += int((np.abs(_logprobs(before, ids) - logprobs)[own] > TOLERANCE).sum())
+    return wrong, checked, told / max(1, checked)
+
+
+def _sampled(
+    store_path: Path, most_turns: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """(token ids, recorded logprobs, versions, whether its last turn drew it) [L] of root-to-turn paths."""
+    with Store.open(store_path) as store:
+        ids = [summary.id for summary in store.episodes(split="train") if summary.turns]
+        rng = random.Random(0)
+        rng.shuffle(ids)
+        taken = 0
+        for episode_id in ids:
+            if taken >= most_turns:
+                return
+            episode = store.load_episode(episode_id)
+            taken += len(episode.turns)
+            yield from _paths(episode)
+
+
+def _paths(episode: Episode) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    by_id = {turn.id: turn for turn in episode.turns}
+    for turn in episode.turns:
+        ids, node = [turn.completion.token_ids, turn.new_prompt_ids], turn
+        while node.parent is not None:
+            node = by_id[node.parent]
+            ids += [node.completion.token_ids, node.new_prompt_ids]
+        whole = np.concatenate(ids[::-1]).astype(np.int64)
+        count = len(turn.completion)
+        logprobs, versions = np.zeros(len(whole)), np.full(len(whole), -1)
+        where = np.zeros(len(whole), bool)
+        if count:
+            logprobs[-count:], versions[-count:] = turn.completion.logprobs, turn.completion.versions
+            where[-count:] = True
+            yield whole, logprobs, versions, where
+
+
+def _model(path: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def _logprobs(model: Any, ids: np.ndarray) -> np.ndarray:
+    """Of each token given those before it [L]; 0 for the first."""
+    tokens = torch.from_numpy(ids)[None]
+    logits = model(tokens).logits[0, :-1].log_softmax(-1)
+    return np.concatenate([[0.0], logits.gather(-1, tokens[0, 1:, None])[:, 0].numpy()])

@@ -1,0 +1,210 @@
+"""A real run as a user starts it, and kill -9 for any of its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import chaos_agent
+import yaml
+
+from areal_agents.launch.leftovers import MARK
+from areal_agents.launch.run_folder import RunFolder
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+GROUPS, GROUP_SIZE = 2, 2
+CHECKPOINT_EVERY = 2
+ENDLESS = 1_000_000
+START_TIMEOUT_S = 120.0
+
+CONFIG = {
+    "model": str(MODEL),
+    "agent": f"{chaos_agent.__file__}:talk",
+    "data": {"path": f"{chaos_agent.__file__}:tasks"},
+    # Nothing may be dropped for its age or its scores: each completed episode must be trained.
+    "rollout": {
+        "groups": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 4, "concurrency": 4, "workers": 4,
+        "retries": 100, "give_up_after": 100_000,
+    },
+    "algorithm": {"drop_equal_groups": False},
+    # So far apart that a token tells which version it is of; and all of them are kept to ask.
+    "trainer": {
+        "lr": 3e-3, "checkpoint_every": CHECKPOINT_EVERY, "keep_weights": 100_000, "trackers": [],
+        "device": "cpu",
+    },
+    "engine": {"device": "cpu", "slots": 16},
+}  # fmt: skip
+
+ROLES = ("trainer", "proxy", "engine", "rollout", "agent", "supervisor")
+
+
+class NotInTime(AssertionError):
+    """The run did not get where it should within its time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a start found: the largest version, -1 without one, and the newest checkpoint on the disk."""
+
+    version: int
+    checkpoint: int
+
+
+@dataclass(slots=True)
+class ChaosRun:
+    """A run in `root`, started, killed and started again.
+
+    Attributes:
+        settings: overrides of its configuration; environment: on top of this process's.
+        deaths: the roles killed so far; starts: one for each `areal-agents train`.
+        watch: called while the run is waited for.
+    """
+
+    root: Path
+    settings: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    deaths: list[str] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    watch: Callable[[], object] = lambda: None
+    _supervisor: subprocess.Popen[bytes] | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where the run's files are."""
+        return RunFolder(self.root / "run")
+
+    @property
+    def agent_log(self) -> Path:
+        """What the agents were answered."""
+        return self.root / "agents.jsonl"
+
+    @property
+    def output(self) -> Path:
+        """What the user saw."""
+        return self.root / "output.txt"
+
+    def start(self, *, steps: int = ENDLESS) -> None:
+        """`areal-agents train CONFIG`, which goes on with whatever is there."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        config = self.root / "chaos.yaml"
+        config.write_text(yaml.safe_dump(CONFIG))
+        overrides = [f"run_dir={self.folder.root}", f"trainer.steps={steps}", *self.settings]
+        command = [sys.executable, "-m", "areal_agents.cli", "train", str(config), *overrides]
+        found = Start(self.version, self.checkpoint)
+        environment = {**os.environ, chaos_agent.LOG_VARIABLE: str(self.agent_log), **self.environment}
+        with open(self.output, "ab") as output:
+            self._supervisor = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
+        self.starts.append(found)
+
+    def finish(self, *, timeout_s: float = 240.0) -> int:
+        """Wait until the user's command has ended; its exit code."""
+        assert self._supervisor is not None
+        self.wait_for(lambda: self.has_ended, timeout_s=timeout_s)
+        return self._supervisor.wait()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the user's command is over."""
+        return self._supervisor is None or self._supervisor.poll() is not None
+
+    def wait_for(self, condition: Callable[[], bool], *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """NotInTime, with the end of what the user saw, if it does not come true in time."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline:
+                raise NotInTime(self.output.read_text()[-3000:])
+            self.watch()
+            time.sleep(0.05)
+
+    def wait_for_steps(self, more: int, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Until so many more steps are trained. NotInTime also if the command ends before."""
+        target = self.steps + more
+
+        def reached() -> bool:
+            if self.has_ended:
+                raise NotInTime("the run has ended:\n" + self.output.read_text()[-3000:])
+            return self.steps >= target
+
+        self.wait_for(reached, timeout_s=timeout_s)
+
+    @property
+    def steps(self) -> int:
+        """The last step in metrics.jsonl."""
+        metrics = self.metrics()
+        return int(metrics[-1]["step"]) if metrics else 0
+
+    @property
+    def version(self) -> int:
+        """The largest published version, -1 before the first."""
+        if not self.folder.store.exists():
+            return -1
+        with sqlite3.connect(f"file:{self.folder.store}?mode=ro", uri=True, timeout=30) as connection:
+            return int(connection.execute("SELECT COALESCE(MAX(version), -1) FROM versions").fetchone()[0])
+
+    @property
+    def checkpoint(self) -> int:
+        """The newest checkpoint on the disk, 0 without one."""
+        names = [path.name for path in (self.folder.root / "checkpoints").glob("step-*")]
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def kill(self, role: str, rng: random.Random) -> bool:
+        """kill -9 one process of a role, and see to what a user would; whether there was one."""
+        found = [self._supervisor.pid] if role == "supervisor" and self._supervisor else self.processes(role)
+        if not found or self.has_ended:
+            return False
+        os.kill(rng.choice(found), signal.SIGKILL)
+        if role in ("supervisor", "trainer"):
+            self.finish()
+            if role == "supervisor" and rng.random() < 0.5:  # else the next one comes while these still end
+                self.wait_for(lambda: not self.processes())
+        self.deaths.append(role)
+        return True
+
+    def stop(self) -> None:
+        """Ctrl-C."""
+        assert self._supervisor is not None
+        self._supervisor.send_signal(signal.SIGINT)
+        self.finish()
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The whole lines of metrics.jsonl."""
+        path = self.folder.metrics
+        lines = path.read_bytes().rpartition(b"\n")[0].splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def processes(self, role: str = "") -> list[int]:
+        """The processes of this run, but its supervisor; by role."""
+        found = []
+        logs = str(self.folder.root / "logs")
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                variables = (entry / "environ").read_bytes().split(b"\0")
+                marks = [variable for variable in variables if variable.startswith(MARK.encode())]
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if not marks or logs.encode() not in marks[0]:
+                continue
+            is_agent = b"areal_agents.rollout.worker" in arguments
+            if not role or (is_agent if role == "agent" else role.encode() in arguments):
+                found.append(int(entry.name))
+        return found
+
+    def end(self) -> None:
+        """End everything, for a test that failed."""
+        if not self.has_ended and self._supervisor is not None:
+            self._supervisor.terminate()
+            self._supervisor.wait(90)
+        for process in self.processes():
+            os.kill(process, signal.SIGKILL)

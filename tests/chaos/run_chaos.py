@@ -1,0 +1,174 @@
+"""`make chaos`: kill -9 anything at random, fill the disk, slow it down, and count what was lost.
+
+    python tests/chaos/run_chaos.py --minutes 12 --seed 0 --json
+
+Each kind of chaos has a run of its own; the last line is one JSON object. It ends with 1 if a count that
+must be 0 is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from chaos_count_support import Counts, Ledger, count
+from chaos_disk_support import can_mount, fill, slow_disk, small_disk
+from chaos_run_support import ROLES, ChaosRun
+
+LAST_STEPS = 2  # that a run goes on for undisturbed, to its end
+DISK_MB, KEPT_FREE_GB = 400, 0.06
+MEAN_PAUSE_S = 4.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """All kinds of chaos, within about so many minutes; 1 if anything was lost."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--minutes", type=float, default=12.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument("--keep", type=Path, help="folder that the runs stay in")
+    options = parser.parse_args(arguments)
+    root = options.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
+    seconds = options.minutes * 60
+    found: dict[str, Counts] = {"kills": kills(root / "kills", seconds=seconds * 0.6, seed=options.seed)}
+    show("kills", found["kills"])
+    if can_mount():
+        found["full disk"] = full_disk(root / "full")
+        show("full disk", found["full disk"])
+    environment = slow_disk(root / "slow-layer", sync_ms=100, write_ms=2)
+    if environment is not None:
+        found["slow disk"] = kills(
+            root / "slow", seconds=seconds * 0.15, seed=options.seed + 1, environment=environment,
+            settings=["store.durability=power"],
+        )  # fmt: skip
+        show("slow disk", found["slow disk"])
+    if options.keep is None:
+        shutil.rmtree(root, ignore_errors=True)
+    faults = {name: counts.faults for name, counts in found.items() if counts.faults}
+    if options.json:
+        print(json.dumps({**{name: asdict(counts) for name, counts in found.items()}, "faults": faults}))
+    return 1 if faults else 0
+
+
+def show(name: str, counts: Counts) -> None:
+    """One line for each count."""
+    print(f"{name}: {'nothing lost' if not counts.faults else 'LOST: ' + str(counts.faults)}")
+    for key, value in asdict(counts).items():
+        print(f"    {key:32} {value}", flush=True)
+
+
+def kills(
+    root: Path,
+    *,
+    seconds: float,
+    seed: int,
+    settings: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
+) -> Counts:
+    """kill -9 of random processes at random moments for so long, each seen to as a user would."""
+    rng = random.Random(seed)
+    run, ledger = _new_run(root, settings, environment)
+    deadline = time.monotonic() + seconds
+    try:
+        run.start()
+        run.wait_for_steps(1)
+        while time.monotonic() < deadline:
+            _pause(run, min(rng.expovariate(1 / MEAN_PAUSE_S), 4 * MEAN_PAUSE_S))
+            run.kill(rng.choice(ROLES), rng)
+            _see_to(run)
+        return _end(run, ledger)
+    finally:
+        run.end()
+
+
+def kill_each(root: Path, *, seed: int) -> Counts:
+    """kill -9 of each process once, one soon after the other, and one resume: the short form."""
+    rng = random.Random(seed)
+    run, ledger = _new_run(root)
+    try:
+        run.start()
+        run.wait_for_steps(1)
+        for role in ("agent", "engine", "proxy", "rollout"):
+            run.kill(role, rng)
+            _pause(run, rng.uniform(0.0, 1.0))
+        run.wait_for_steps(1)
+        run.kill(rng.choice(("trainer", "supervisor")), rng)
+        return _end(run, ledger)
+    finally:
+        run.end()
+
+
+def full_disk(root: Path) -> Counts:
+    """A disk that has too little room, then none at all, and then enough again."""
+    with small_disk(root, megabytes=DISK_MB) as disk:
+        run, ledger = _new_run(disk, [f"store.min_free_gb={KEPT_FREE_GB}"])
+        try:
+            run.start()
+            run.wait_for_steps(2)
+            ballast = fill(disk, leave_bytes=int(KEPT_FREE_GB * 0.7e9))
+            run.wait_for(lambda: "nothing new is submitted" in run.output.read_text())
+            ballast.unlink()
+            run.wait_for(lambda: "the warning is over" in run.output.read_text())
+            run.wait_for_steps(2)
+            ballast = fill(disk, leave_bytes=0)
+            _pause(run, 20.0)  # whatever writes now is refused
+            ballast.unlink()
+            _pause(run, 5.0)
+            _see_to(run)
+            run.wait_for_steps(2)
+            return _end(run, ledger)
+        finally:
+            run.end()
+
+
+def _new_run(
+    root: Path, settings: Sequence[str] = (), environment: dict[str, str] | None = None
+) -> tuple[ChaosRun, Ledger]:
+    run = ChaosRun(root, settings, environment or {})
+    ledger = Ledger(run.folder.store)
+    run.watch = ledger.look
+    return run, ledger
+
+
+def _pause(run: ChaosRun, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    run.wait_for(lambda: time.monotonic() >= until, timeout_s=seconds + 60)
+
+
+def _see_to(run: ChaosRun) -> None:
+    """What a user does: if the run has ended, start it again; and go on when it trains."""
+    if run.has_ended:
+        run.start()
+    target = run.steps + 1
+    run.wait_for(_reaches(run, target), timeout_s=300)
+
+
+def _reaches(run: ChaosRun, steps: int) -> Callable[[], bool]:
+    def reached() -> bool:
+        if run.has_ended:  # what was killed took the rest along, later
+            run.start()
+        return run.steps >= steps
+
+    return reached
+
+
+def _end(run: ChaosRun, ledger: Ledger) -> Counts:
+    """Let the run come to its own end, and count."""
+    if not run.has_ended:
+        run.stop()
+    run.start(steps=run.steps + LAST_STEPS)
+    code = run.finish(timeout_s=300)
+    assert code == 0, run.output.read_text()[-3000:]
+    return count(run, ledger)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,292 @@
+"""Engines whose every token is known beforehand, and servers of them that are killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from starlette.types import Message, Receive, Scope, Send
+from tokenizers import Tokenizer
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds, as_token_ids
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import ModelInfo, OnTokens
+from areal_agents.inference.pool import CurrentVersion, EnginePool, PoolLimits
+from areal_agents.inference.scripted import Exchange, Reply, ScriptedApp, ScriptedCall
+from areal_agents.inference.scripted.server import build_server, listen, url_of
+from areal_agents.inference.scripted.wire import version_spans
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+# Seconds that a test can wait for.
+QUICK = PoolLimits(
+    probe_every_s=0.05,
+    probe_timeout_s=5.0,
+    probe_again_s=0.02,
+    swap_grace_s=0.5,
+    wait_s=30.0,
+    load_again_s=0.05,
+)
+
+
+def next_token(ids: Sequence[int]) -> int:
+    """The one token that follows `ids`: a completion is the same in one piece and in several."""
+    return 300 + zlib.crc32(np.asarray(ids, np.int32).tobytes()) % 50_000 % 400
+
+
+def chain(prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens that follow a prompt."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(next_token(ids))
+    return ids[len(prompt) :]
+
+
+def text_of(ids: Sequence[int]) -> str:
+    """Their text."""
+    return TOKENIZER.decode(list(ids), skip_special_tokens=False)
+
+
+@dataclass
+class Part:
+    """One attempt of a `PlayedEngine`: it samples `tokens` of what it is asked for, and ends so.
+
+    `versions` is of its first tokens, the last for all further ones; `told` is how many of them its chunks
+    name. It streams `chunk` tokens at a time.
+    """
+
+    tokens: int
+    end: Literal["length", "stop", "abort", "lost", "garbage"] = "abort"
+    versions: tuple[int, ...] = (0,)
+    told: int = 1_000_000
+    chunk: int = 1
+
+    def version(self, index: int) -> int:
+        return self.versions[min(index, len(self.versions) - 1)]
+
+
+@dataclass
+class PlayedEngine:
+    """Plays its parts one after the other; remembers what it was asked."""
+
+    parts: list[Part]
+    asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    on_part: Callable[[int], Any] = lambda index: None
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Completion:
+        part = self.parts[min(len(self.asked), len(self.parts) - 1)]
+        self.asked.append((rid, input_ids.tolist(), sampling))
+        ids = chain(input_ids.tolist(), min(part.tokens, sampling.max_new_tokens))
+        logprobs = [-(token % 32) / 8 for token in ids]
+        versions = [part.version(index) for index in range(len(ids))]
+        top = tuple(((token, -0.5), (7, -2.0)) for token in ids) if sampling.top_logprobs else ()
+        for start in range(0, len(ids), part.chunk) if on_tokens is not None else ():
+            end = min(start + part.chunk, len(ids))
+            told = [v if i < part.told else -1 for i, v in enumerate(versions)][start:end]
+            assert on_tokens is not None
+            on_tokens(
+                TokenChunk(tuple(ids[start:end]), tuple(logprobs[start:end]), top[start:end], tuple(told))
+            )
+            await asyncio.sleep(0)
+        await asyncio.ensure_future(self._told(len(self.asked) - 1))
+        if part.end == "lost":
+            raise EngineUnavailable("the connection is lost")
+        if part.end == "garbage":
+            raise EngineError("an answer that cannot be read")
+        reason = part.end if part.end != "length" or len(ids) == sampling.max_new_tokens else "abort"
+        return Completion(ids, logprobs, versions, reason, top)  # type: ignore[arg-type]
+
+    async def _told(self, index: int) -> None:
+        found = self.on_part(index)
+        if asyncio.iscoroutine(found):
+            await found
+
+    async def abort(self, rid: str) -> None:
+        self.aborted.append(rid)
+
+    async def health(self) -> None:
+        return None
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo("models/policy", 0, 2048, 4096)
+
+    async def busy_s(self) -> float | None:
+        return None
+
+    async def aclose(self) -> None:
+        return None
+
+
+class ReplicaServer:
+    """A scripted engine on a real socket, which can be killed and started again on its port.
+
+    `spoil` makes the bytes of each streamed chunk; what it raises breaks the connection. With `spans` every
+    chunk tells the versions of its tokens, as the embedded engine's do; SGLang's tell the latest.
+    """
+
+    def __init__(
+        self, *, chunk_delay_s: float = 0.002, chunk_tokens: int = 1, spans: bool = False, **options: Any
+    ) -> None:
+        self.exchanges: list[Exchange] = []  # of all its lives
+        self.chunk_delay_s = chunk_delay_s
+        self._chunk_tokens = chunk_tokens
+        self._spans = spans
+        self._options = options
+        self._port = 0
+        self.spoil: Callable[[dict[str, Any]], bytes] | None = None
+        self.is_alive = False
+        self._open = threading.Event()
+        self._open.set()
+        self.app: ScriptedApp
+        self.url = ""
+        self.start()
+
+    def start(self, **options: Any) -> None:
+        """Start it, at version "default"."""
+        self.app = ScriptedApp.from_folder(MODEL, self._answer, **self._options | options)
+        self.app.exchanges = self.exchanges
+        listener = listen("127.0.0.1", self._port)
+        self.url = url_of(listener)
+        self._port = listener.getsockname()[1]
+
+        async def spoiling(scope: Scope, receive: Receive, send: Send) -> None:
+            async def spoiled(message: Message) -> None:
+                body = message.get("body", b"")
+                if body.startswith(b"data: {") and (self.spoil is not None or self._spans):
+                    message = {**message, "body": self._written(orjson.loads(body[6:]))}
+                await send(message)
+
+            await self.app(scope, receive, spoiled)
+
+        self._server = build_server(spoiling)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        started = threading.Event()
+
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(started.set)
+            with listener:
+                await self._server.serve(sockets=[listener])
+
+        self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+        self._thread.start()
+        assert started.wait(10)
+        self.is_alive = True
+
+    def kill(self) -> None:
+        """End it as kill -9 does: every connection breaks off, and nobody listens."""
+        assert self._loop is not None
+
+        def end() -> None:
+            for server in self._server.servers:
+                server.close()
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+            self._server.should_exit = self._server.force_exit = True
+
+        self._loop.call_soon_threadsafe(end)
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+        self.is_alive = False
+
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """It goes on listening, and nothing else happens in it."""
+        self._open.clear()
+        self.do(lambda: self._open.wait(30))
+        try:
+            yield
+        finally:
+            self._open.set()
+
+    def _written(self, chunk: dict[str, Any]) -> bytes:
+        running = self.app._running.get(chunk["meta_info"]["id"])
+        if self._spans and running is not None:
+            chunk["meta_info"]["weight_versions"] = version_spans(running.versions)
+        return b"data: " + orjson.dumps(chunk) + b"\n\n" if self.spoil is None else self.spoil(chunk)
+
+    def do(self, action: Callable[[], Any]) -> None:
+        """Run something on its event loop."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(action)
+
+    def _answer(self, call: ScriptedCall) -> Reply:
+        count = call.body["sampling_params"]["max_new_tokens"]
+        ids = chain(call.input_ids.tolist(), count)
+        return Reply(
+            token_ids=tuple(ids),
+            finish="length",
+            chunk_delay_s=self.chunk_delay_s,
+            chunk_tokens=self._chunk_tokens,
+        )
+
+
+class Rows:
+    """What a store would say is published."""
+
+    def __init__(self) -> None:
+        self.current: CurrentVersion | None = None
+
+    def publish(self, version: int) -> CurrentVersion:
+        self.current = CurrentVersion(version, f"/weights/v{version}")
+        return self.current
+
+    def __call__(self) -> CurrentVersion | None:
+        return self.current
+
+
+def pool_of(
+    servers: Sequence[ReplicaServer], rows: Rows | None = None, limits: PoolLimits = QUICK, **options: Any
+) -> EnginePool:
+    """A pool over real clients of them."""
+    urls = [server.url for server in servers]
+    engines = [SGLangEngine(url, control_timeout_s=5) for url in urls]
+    return EnginePool(engines, names=urls, current=rows or Rows(), decode=text_of, limits=limits, **options)
+
+
+def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Exchange]) -> None:
+    """Every token of a completion was drawn by an engine after just the tokens that come before it there, and
+    has the logprob and the version of that drawing."""
+    ids = completion.token_ids.tolist()
+    assert ids == chain(prompt.tolist(), len(ids))
+    reached = {0}
+    for start in range(len(ids)):
+        if start not in reached:
+            continue
+        for exchange in exchanges:
+            if exchange.input_ids.tolist() != [*prompt.tolist(), *ids[:start]]:
+                continue
+            for index in range(min(len(exchange.token_ids), len(ids) - start)):
+                version = exchange.versions[index]
+                same = (
+                    exchange.token_ids[index] == ids[start + index]
+                    and np.float32(exchange.logprobs[index]) == completion.logprobs[start + index]
+                    and int(version if version != "default" else 0) == completion.versions[start + index]
+                )
+                if not same:
+                    break
+                reached.add(start + index + 1)
+    assert len(ids) in reached, f"no engine drew token {max(reached)} so"
+
+
+def prompt_of(seed: int, length: int = 12) -> TokenIds:
+    """Random ids of the model's vocabulary."""
+    return as_token_ids(np.random.default_rng(seed).integers(300, 700, length))

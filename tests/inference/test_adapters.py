@@ -1,0 +1,246 @@
+"""A policy that is a LoRA adapter: which adapter each call gets, keeps, and is labelled by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inference_support import load_reference, prompt_of, reference_greedy, reference_logprobs
+from test_engine_contract import until_running
+from transformers import PreTrainedModel
+from weights_support import adapted_reference, write_adapter
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
+from areal_agents.errors import EngineRejected
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import adapter_name
+
+PROMPT = prompt_of(120, seed=3)
+SHORT = SamplingParams(20, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(1200, temperature=0.0, ignore_eos=True)
+
+each_engine = pytest.mark.parametrize(
+    "swapping_url", ["numba", pytest.param("sglang", marks=pytest.mark.sglang)], indirect=True
+)
+one_kernel = pytest.mark.parametrize("swapping_url", ["numba"], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> dict[int, Path]:
+    """The folders of versions 1 to 3."""
+    folder = tmp_path_factory.mktemp("adapters")
+    return {v: write_adapter(folder / f"v{v}", model_folder, seed=v) for v in (1, 2, 3)}
+
+
+@pytest.fixture(scope="module")
+def policies(adapters: dict[int, Path], model_folder: Path) -> dict[int, PreTrainedModel]:
+    """Every version in transformers; 0 is the base."""
+    merged = {version: adapted_reference(model_folder, path) for version, path in adapters.items()}
+    return {0: load_reference(model_folder), **merged}
+
+
+@pytest.fixture
+async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
+    """The engine on version 0, without adapters when the test is over."""
+    async with SGLangEngine(swapping_url, adapters=True) as client:
+        await client.resume()
+        await client.update_weights_from_disk(str(model_folder), 0)
+        yield client
+        for version in (1, 2, 3):
+            try:
+                await client.unload_adapter(adapter_name(version))
+            except EngineRejected:
+                continue  # the test did not load it, or has unloaded it
+
+
+async def publish(engine: SGLangEngine, adapters: dict[int, Path], version: int) -> None:
+    await engine.load_adapter(adapter_name(version), str(adapters[version]))
+    await engine.set_version(version, abort_running=True)
+
+
+async def publish_beside(engine: SGLangEngine, adapters: dict[int, Path], version: int) -> None:
+    """Without ending what runs."""
+    await engine.load_adapter(adapter_name(version), str(adapters[version]))
+    await engine.set_version(version, abort_running=False)
+    await engine.model_info()
+
+
+def assert_drawn_by(version: int, policies: dict[int, PreTrainedModel], completion: Completion) -> None:
+    assert set(completion.versions.tolist()) == {version}
+    expected = reference_logprobs(policies[version], PROMPT, completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+    if len(completion) == SHORT.max_new_tokens:
+        assert completion.token_ids.tolist() == reference_greedy(policies[version], PROMPT, 20).tolist()
+
+
+@each_engine
+async def test_every_call_gets_the_adapter_of_the_version_served(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    assert_drawn_by(0, policies, await engine.generate("a", PROMPT, SHORT))
+    await publish(engine, adapters, 1)
+    # The prompt is in the prefix cache, under the base: nothing of it may be used.
+    assert_drawn_by(1, policies, await engine.generate("b", PROMPT, SHORT))
+    await publish(engine, adapters, 2)
+    assert_drawn_by(2, policies, await engine.generate("c", PROMPT, SHORT))
+    assert (await engine.model_info()).version == 2
+
+
+@each_engine
+async def test_a_running_call_keeps_its_adapter_and_its_label(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.model_info()
+    chunks: list[TokenChunk] = []
+    running = asyncio.create_task(engine.generate("r", PROMPT, LONG, on_tokens=chunks.append))
+    await until_running(engine)
+    await publish_beside(engine, adapters, 2)
+    beside = await engine.generate("n", PROMPT, SHORT)  # in the same batches as the first
+    assert not running.done()
+    unloading = asyncio.create_task(engine.unload_adapter(adapter_name(1)))
+    completion = await running
+    await unloading
+    assert_drawn_by(2, policies, beside)
+    assert len(completion) == 1200
+    assert_drawn_by(1, policies, completion)
+    assert {v for chunk in chunks for v in chunk.versions} == {1}
+    assert sum(len(chunk.versions) for chunk in chunks) == 1200
+
+
+@each_engine
+async def test_publishing_ends_running_calls_with_what_they_have_and_tells_them_the_version(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.model_info()
+    running = asyncio.create_task(engine.generate("r", PROMPT, LONG))
+    await until_running(engine)
+    await asyncio.sleep(0.05)
+    async with SGLangEngine(engine.base_url) as trainer:
+        await publish(trainer, adapters, 2)
+    partial = await running
+    assert partial.finish_reason == "abort" and 0 < len(partial) < 1200
+    assert_drawn_by(1, policies, partial)
+    assert_drawn_by(2, policies, await engine.generate("next", PROMPT, SHORT))
+
+
+@one_kernel
+async def test_a_call_under_an_adapter_that_is_gone_is_made_under_the_current_one(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.model_info()
+    async with SGLangEngine(engine.base_url) as trainer:
+        await publish(trainer, adapters, 2)
+        await trainer.unload_adapter(adapter_name(1))
+        assert_drawn_by(2, policies, await engine.generate("late", PROMPT, SHORT))
+        await trainer.unload_adapter(adapter_name(2))  # the version served has none now
+    with pytest.raises(EngineRejected, match="'policy-2' is not loaded; loaded are none"):
+        await engine.generate("lost", PROMPT, SHORT)
+
+
+@one_kernel
+async def test_adapters_follow_new_base_weights(
+    engine: SGLangEngine, adapters: dict[int, Path], next_model_folder: Path
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.update_weights_from_disk(str(next_model_folder), 1)
+    moved = {1: adapted_reference(next_model_folder, adapters[1])}
+    assert_drawn_by(1, moved, await engine.generate("m", PROMPT, SHORT))
+
+
+@one_kernel
+async def test_a_call_outlives_its_adapters_unloading_and_new_base_weights(
+    engine: SGLangEngine, adapters: dict[int, Path], next_model_folder: Path
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.model_info()
+    running = asyncio.create_task(engine.generate("r", PROMPT, LONG))
+    await until_running(engine)
+    unloading = asyncio.create_task(engine.unload_adapter(adapter_name(1)))
+    await publish_beside(engine, adapters, 2)
+    await engine.pause("retract")
+    await engine.update_weights_from_disk(str(next_model_folder), 2)
+    await engine.resume()
+    assert not unloading.done()
+    assert (await running).versions.tolist() == [1] * 1200
+    await unloading
+    moved = {2: adapted_reference(next_model_folder, adapters[2])}
+    assert_drawn_by(2, moved, await engine.generate("n", PROMPT, SHORT))
+
+
+@one_kernel
+async def test_an_adapter_loaded_again_shares_nothing_with_the_one_before(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    await publish(engine, adapters, 1)
+    await engine.model_info()
+    assert_drawn_by(1, policies, await engine.generate("a", PROMPT, SHORT))
+    await engine.unload_adapter(adapter_name(1))
+    await engine.load_adapter(adapter_name(1), str(adapters[2]))
+    assert_drawn_by(1, {1: policies[2]}, await engine.generate("b", PROMPT, SHORT))
+
+
+@each_engine
+async def test_a_known_name_and_a_missing_folder_are_refused(
+    engine: SGLangEngine, adapters: dict[int, Path], tmp_path: Path, policies: dict[int, PreTrainedModel]
+) -> None:
+    await publish(engine, adapters, 1)
+    with pytest.raises(EngineRejected, match="already loaded"):
+        await engine.load_adapter(adapter_name(1), str(adapters[2]))
+    with pytest.raises(EngineRejected, match="nowhere"):
+        await engine.load_adapter(adapter_name(3), str(tmp_path / "nowhere"))
+    await engine.model_info()
+    assert_drawn_by(1, policies, await engine.generate("k", PROMPT, SHORT))
+
+
+@one_kernel
+async def test_a_stabilised_scale_is_taken(engine: SGLangEngine, model_folder: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "rs", model_folder, seed=5, config={"use_rslora": True})
+    await publish(engine, {1: folder}, 1)
+    await engine.model_info()
+    assert_drawn_by(
+        1, {1: adapted_reference(model_folder, folder)}, await engine.generate("s", PROMPT, SHORT)
+    )
+
+
+def with_config(**config: object) -> Callable[[Path, Path], Path]:
+    return lambda folder, base: write_adapter(folder, base, seed=1, config=config)
+
+
+def truncated(folder: Path, base: Path) -> Path:
+    file = write_adapter(folder, base, seed=1) / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    return folder
+
+
+REFUSED = {
+    "dora": (with_config(use_dora=True), "use_dora True"),
+    "bias": (with_config(bias="all"), "bias 'all'"),
+    "ranks": (with_config(rank_pattern={"q_proj": 8}), "rank_pattern"),
+    "whole modules": (with_config(modules_to_save=["lm_head"]), "modules_to_save"),
+    "another kind": (with_config(peft_type="IA3"), "peft_type 'IA3'"),
+    "another rank": (with_config(r=8), r"expected \[8, "),
+    "no rank": (with_config(r=None), "no readable LoRA adapter"),
+    "half a file": (truncated, "no readable LoRA adapter"),
+}
+
+
+@one_kernel
+@pytest.mark.parametrize(("write", "message"), REFUSED.values(), ids=REFUSED)
+async def test_what_is_no_plain_adapter_of_this_model_is_refused(
+    engine: SGLangEngine,
+    model_folder: Path,
+    tmp_path: Path,
+    policies: dict[int, PreTrainedModel],
+    write: Callable[[Path, Path], Path],
+    message: str,
+) -> None:
+    write(tmp_path / "a", model_folder)
+    with pytest.raises(EngineRejected, match=message):
+        await engine.load_adapter(adapter_name(1), str(tmp_path / "a"))
+    assert_drawn_by(0, policies, await engine.generate("still", PROMPT, SHORT))

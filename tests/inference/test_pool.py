@@ -1,0 +1,392 @@
+"""A pool over real clients of scripted engines: where requests go, and what becomes of them when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pool_support import (
+    QUICK,
+    ReplicaServer,
+    Rows,
+    chain,
+    check_drawn,
+    pool_of,
+    prompt_of,
+)
+
+from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk
+from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.pool import EnginePool, refuse_other_models
+
+FORTY = SamplingParams(40, ignore_eos=True)
+LONG = SamplingParams(400, ignore_eos=True)
+
+
+@contextmanager
+def servers_of(count: int, **options: Any) -> Iterator[list[ReplicaServer]]:
+    servers = [ReplicaServer(**options) for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            if server.is_alive:
+                server.kill()
+
+
+@asynccontextmanager
+async def serving(
+    servers: list[ReplicaServer], rows: Rows | None = None, **options: Any
+) -> AsyncIterator[EnginePool]:
+    """A pool all of whose replicas serve."""
+    pool = pool_of(servers, rows, **options)
+    pool.start()
+    try:
+        await until(lambda: states(pool) == ["serving"] * len(servers))
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait for something that is to become true."""
+    async with asyncio.timeout(within_s):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+def states(pool: EnginePool) -> list[str]:
+    return [replica.state for replica in pool.replicas]
+
+
+async def test_an_episode_stays_on_one_replica_and_new_ones_go_to_the_least_loaded() -> None:
+    with servers_of(3) as servers:
+        async with serving(servers) as pool:
+            calls = [
+                pool.generate(f"{episode}-{turn}", prompt_of(episode), FORTY, affinity=f"e{episode}")
+                for episode in range(9)
+                for turn in range(3)
+            ]
+            await asyncio.gather(*calls)
+            # One after the other, so that none of them is loaded.
+            for episode in range(9, 15):
+                await pool.generate(f"{episode}", prompt_of(episode), FORTY, affinity=f"e{episode}")
+    homes: dict[tuple[int, ...], set[int]] = {}
+    for index, server in enumerate(servers):
+        for exchange in server.exchanges:
+            homes.setdefault(tuple(exchange.input_ids.tolist()), set()).add(index)
+    assert len(homes) == 15 and all(len(where) == 1 for where in homes.values())
+    assert set(Counter(min(where) for where in homes.values()).values()) == {5}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: bool) -> None:
+    with servers_of(2) as servers:
+        async with serving(servers) as pool:
+            got: list[int] = []
+            take = (lambda chunk: got.extend(chunk.token_ids)) if streamed else None
+            call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG, take))
+            await until(lambda: any(replica.running for replica in pool.replicas))
+            first = next(i for i, replica in enumerate(pool.replicas) if replica.running)
+            await asyncio.sleep(0.1)
+            servers[first].kill()
+            completion = await call
+            assert completion.finish_reason == "length"
+            assert got == (completion.token_ids.tolist() if streamed else [])
+            check_drawn(prompt_of(1), completion, servers[0].exchanges + servers[1].exchanges)
+            resumed = servers[1 - first].exchanges[-1]
+            assert 0 < pool.counts.resubmitted_tokens == len(resumed.input_ids) - 12 < 400
+            assert pool.counts.failovers == 1
+            await until(lambda: states(pool)[first] == "down")
+
+
+async def test_a_replica_that_hangs_is_lost_and_its_requests_go_on() -> None:
+    """It still listens, and says nothing: only the looks can tell."""
+    with servers_of(2) as servers:
+        async with serving(servers, limits=replace(QUICK, probe_timeout_s=0.1)) as pool:
+            call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
+            await until(lambda: any(replica.running for replica in pool.replicas))
+            first = next(i for i, replica in enumerate(pool.replicas) if replica.running)
+            with servers[first].hanging():
+                completion = await call
+            check_drawn(prompt_of(1), completion, servers[0].exchanges + servers[1].exchanges)
+            assert servers[1 - first].exchanges
+
+
+async def test_a_pause_is_no_death() -> None:
+    """However long the trainer holds a replica, what runs there stays, and nobody loads anything into it."""
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        async with serving(servers, rows) as pool:
+            seen: list[list[TokenChunk]] = [[], [], [], []]
+            calls = [
+                asyncio.create_task(
+                    pool.generate(f"r{n}", prompt_of(n), LONG, seen[n].append, affinity=str(n))
+                )
+                for n in range(4)
+            ]
+            await until(lambda: all(seen))
+            assert [replica.running for replica in pool.replicas] == [2, 2]
+            clients = [replica.engine for replica in pool.replicas]
+            await asyncio.gather(*(engine.pause("retract") for engine in clients))
+            rows.publish(1)
+            await asyncio.sleep(0.3)  # six looks, within the time that a swap may take
+            assert states(pool) == ["serving"] * 2 and not any(call.done() for call in calls)
+            held = asyncio.create_task(pool.generate("new", prompt_of(9), FORTY))
+            await asyncio.gather(*(engine.update_weights_from_disk("/w/1", 1) for engine in clients))
+            await asyncio.gather(*(engine.resume() for engine in clients))
+            for number, completion in enumerate(await asyncio.gather(*calls)):
+                check_drawn(prompt_of(number), completion, [e for s in servers for e in s.exchanges])
+                assert set(completion.versions) == {0, 1}
+            assert set((await held).versions) == {1}
+            assert pool.counts.failovers == pool.counts.catch_ups == 0
+
+
+async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> None:
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        async with serving(servers, rows) as pool:
+            await pool.model_info()
+            servers[0].kill()
+            await until(lambda: states(pool)[0] == "down")
+            rows.publish(5)  # meanwhile the trainer swaps what is left
+            await pool.replicas[1].engine.update_weights_from_disk("/w/5", 5)
+            calls = [asyncio.create_task(pool.generate(f"r{n}", prompt_of(n), FORTY)) for n in range(4)]
+            servers[0].start()
+            await until(lambda: states(pool) == ["serving"] * 2)
+            calls += [asyncio.create_task(pool.generate(f"s{n}", prompt_of(n), FORTY)) for n in range(8)]
+            for completion in await asyncio.gather(*calls):
+                assert set(completion.versions) == {5}
+            info = await pool.replicas[0].engine.model_info()
+            assert (info.version, info.model_path) == (5, "/weights/v5")  # the folder that the row names
+            assert pool.counts.catch_ups == 1
+            assert servers[0].exchanges
+
+
+async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(3)
+        await asyncio.gather(*(load(server.url, 3) for server in servers[1:]))
+        async with serving(servers, rows) as one, serving(servers, rows) as other:
+            pools = [one, other]
+            await asyncio.gather(*(pool.model_info() for pool in pools))
+            await until(lambda: all(states(pool) == ["serving"] * 2 for pool in pools))
+            calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n, pool in enumerate(pools * 4)]
+            for completion in await asyncio.gather(*calls):
+                assert set(completion.versions) == {3}
+
+
+async def test_a_swap_that_the_trainer_never_finished_is_finished_here() -> None:
+    """It was lost after the row and the pause: the row is the truth, and nobody else would resume."""
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        async with serving(servers, rows) as pool:
+            await pool.model_info()
+            await asyncio.gather(*(replica.engine.pause("retract") for replica in pool.replicas))
+            rows.publish(1)
+            completion = await pool.generate("r", prompt_of(1), FORTY)
+            assert set(completion.versions) == {1}
+
+
+async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_old_weights() -> None:
+    """Between two looks: only the version of its tokens tells."""
+    with servers_of(1) as servers:
+        rows = Rows()
+        rows.publish(4)
+        async with serving(servers, rows, limits=replace(QUICK, probe_every_s=30.0)) as pool:
+            await pool.generate("first", prompt_of(1), FORTY)
+            assert pool.counts.catch_ups == 1
+            servers[0].kill()
+            servers[0].start()
+            got: list[int] = []
+            whole = await pool.generate("r", prompt_of(2), FORTY, lambda chunk: got.extend(chunk.token_ids))
+            assert set(whole.versions) == {4} and got == whole.token_ids.tolist()
+            whole = await pool.generate("w", prompt_of(3), FORTY)
+            assert set(whole.versions) == {4}
+            servers[0].kill()
+            servers[0].start()
+            whole = await pool.generate("x", prompt_of(4), FORTY)  # in one piece
+            assert set(whole.versions) == {4}
+
+
+async def test_no_engine_at_all_is_an_error_that_names_each() -> None:
+    with servers_of(2) as servers:
+        async with serving(servers, limits=replace(QUICK, wait_s=0.3)) as pool:
+            await pool.generate("r", prompt_of(1), FORTY)
+            for server in servers:
+                server.kill()
+            with pytest.raises(EngineUnavailable, match=r"serves within 0.3 s: http.*is down.*; http"):
+                await pool.generate("s", prompt_of(1), FORTY)
+            with pytest.raises(EngineUnavailable, match="not reachable"):
+                await pool.model_info()
+            servers[1].start()
+            completion = await pool.generate("t", prompt_of(1), FORTY)
+            assert completion.token_ids.tolist() == chain(prompt_of(1).tolist(), 40)
+
+
+def broken(kind: str) -> Callable[[dict[str, Any]], bytes]:
+    """What a broken engine makes of a chunk."""
+
+    def spoil(chunk: dict[str, Any]) -> bytes:
+        if kind == "garbage":
+            return b"data: <html>\n\n"
+        if kind == "half":
+            raise ConnectionResetError
+        if kind == "nan":
+            chunk["meta_info"]["output_token_logprobs"] = [(5.0, t, None) for t in chunk["output_ids"]]
+        if kind == "ids":
+            chunk["output_ids"] = [7 for _ in chunk["output_ids"]]
+        if kind == "version":
+            chunk["meta_info"]["weight_version"] = "v-next"
+        if kind == "ahead":
+            chunk["meta_info"]["weight_version"] = "99"
+            chunk["meta_info"].pop("weight_versions", None)
+        if kind == "abort":
+            chunk["meta_info"]["finish_reason"] = {"type": "abort", "message": "for no reason"}
+        return b"data: " + json.dumps(chunk).encode() + b"\n\n"
+
+    return spoil
+
+
+@pytest.mark.parametrize("kind", ["garbage", "half", "nan", "ids", "version", "ahead", "abort"])
+async def test_an_engine_that_answers_garbage_spoils_nothing(kind: str) -> None:
+    """It is one of two: every request ends as if it were not there."""
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        servers[0].spoil = broken(kind)
+        async with serving(servers, rows) as pool:
+            calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n in range(6)]
+            for number, completion in enumerate(await asyncio.gather(*calls)):
+                check_drawn(prompt_of(number), completion, servers[0].exchanges + servers[1].exchanges)
+                assert completion.finish_reason == "length" and set(completion.versions) == {0}
+            assert pool.counts.failovers + pool.counts.continued >= 3
+
+
+async def test_an_engine_alone_that_answers_garbage_is_an_error_and_not_a_loop() -> None:
+    with servers_of(1) as servers:
+        servers[0].spoil = broken("garbage")
+        async with serving(servers, limits=replace(QUICK, longest_pause_s=0.05)) as pool:
+            with pytest.raises(EngineError, match="without a token; the last time: .*not JSON"):
+                await pool.generate("r", prompt_of(1), FORTY, lambda chunk: None)
+            assert len(servers[0].exchanges) <= 6
+
+
+async def test_a_replica_of_another_model_is_refused_at_the_start_and_when_it_appears() -> None:
+    with servers_of(2) as servers:
+        async with serving(servers) as pool:
+            await pool.model_info()
+            await until(lambda: states(pool) == ["serving"] * 2)
+            servers[1].kill()
+            servers[1].start(vocab_size=900)
+            await until(lambda: states(pool)[1] == "refused")
+            assert "a vocabulary of 900" in pool.replicas[1].reason
+            calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n in range(4)]
+            await asyncio.gather(*calls)
+            assert not servers[1].exchanges
+            for limit, said in (({"vocab_size": 900}, "vocabulary"), ({"context_length": 512}, "context")):
+                servers[1].kill()
+                servers[1].start(**limit)
+                async with SGLangEngine(servers[0].url) as first, SGLangEngine(servers[1].url) as second:
+                    urls = [server.url for server in servers]
+                    with pytest.raises(ConfigError, match=f"{urls[1]}: it serves a {said} of .* {urls[0]}"):
+                        await refuse_other_models(urls, [first, second])
+                    servers[1].kill()
+                    await refuse_other_models(urls, [first, second])  # it may come later
+                    servers[1].start()
+
+
+async def test_what_the_caller_ends_is_not_sent_again() -> None:
+    with servers_of(2) as servers:
+        async with serving(servers) as pool:
+            seen: list[TokenChunk] = []
+            call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG, seen.append))
+            await until(lambda: len(seen) > 5)
+            await pool.abort("r")
+            completion = await call
+            assert completion.finish_reason == "abort" and 5 < len(completion) < 400
+            call = asyncio.create_task(pool.generate("c", prompt_of(2), LONG, seen.append))
+            await until(lambda: any(replica.running for replica in pool.replicas))
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+            await until(lambda: len(servers[0].exchanges + servers[1].exchanges) == 2)
+            assert not any(replica.running for replica in pool.replicas)
+            assert pool.counts.continued == pool.counts.failovers == 0
+
+
+async def test_a_refused_request_is_the_callers_fault_and_goes_nowhere_else() -> None:
+    with servers_of(2, context_length=100) as servers:
+        async with serving(servers) as pool:
+            with pytest.raises(EngineRejected, match="context"):
+                await pool.generate("r", prompt_of(1), LONG)
+            assert states(pool) == ["serving"] * 2 and pool.counts.failovers == 0
+
+
+async def test_the_pause_mode_abort_loses_nothing() -> None:
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        async with serving(servers, rows) as pool:
+            calls = [asyncio.create_task(pool.generate(f"r{n}", prompt_of(n), LONG)) for n in range(6)]
+            await until(lambda: sum(replica.running for replica in pool.replicas) == 6)
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.1)
+                rows.publish(version)
+                clients = [replica.engine for replica in pool.replicas]
+                await asyncio.gather(*(engine.pause("abort") for engine in clients))
+                await asyncio.gather(
+                    *(engine.update_weights_from_disk(f"/w/{version}", version) for engine in clients)
+                )
+                await asyncio.gather(*(engine.resume() for engine in clients))
+            for number, completion in enumerate(await asyncio.gather(*calls)):
+                check_drawn(prompt_of(number), completion, servers[0].exchanges + servers[1].exchanges)
+                assert sorted(set(completion.versions.tolist())) == [0, 1, 2, 3]
+                assert (completion.versions[1:] >= completion.versions[:-1]).all()
+            assert pool.counts.continued == 18 and pool.counts.failovers == 0
+
+
+async def test_a_grammar_starts_over_elsewhere_unless_a_piece_was_given_away() -> None:
+    sampling = SamplingParams(400, ignore_eos=True, grammar=Grammar("regex", "x*"))
+    for streamed in (False, True):
+        with servers_of(2) as servers:
+            async with serving(servers) as pool:
+                got: list[TokenChunk] = []
+                call = asyncio.create_task(
+                    pool.generate("r", prompt_of(1), sampling, got.append if streamed else None)
+                )
+                await until(lambda pool=pool: any(replica.running for replica in pool.replicas))
+                await asyncio.sleep(0.1)
+                next(s for s, r in zip(servers, pool.replicas, strict=True) if r.running).kill()
+                if streamed:
+                    with pytest.raises(EngineUnavailable, match="under a grammar"):
+                        await call
+                    assert got
+                else:
+                    assert len(await call) == 400
+                    assert [len(e.input_ids) for s in servers for e in s.exchanges] == [12, 12]
+
+
+async def test_replicas_without_a_trainer_serve_at_any_version() -> None:
+    with servers_of(2) as servers:
+        await load(servers[1].url, 7)
+        async with serving(servers) as pool:
+            await pool.generate("r", prompt_of(1), FORTY)
+            await until(lambda: states(pool) == ["serving"] * 2)
+            assert (await pool.model_info()).version == 7
+
+
+async def load(url: str, version: int) -> None:
+    async with SGLangEngine(url) as engine:
+        await engine.update_weights_from_disk(f"/weights/v{version}", version)

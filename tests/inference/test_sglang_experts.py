@@ -1,0 +1,149 @@
+"""The experts that the real SGLang returns: those that transformers' routers choose, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds, as_token_ids
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.sglang_server import running_sglang
+
+pytestmark = pytest.mark.sglang
+
+TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+LAYERS, PER_TOKEN, VOCAB = 2, 2, 1024
+PROMPT = as_token_ids(np.random.default_rng(0).integers(3, 1000, 20))
+WAIT_S = 60.0
+
+
+def build(folder: Path, seed: int) -> Path:
+    """A random Qwen3-MoE with a tokenizer."""
+    shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=64, moe_intermediate_size=32,
+        num_hidden_layers=LAYERS, num_experts=8, num_experts_per_tok=PER_TOKEN, norm_topk_prob=True,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=2048,
+        initializer_range=0.15, eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    root = tmp_path_factory.mktemp("experts")
+    return build(root / "first", seed=0), build(root / "second", seed=1)
+
+
+@pytest.fixture(scope="module")
+def server(sglang_python: str, folders: tuple[Path, Path]) -> Iterator[str]:
+    options = ("--enable-return-routed-experts", "--incremental-streaming-output")
+    with running_sglang(sglang_python, folders[0], *options) as url:
+        yield url
+
+
+def choices(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """The experts of each token by transformers, [N, LAYERS, PER_TOKEN], in ascending order."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    chosen: list[torch.Tensor] = []
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, out: chosen.append(out[2]))
+    with torch.no_grad():
+        model(torch.from_numpy(tokens.astype(np.int64))[None])
+    return torch.stack(chosen, dim=1).sort(-1).values.numpy()
+
+
+def whole(drawn: Completion) -> np.ndarray:
+    return np.concatenate([PROMPT, drawn.token_ids])
+
+
+async def draw(
+    engine: SGLangEngine,
+    rid: str,
+    count: int,
+    *,
+    start: int = 0,
+    prompt: TokenIds = PROMPT,
+    streams: bool = False,
+) -> Completion:
+    params = SamplingParams(count, ignore_eos=True, routed_experts_from=start)
+    return await engine.generate(rid, prompt, params, (lambda chunk: None) if streams else None)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_they_are_transformers_choices_of_prompt_and_completion(
+    server: str, folders: tuple[Path, Path], streams: bool
+) -> None:
+    async def ask() -> list[Completion]:
+        async with SGLangEngine(server) as engine:  # the second and the third find their prompts in the cache
+            return [await draw(engine, f"{streams}-{n}", 12, start=n * 13, streams=streams) for n in (0, 1)]
+
+    for start, drawn in zip((0, 13), asyncio.run(ask()), strict=True):
+        tokens = whole(drawn)
+        assert drawn.routed_experts is not None and len(drawn.routed_experts) == len(tokens) - 1 - start
+        expected = choices(folders[0], tokens)[start:-1]
+        np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)
+
+
+def test_after_a_swap_with_retraction_only_the_new_weights_choices_are_known(
+    server: str, folders: tuple[Path, Path]
+) -> None:
+    async def swapped() -> Completion:
+        async with SGLangEngine(server) as engine:
+            begun = asyncio.Event()
+
+            def note(_: TokenChunk) -> None:
+                begun.set()
+
+            params = SamplingParams(400, ignore_eos=True, routed_experts_from=0)
+            running = asyncio.create_task(engine.generate("swapped", PROMPT, params, note))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            await engine.pause("retract")
+            await engine.update_weights_from_disk(str(folders[1]), 1)
+            await engine.resume()
+            drawn = await asyncio.wait_for(running, WAIT_S)
+            await engine.pause("retract")
+            await engine.update_weights_from_disk(str(folders[0]), 2)
+            await engine.resume()
+            return drawn
+
+    drawn = asyncio.run(swapped())
+    old = int((drawn.versions == 0).sum())
+    assert 0 < old < 400 and set(drawn.versions.tolist()) == {0, 1}
+    routing = drawn.routed_experts
+    assert routing is not None
+    first = len(PROMPT) - 1  # the row of the token that the first sampled one comes after
+    expected = choices(folders[1], whole(drawn))[:-1]
+    expected[first : first + old] = -1
+    np.testing.assert_array_equal(np.sort(routing, axis=-1), expected)
+
+
+def test_an_aborted_generation_returns_those_of_what_it_sampled(
+    server: str, folders: tuple[Path, Path]
+) -> None:
+    async def aborted() -> Completion:
+        async with SGLangEngine(server) as engine:
+            begun = asyncio.Event()
+
+            def note(_: TokenChunk) -> None:
+                begun.set()
+
+            params = SamplingParams(400, ignore_eos=True, routed_experts_from=0)
+            running = asyncio.create_task(engine.generate("aborted", PROMPT, params, note))
+            await asyncio.wait_for(begun.wait(), WAIT_S)
+            await engine.abort("aborted")
+            return await asyncio.wait_for(running, WAIT_S)
+
+    drawn = asyncio.run(aborted())
+    assert drawn.finish_reason == "abort" and drawn.routed_experts is not None
+    expected = choices(folders[0], whole(drawn))[:-1]
+    np.testing.assert_array_equal(np.sort(drawn.routed_experts, axis=-1), expected)

@@ -1,0 +1,164 @@
+"""How SGLang is started: from which environment, where its servers compute, and with what flags."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_engine_process import gone
+
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.inference import EngineConfig
+from areal_agents.inference.sglang_server import (
+    Placement,
+    SGLangProcess,
+    find_environment,
+    place,
+    server_command,
+    server_environment,
+)
+
+
+def script(path: Path, text: str) -> str:
+    """An executable in place of a Python."""
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def engine(**options: Any) -> EngineConfig:
+    return EngineConfig(**{"kind": "sglang", "python": "sglang/bin/python", **options})
+
+
+def test_an_environment_is_looked_into(tmp_path: Path) -> None:
+    python = script(tmp_path / "python", """echo '{"sglang": "0.5.23.post1", "gpus": 2, "error": null}'""")
+    found = find_environment(python)
+    assert (found.python, found.version, found.gpus) == (python, "0.5.23.post1", 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            """echo '{"sglang": "0.5.9", "gpus": 0, "error": null}'""",
+            "has SGLang 0.5.9, older than 0.5.21; make an environment",
+        ),
+        ("echo boom >&2; exit 1", "is no working Python: boom; make an environment"),
+        ("exit 0", "is no working Python"),
+    ],
+)
+def test_an_environment_that_cannot_serve_is_refused_with_what_to_do(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_environment(script(tmp_path / "python", text))
+
+
+def test_a_python_without_sglang_or_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"sglang is not installed there; make an environment .*make sglang"
+    ):
+        find_environment(sys.executable)
+    with pytest.raises(ConfigError, match=r"cannot be run \(No such file or directory\)"):
+        find_environment(str(tmp_path / "python"))
+
+
+@pytest.mark.parametrize(
+    ("options", "gpus", "trainer_gpus", "expected"),
+    [
+        ({}, 0, 1, [()]),
+        ({"device": "cpu", "replicas": 2}, 8, 1, [(), ()]),
+        ({"replicas": 2}, 4, 1, [(1,), (2,)]),
+        ({"replicas": 2, "tensor_parallel": 2}, 6, 2, [(2, 3), (4, 5)]),
+        ({"replicas": 2, "device": "cuda:1"}, 4, 2, [(1,), (2,)]),
+        ({"colocate": "sleep", "replicas": 2}, 2, 2, [(0,), (1,)]),
+        ({"device": "cuda"}, 1, 0, [(0,)]),
+    ],
+)
+def test_replicas_take_gpus_that_the_trainer_leaves(
+    options: dict[str, Any], gpus: int, trainer_gpus: int, expected: list[tuple[int, ...]]
+) -> None:
+    placements = place(engine(**options), gpus, trainer_gpus=trainer_gpus)
+    assert [placement.gpus for placement in placements] == expected
+
+
+def test_too_few_gpus_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"from GPU 1 on, need 2 GPUs, .*1, and there are 1; .*colocate"):
+        place(engine(), 1, trainer_gpus=1)
+    with pytest.raises(ConfigError, match="need 3 GPUs, and there are 2"):
+        place(engine(colocate="split", replicas=3), 2, trainer_gpus=1)
+
+
+ONE_GPU = Placement((0,))
+
+
+def flags(config: EngineConfig, placement: Placement = ONE_GPU, **options: Any) -> str:
+    command = server_command(config, "/models/m", placement, port=30000, **options)
+    assert command[0] == "sglang/bin/python" and command[1].endswith("serve.py")
+    return " ".join(command[2:])
+
+
+def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
+    plain = flags(engine(), seed=7)
+    assert "--model-path /models/m --host 127.0.0.1 --port 30000 --random-seed 7 --dtype float32" in plain
+    assert "--incremental-streaming-output" in plain and "--tp-size 1" in plain
+    for absent in ("lora", "routed", "mem-fraction", "saver", "context-length", "overlap", "--device"):
+        assert absent not in plain
+
+    assert "--tp-size 2" in flags(engine(tensor_parallel=2), Placement((2, 3)))
+    assert "--context-length 4096" in flags(engine(max_context=4096))
+    assert "--dtype bfloat16" in flags(engine(dtype="bfloat16"))
+    assert "--mem-fraction-static 0.4" in flags(engine(colocate="split"))
+    assert "--mem-fraction-static 0.3" in flags(engine(colocate="split", memory_fraction=0.3))
+    sleeping = flags(engine(colocate="sleep"))
+    assert "--mem-fraction-static 0.6 --enable-memory-saver --enable-weights-cpu-backup" in sleeping
+    adapters = flags(engine(), lora_rank=8, lora_targets=("q_proj", "v_proj"))
+    assert "--enable-lora --max-lora-rank 8" in adapters
+    assert "--lora-target-modules q_proj v_proj" in adapters
+    assert "--enable-return-routed-experts" in flags(engine(), routed_experts=True)
+    assert "--disable-overlap-schedule --disable-radix-cache" in flags(engine(), exact_in_place=True)
+    assert "--incremental" not in flags(engine(), cumulative=True)
+
+
+def test_on_a_cpu_the_flags_are_those_that_a_cpu_can_do() -> None:
+    on_cpu = flags(engine(colocate="sleep"), Placement(), lora_rank=8)
+    assert "--device cpu --attention-backend torch_native --sampling-backend pytorch" in on_cpu
+    assert "--sleep-on-idle" in on_cpu and "--lora-backend torch_native" in on_cpu
+    assert "saver" not in on_cpu and "mem-fraction" not in on_cpu
+
+
+def test_a_users_arguments_come_last() -> None:
+    assert flags(engine(arguments=["--dtype", "auto", "--max-running-requests", 64])).endswith(
+        "--dtype auto --max-running-requests 64"
+    )
+
+
+def test_a_server_sees_its_own_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert server_environment(Placement((2, 3)))["CUDA_VISIBLE_DEVICES"] == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a, 6")
+    assert server_environment(Placement((1, 2)))["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
+    assert "PYTHONDONTWRITEBYTECODE" not in server_environment(Placement())
+
+
+def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:
+    command = [script(tmp_path / "python", "echo no such flag >&2; exit 2")]
+    with pytest.raises(
+        EngineUnavailable, match=r"(?s)SGLang ended with status 2 .*its log ends:\nno such flag"
+    ):
+        SGLangProcess(command, os.environ, port=1).__enter__()
+
+
+def test_a_server_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    command = [script(tmp_path / "python", f"sleep 600 & echo $! > {pids}.tmp; mv {pids}.tmp {pids}; wait")]
+    server = SGLangProcess(command, os.environ, port=1)
+    server.start()
+    while not pids.exists():
+        assert server.alive
+    server.stop()
+    assert gone(int(pids.read_text()))

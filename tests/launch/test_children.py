@@ -1,0 +1,120 @@
+"""Which processes of a run are started again when they die, which end it, and that nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_agents.launch import children as launch_children
+from areal_agents.launch.children import MOST_RESTARTS, ChildDied, Children
+
+# A process that starts another in a session of its own, as agents do, and tells both numbers.
+MODULE = """
+import os, subprocess, sys, time
+left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+with open(sys.argv[1], "a") as file:
+    file.write(f"{os.getpid()} {left.pid}\\n")
+time.sleep(600) if len(sys.argv) < 3 else sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    (tmp_path / "chaos_module_of_the_tests.py").write_text(MODULE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(launch_children, "FIRST_PAUSE_S", 0.0)
+    with Run(tmp_path) as started:
+        yield started
+
+
+class Run(Children):
+    """Children that only sleep; `said` is what the user was told."""
+
+    module = "chaos_module_of_the_tests"
+
+    def __init__(self, folder: Path) -> None:
+        self.said: list[str] = []
+        self.folder = folder
+        super().__init__(stop_timeout_s=5, say=self.said.append)
+
+    def begin(self, name: str, *arguments: str, restarts: bool) -> None:
+        log = self.folder / f"{name}.log"
+        self.start(name, [str(self.pids_of(name)), *arguments], log=log, environment={}, restarts=restarts)
+
+    def pids_of(self, name: str) -> Path:
+        return self.folder / f"{name}.pids"
+
+    def lives(self, name: str, count: int = 1) -> list[list[int]]:
+        """(its process, the one it left) of each life, once there were so many."""
+        path = self.pids_of(name)
+        wait_for(lambda: path.exists() and path.read_text().count("\n") >= count, self.check)
+        return [[int(pid) for pid in line.split()] for line in path.read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool], meanwhile: Callable[[], object] = lambda: None) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        meanwhile()
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are found in /proc")
+def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run) -> None:
+    run.begin("proxy", restarts=True)
+    ((proxy, left),) = run.lives("proxy")
+    os.kill(proxy, signal.SIGKILL)
+    again = run.lives("proxy", 2)[1]
+    assert not is_running(left) and is_running(again[0]) and is_running(again[1])
+    (said,) = run.said
+    assert "the proxy process was killed by signal 9; it is started again (1 of at most 5" in said
+    assert not run.finished("proxy")
+    run.stop()
+    wait_for(lambda: not any(is_running(pid) for pid in again))
+
+
+def test_too_many_deaths_end_the_run(run: Run) -> None:
+    run.begin("engine", restarts=True)
+    with pytest.raises(ChildDied, match="the engine process was killed by signal 9"):
+        for life in range(1, MOST_RESTARTS + 3):
+            os.kill(run.lives("engine", life)[-1][0], signal.SIGKILL)
+    assert len(run.said) == MOST_RESTARTS and len(run.lives("engine")) == MOST_RESTARTS + 1
+
+
+def test_an_early_failure_and_a_wanted_end_are_not_repaired(run: Run) -> None:
+    run.begin("proxy", "1", restarts=True)  # as with a bad configuration
+    with pytest.raises(ChildDied, match="the proxy process ended with exit code 1"):
+        wait_for(lambda: False, run.check)
+    assert run.finished("proxy")
+    run.begin("proxy", restarts=True)
+    os.kill(run.lives("proxy", 2)[1][0], signal.SIGTERM)
+    with pytest.raises(ChildDied, match="killed by signal 15"):
+        wait_for(lambda: False, run.check)
+
+
+def test_a_late_failure_is_repaired(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_children, "LONG_LIFE_S", 0.0)
+    run.begin("rollout", "1", restarts=True)
+    run.lives("rollout", 2)
+    assert "ended with exit code 1; it is started again" in run.said[0]
+
+
+def test_the_trainers_death_ends_the_run(run: Run) -> None:
+    run.begin("trainer", restarts=False)
+    os.kill(run.lives("trainer")[0][0], signal.SIGKILL)
+    with pytest.raises(ChildDied, match="the trainer process was killed by signal 9"):
+        wait_for(lambda: False, run.check)
+    assert run.said == [] and run.finished("trainer")

@@ -1,0 +1,165 @@
+"""What a run starts for its engines, and what it asks of running ones, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_train import EXAMPLE
+
+from areal_agents.config import Config, load_config
+from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.launch.engines import (
+    adapter_rank,
+    check_running,
+    engine_name,
+    memory_to_release,
+    plan_engines,
+)
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.train import EngineBusy, choose_endpoints, threads_for
+
+
+def config(*overrides: str) -> Config:
+    return load_config(EXAMPLE, list(overrides))
+
+
+@contextmanager
+def server_that_says(info: Any) -> Iterator[str]:
+    """A server that was started so; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(info).encode())
+
+        def log_message(self, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_embedded_replicas_are_planned_and_described(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    one, two = plan_engines(config()), plan_engines(config("engine.replicas=2"))
+    assert [p.gpus for p in one.placements] == [()]
+    assert [p.gpus for p in plan_engines(config("engine.device=cuda:1", "engine.replicas=2")).placements] == [
+        (1,),
+        (2,),
+    ]
+    assert one.describe(folder).endswith(f"the embedded engine on the CPU; log: {folder.log('engine')}")
+    assert two.describe(folder) == (
+        f"engines: 2 × the embedded engine on the CPU; log: {folder.log('engine-0')} to engine-1.log"
+    )
+    assert [engine_name(i, 2) for i in range(2)] == ["engine-0", "engine-1"]
+
+
+def test_running_servers_are_used_as_they_are(tmp_path: Path) -> None:
+    settings = ("engine.kind=sglang", "engine.urls=[http://gpu:1,http://gpu:2]")
+    plan = plan_engines(config(*settings))
+    assert plan.placements == ()
+    assert plan.describe(RunFolder(tmp_path)) == "engines: running servers at http://gpu:1, http://gpu:2"
+    assert choose_endpoints(config(*settings)).engine_urls == ("http://gpu:1", "http://gpu:2")
+
+
+def test_every_engine_and_the_proxy_get_a_port_of_their_own() -> None:
+    endpoints = choose_endpoints(config("engine.replicas=8"))
+    ports = {*endpoints.engine_urls, f"http://127.0.0.1:{endpoints.proxy_port}"}
+    assert len(ports) == 9
+
+
+def test_engines_share_their_threads() -> None:
+    assert threads_for("engine", engines=2, given=6)["OMP_NUM_THREADS"] == "3"
+    assert threads_for("engine", engines=4, given=2)["NUMBA_NUM_THREADS"] == "1"
+    half = int(threads_for("engine")["OMP_NUM_THREADS"])
+    assert int(threads_for("engine", engines=2)["OMP_NUM_THREADS"]) == max(1, half // 2)
+
+
+def test_a_sglang_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="engine.python: .*/no/python cannot be run"):
+        plan_engines(config("engine.kind=sglang", f"engine.python={tmp_path}/no/python"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ([], lambda c: (adapter_rank(c), memory_to_release(c)) == (0, ())),
+        (["trainer.lora.rank=8"], lambda c: adapter_rank(c) == 8),
+        (["trainer.lora.rank=8", "trainer.publish.transport=disk"], lambda c: adapter_rank(c) == 0),
+        (["engine.colocate=sleep"], lambda c: memory_to_release(c) == ("kv_cache",)),
+        (
+            ["engine.colocate=sleep", "engine.kind=sglang", "engine.python=p"],
+            lambda c: memory_to_release(c) == ("kv_cache", "weights"),
+        ),
+    ],
+)
+def test_what_engines_serve_and_give_back(settings: list[str], what: Callable[[Config], bool]) -> None:
+    assert what(config(*settings))
+
+
+@pytest.mark.parametrize(
+    ("setting", "field", "flag"),
+    [
+        ("trainer.publish.pause=in_place", "disable_overlap_schedule", "--disable-overlap-schedule"),
+        ("trainer.publish.pause=in_place", "disable_radix_cache", "--disable-radix-cache"),
+        ("engine.colocate=sleep", "enable_memory_saver", "--enable-memory-saver"),
+        ("engine.colocate=sleep", "enable_weights_cpu_backup", "--enable-weights-cpu-backup"),
+        ("trainer.lora.rank=4", "enable_lora", "--enable-lora"),
+    ],
+)
+def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, field: str, flag: str) -> None:
+    with server_that_says({field: False}) as url:
+        attached = ("engine.kind=sglang", f"engine.urls=[{url}]")
+        check_running(config(*attached))
+        with pytest.raises(ConfigError, match=f"{url} was started without {flag}, which .* needs"):
+            check_running(config(*attached, setting))
+    with server_that_says({field: True}) as url:
+        check_running(config("engine.kind=sglang", f"engine.urls=[{url}]", setting))
+
+
+def test_a_server_that_says_nothing_of_itself_is_unavailable() -> None:
+    with pytest.raises(EngineUnavailable, match="does not say how it was started"):
+        check_running(config("engine.kind=sglang", "engine.urls=[http://127.0.0.1:9]"))
+
+
+def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("areal_agents.launch.train.time.monotonic", lambda: now)
+    first: dict[str, float] = {"busy_s": 40.0}
+    second: dict[str, float] = {"busy_s": 7.0}
+    with server_that_says(first) as a, server_that_says(second) as b:
+        busy = EngineBusy((a, b))
+        busy.follow(0, 9)  # before the first step nothing counts
+        assert busy.idle_share() is None
+        busy.follow(1, 9)
+        now, first["busy_s"], second["busy_s"] = 110.0, 46.0, 2.0  # 6 s, and 2 s of a new life
+        busy.follow(2, 9)
+        assert busy.idle_share() == pytest.approx(1 - (6 + 2) / 10 / 2)
+    now = 120.0
+    busy.follow(3, 9)  # nobody answers
+    assert busy.idle_share() == pytest.approx(1 - (6 + 2) / 20 / 2)
+
+
+def test_idle_time_is_unknown_where_an_engine_does_not_count() -> None:
+    with server_that_says({}) as url:
+        busy = EngineBusy((url,))
+        busy.follow(1, 9)
+        busy.follow(2, 9)
+        assert busy.idle_share() is None

@@ -1,0 +1,77 @@
+"""Low disk: what it asks for, and that submission stops and goes on with it."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections import namedtuple
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_agents.launch.live import LiveView
+from areal_agents.launch.room import Room
+
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """What the disk has free, in GB."""
+    left = {"gb": 10.0}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(0, 0, int(left["gb"] * 1e9)))
+    return left
+
+
+def folder_of(root: Path, name: str, size: int) -> None:
+    (root / name).mkdir(parents=True)
+    with open(root / name / "file", "wb") as file:
+        file.truncate(size)
+
+
+def test_room_is_asked_for_the_next_checkpoint_and_weights_too(
+    tmp_path: Path, free: dict[str, float]
+) -> None:
+    kept = [tmp_path / "checkpoints", tmp_path / "weights"]
+    room = Room([tmp_path, tmp_path / "not" / "there"], kept=kept, min_free_gb=1.0)
+    free["gb"] = 1.1
+    assert room.lack() is None
+    folder_of(kept[0], "step-1", 300_000_000)
+    folder_of(kept[0], ".step-2.tmp", 900_000_000)  # of a trainer that is writing
+    said = room.lack()
+    assert said is not None and f"the disk of {tmp_path} has 1.1 GB free and the run keeps 1.3 GB" in said
+    folder_of(kept[1], "v1", 200_000_000)
+    free["gb"] = 1.4
+    assert room.lack() is not None
+    free["gb"] = 1.6
+    assert room.lack() is None
+    assert Room([tmp_path], kept=kept, min_free_gb=0).lack() is None
+
+
+def test_an_old_folder_that_is_being_removed_is_not_the_newest(
+    tmp_path: Path, free: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder_of(tmp_path / "weights", "v2", 300_000_000)
+    room = Room([tmp_path], kept=[tmp_path / "weights"], min_free_gb=1.0)
+    free["gb"] = 1.1
+    said = room.lack()
+    folder_of(tmp_path / "weights", "v1", 1)
+    os.utime(tmp_path / "weights" / "v1", (2e9, 2e9))  # what is taken out of it changes it
+
+    def gone(folder: Path, pattern: str) -> Iterator[Path]:
+        raise FileNotFoundError(folder)
+
+    monkeypatch.setattr(Path, "rglob", gone)
+    assert said is not None and room.lack() == said
+
+
+def test_the_user_sees_it_once_and_when_it_is_over() -> None:
+    out = io.StringIO()
+    view = LiveView(Console(file=out, width=200), title="t", steps=1, eval_episodes=0)
+    for text in (None, "the disk is low", "the disk is lower", None, None):
+        view.warn(text)
+    lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
+    assert lines == ["warning: the disk is low", "the warning is over: the run goes on"]

@@ -1,0 +1,78 @@
+"""Who may use a run folder and its store, and what `--fresh` sets aside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_agents.errors import ConfigError
+from areal_agents.launch import run_folder
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import Conflict, Store
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """The folder of an earlier run."""
+    made = RunFolder(tmp_path / "run")
+    with made.locked():
+        made.config.write_text("name: earlier")
+    return made
+
+
+@pytest.mark.parametrize("form", ["{}", "sqlite:///{}"])
+def test_a_fresh_run_sets_a_store_of_ones_own_aside(folder: RunFolder, tmp_path: Path, form: str) -> None:
+    path = tmp_path / "elsewhere" / "my.db"
+    path.parent.mkdir()
+    url = form.format(path)
+    store = Store.open(url)
+    store.publish_version(3, step=3, path="v3")
+    earlier, earlier_store = folder.set_aside(url)  # what is committed may still be in its -wal alone
+    store.close()
+    assert (earlier / "config.yaml").exists() and not folder.root.exists()
+    with Store.open(url) as anew, Store.open(earlier_store) as kept:
+        assert (anew.max_version(), kept.max_version()) == (-1, 3)
+
+
+def test_a_store_inside_the_run_folder_goes_with_it(folder: RunFolder) -> None:
+    url = str(folder.root / "mine.db")
+    Store.open(url).close()
+    (earlier,) = folder.set_aside(url)
+    assert (earlier / "mine.db").exists()
+
+
+def test_a_store_that_is_no_file_must_be_emptied_by_its_owner(folder: RunFolder) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cannot set the store postgresql://… aside: drop its tables"
+    ) as error:
+        folder.set_aside("postgresql://user:secret@host/db")
+    assert "secret" not in str(error.value)
+    assert folder.root.exists()
+
+
+def test_two_run_folders_cannot_share_a_store(folder: RunFolder, tmp_path: Path) -> None:
+    url = str(tmp_path / "shared.db")
+    Store.open(url).close()
+    with folder.locked(url):
+        other = RunFolder(tmp_path / "other")
+        with (
+            pytest.raises(ConfigError, match="another run is using the store"),
+            other.locked(f"sqlite:///{url}"),
+        ):
+            pass
+        with pytest.raises(ConfigError, match="another run is using the store"):
+            other.set_aside(url)
+    with other.locked(url):
+        pass
+
+
+def test_nothing_is_set_aside_under_a_trainer_that_is_still_ending(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "ENDING_TRAINER_S", 0.05)
+    with Store.open(folder.store) as store:
+        store.become_trainer()
+        with pytest.raises(Conflict, match="is training on"):
+            folder.set_aside()
+    assert len(folder.set_aside()) == 1

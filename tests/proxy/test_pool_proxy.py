@@ -1,0 +1,207 @@
+"""The proxy before several engines: what clients see of a death, and what its operator sees."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvloop
+from openai import InternalServerError, OpenAI
+from proxy_support import MODEL
+
+from areal_agents.errors import ConfigError
+from areal_agents.inference.pool import EnginePool, PoolLimits
+from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.proxy import ProxyConfig, create_app, serve
+from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
+from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.proxy.workers.identity import WorkerSpec
+from areal_agents.proxy.workers.orders import Order
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import Store
+
+TEXT = "The harbour opens at six, and the ferry leaves for the island when the tide is high enough to sail."
+
+
+def says(text: str, **arrival: Any) -> Any:
+    """Says the same to everything; asked to go on after a part of it, it says the rest."""
+
+    def script(call: ScriptedCall) -> Reply:
+        said = call.prompt_text.rpartition("<|im_start|>assistant\n")[2]
+        assert text.startswith(said)
+        return Reply(text[len(said) :], **arrival)
+
+    return script
+
+
+@contextmanager
+def proxy_of(
+    urls: list[str], renderer: ChatRenderer, path: Path, **limits: float
+) -> Iterator[tuple[str, EnginePool]]:
+    """A served proxy over a pool with quick looks."""
+    with Store.open(path / "store.db") as store, listen("127.0.0.1", 0) as listener:
+        made: list[EnginePool] = []
+
+        async def run() -> None:
+            pool = make_pool(
+                EngineUrls(tuple(urls)),
+                store=store,
+                renderer=renderer,
+                request_timeout_s=20,
+                limits=PoolLimits(probe_every_s=0.05, probe_again_s=0.02, **limits),
+            )
+            made.append(pool)
+            config = ProxyConfig(admin_key="admin")
+            app = create_app(store=store, engine=pool, renderer=renderer, config=config)
+            server = build_server(app)
+            servers.append(server)
+            try:
+                await server.serve(sockets=[listener])
+            finally:
+                await pool.aclose()
+
+        servers: list[Any] = []
+        thread = threading.Thread(
+            target=lambda: asyncio.Runner(loop_factory=uvloop.new_event_loop).run(run()), daemon=True
+        )
+        thread.start()
+        url = url_of(listener)
+        try:
+            assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            yield url, made[0]
+        finally:
+            servers[0].should_exit = True
+            thread.join(20)
+
+
+def scripted(**options: Any) -> ScriptedApp:
+    return ScriptedApp.from_folder(MODEL, says(TEXT, chunk_delay_s=0.02), **options)
+
+
+def client_of(url: str, episode: dict[str, Any]) -> OpenAI:
+    return OpenAI(base_url=f"{url}/e/{episode['key']}/v1", api_key=episode["key"], max_retries=0)
+
+
+def open_episode(url: str, **body: Any) -> dict[str, Any]:
+    answer = httpx.post(f"{url}/episodes", json=body, headers={"Authorization": "Bearer admin"})
+    return answer.raise_for_status().json()
+
+
+def metrics_of(url: str) -> dict[str, float]:
+    """What /metrics says of the engines, by name and label."""
+    text = httpx.get(f"{url}/metrics", headers={"Authorization": "Bearer admin"}).raise_for_status().text
+    rows = re.findall(r"^(areal_agents_engine_\w+?)(?:_total)?(\{.*\})? ([-\d.e+]+)$", text, re.MULTILINE)
+    return {name + label: float(value) for name, label, value in rows}
+
+
+def ask(client: OpenAI, *said: str) -> Any:
+    messages: list[Any] = [{"role": "user", "content": text} for text in said]
+    return client.chat.completions.create(model="p", messages=messages)
+
+
+def test_an_episode_stays_on_its_engine_and_the_metrics_show_each(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    apps = [scripted(), scripted()]
+    with (
+        running(apps[0]) as one,
+        running(apps[1]) as two,
+        proxy_of([one, two], renderer, tmp_path) as (url, pool),
+    ):
+        for _ in range(4):
+            with client_of(url, open_episode(url)) as client:
+                assert ask(client, "hello").choices[0].message.content == TEXT
+                assert ask(client, "hello", "again").choices[0].message.content == TEXT
+        assert [len(app.exchanges) for app in apps] == [4, 4]
+        assert httpx.get(f"{url}/ready").json() == {"status": "ok", "version": 0, "engines": 2, "serving": 2}
+        seen = metrics_of(url)
+        for engine in (one, two):
+            label = f'{{engine="{engine}"}}'
+            values = [
+                seen[f"areal_agents_engine_{name}{label}"] for name in ("healthy", "serving", "version")
+            ]
+            assert values == [1, 1, 0] and seen[f"areal_agents_engine_running{label}"] == 0
+        assert seen["areal_agents_engine_failovers"] == seen["areal_agents_engine_catch_ups"] == 0
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_client_notices_nothing_of_a_death(streamed: bool, renderer: ChatRenderer, tmp_path: Path) -> None:
+    """One engine breaks its streams off after a few tokens; every reply is whole, and recorded as drawn."""
+    apps = [scripted(), scripted()]
+
+    async def dying(scope: Any, receive: Any, send: Any) -> None:
+        sent = 0
+
+        async def cut(message: Any) -> None:
+            nonlocal sent
+            sent += message["type"] == "http.response.body"
+            if scope["path"] == "/generate" and sent > 5:
+                raise ConnectionResetError
+            await send(message)
+
+        await apps[0](scope, receive, cut)
+
+    with (
+        running(dying) as one,  # type: ignore[arg-type]
+        running(apps[1]) as two,
+        proxy_of([one, two], renderer, tmp_path) as (url, _),
+    ):
+        episode = open_episode(url)
+        with client_of(url, episode) as client:
+            for n in range(4):
+                messages: list[Any] = [{"role": "user", "content": f"hello {n}"}]
+                if streamed:
+                    chunks = client.chat.completions.create(model="p", messages=messages, stream=True)
+                    said = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+                else:
+                    said = ask(client, f"hello {n}").choices[0].message.content
+                assert said == TEXT
+        seen = metrics_of(url)
+        assert seen["areal_agents_engine_failovers"] >= 1
+        assert seen["areal_agents_engine_resubmitted_tokens"] >= 1
+        shown = httpx.get(
+            f"{url}/episodes/{episode['id']}",
+            params={"tokens": 1},
+            headers={"Authorization": "Bearer admin"},
+        ).json()
+        whole = renderer.tokenizer.encode(TEXT)
+        for turn in shown["turns"]:
+            assert turn["token_ids"] == [*whole, renderer.stop_token_ids[0]]
+            assert len(turn["logprobs"]) == len(turn["token_ids"]) == len(turn["versions"])
+
+
+def test_without_an_engine_it_is_not_ready_and_says_why(renderer: ChatRenderer, tmp_path: Path) -> None:
+    with running(scripted()) as one:
+        pass
+    with proxy_of([one], renderer, tmp_path, wait_s=0.2) as (url, _):
+        answer = httpx.get(f"{url}/ready")
+        assert answer.status_code == 503 and one in answer.json()["error"]["message"]
+        assert httpx.get(f"{url}/health").status_code == 200
+        with (
+            client_of(url, open_episode(url)) as client,
+            pytest.raises(InternalServerError, match="no engine"),
+        ):
+            ask(client, "hello")
+        assert metrics_of(url)[f'areal_agents_engine_healthy{{engine="{one}"}}'] == 0
+
+
+def test_engines_of_different_models_are_refused_before_anything_is_served(tmp_path: Path) -> None:
+    with running(scripted()) as one, running(scripted(vocab_size=900)) as two:
+        with pytest.raises(ConfigError, match=rf"{two}: it serves a vocabulary of 900, and {one} "):
+            serve(MODEL, ProxyConfig(), store=tmp_path / "s.db", engine_urls=[one, two])
+        check_models([one])
+
+
+def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
+    engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
+    spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "127.0.0.1", "secret")
+    order = Order(spec, "model", engines, "store", "process", {}, (3, 4), 5)
+    assert Order.from_line(order.to_line()) == order
+    assert engines.describe() == "http://a:1, http://b:2, through http://r:3"

@@ -1,0 +1,272 @@
+"""Which experts the engine sent each token through: from SGLang's answer to a training sample."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from proxy_support import SEARCH, RecordingEngine, RunningProxy, running_proxy, tool_call
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.samples import episode_samples
+from areal_agents.core.completion import Completion, SamplingParams, as_token_ids, joined_routing
+from areal_agents.core.messages import Message
+from areal_agents.core.rollout import Episode
+from areal_agents.core.trajectory import Trajectory, Turn
+from areal_agents.errors import EngineError
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_layout, routing_from_wire
+from areal_agents.inference.scripted import Reply, ScriptedApp, running
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import NewEpisode, Store
+
+LAYERS, PER_TOKEN = 3, 2
+TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+
+
+def experts_of(tokens: np.ndarray) -> np.ndarray:
+    """Experts that tell position and token: [N, LAYERS, PER_TOKEN]."""
+    positions = np.arange(len(tokens))
+    rows = np.stack([positions, np.asarray(tokens) % 1000], axis=1)
+    return np.repeat(rows[:, None], LAYERS, axis=1) + np.arange(LAYERS)[:, None]
+
+
+def completion(count: int, rows: int | None, first: int = 0, version: int = 0) -> Completion:
+    """`count` tokens with the experts of `rows` tokens, numbered from `first` on."""
+    routing = None
+    if rows is not None:
+        routing = np.arange(first, first + rows, dtype=np.int16)[:, None, None].repeat(2, axis=2)
+    return Completion([7] * count, [-1.0] * count, [version] * count, "abort", routed_experts=routing)  # type: ignore[arg-type]
+
+
+def numbers(routing: np.ndarray | None) -> list[int]:
+    assert routing is not None
+    return routing[:, 0, 0].tolist()
+
+
+# -- what an answer says ----------------------------------------------------------------------
+
+
+def meta(rows: np.ndarray, **fields: Any) -> dict[str, Any]:
+    encoded = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+    return {"finish_reason": {"type": "stop"}, "routed_experts": encoded} | fields
+
+
+ASKED = RoutingAsked(ExpertLayout(2, 1), start=1, prompt_tokens=3)  # two rows, and one per token but the last
+ROWS = np.arange(5 * 2).reshape(5, 2, 1)
+
+
+def test_an_answer_covers_every_token_but_the_last_from_where_it_was_asked() -> None:
+    routing = routing_from_wire(meta(ROWS), ASKED, [4] * 4)
+    assert routing is not None and routing.dtype == np.int16
+    np.testing.assert_array_equal(routing, ROWS)
+
+
+def test_what_an_earlier_version_sampled_before_a_retraction_is_unknown() -> None:
+    routing = routing_from_wire(meta(ROWS, num_retractions=1), ASKED, [4, 4, 5, 5])
+    # Row 0 is a prompt token's; rows 1 and 2 are of the tokens before the two that version 4 sampled.
+    assert routing is not None and routing[:, 0, 0].tolist() == [0, -1, -1, 6, 8]
+    frozen = routing_from_wire(
+        meta(ROWS), ASKED, [4, 4, 5, 5]
+    )  # swapped in place: nothing was computed again
+    np.testing.assert_array_equal(frozen, ROWS)
+    same = routing_from_wire(meta(ROWS, num_retractions=1), ASKED, [4] * 4)  # retracted for want of memory
+    np.testing.assert_array_equal(same, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"finish_reason": {"type": "stop"}}, "--enable-return-routed-experts"),
+        (meta(ROWS[1:]), "8 routed experts for 5 tokens, 2 layers and 1 experts.*another model"),
+        (meta(ROWS, routed_experts="%%%"), "cannot be read"),
+        (meta(ROWS + 40_000), "a routed expert"),
+    ],
+)
+def test_an_answer_that_cannot_be_trusted(answer: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        routing_from_wire(answer, ASKED, [0] * 4)
+
+
+def test_an_abort_may_come_without() -> None:
+    aborted = {"finish_reason": {"type": "abort"}}
+    assert routing_from_wire(aborted, ASKED, []) is None
+    assert routing_from_wire(aborted, ASKED, [0, 0]) is None
+
+
+def test_the_layout_is_read_from_the_model_s_config() -> None:
+    text = {"num_hidden_layers": 5, "num_experts_per_tok": 2}
+    assert expert_layout(text) == expert_layout({"text_config": text}) == ExpertLayout(5, 2)
+    assert expert_layout({"num_hidden_layers": 5}) is None
+
+
+# -- in two parts, and in many turns -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        # A prompt of 3, asked from 0: 2 sampled then 2 more, the second part asked from 0 or from its seam.
+        (completion(2, 4), completion(2, 6, first=100), [0, 1, 2, 3, 104, 105]),
+        (completion(2, 4), completion(2, 2, first=100), [0, 1, 2, 3, 100, 101]),
+        (completion(2, None), completion(2, 6, first=100), [100, 101, -1, -1, 104, 105]),
+        (completion(0, None), completion(2, 4, first=100), [100, 101, 102, 103]),
+        (completion(2, 4), completion(0, None), [0, 1, 2, 3]),
+    ],
+)
+def test_a_completion_in_two_parts(first: Completion, second: Completion, expected: list[int]) -> None:
+    assert numbers(joined_routing(first, second)) == expected
+
+
+def test_parts_of_which_nothing_is_known() -> None:
+    assert joined_routing(completion(2, None), completion(2, None)) is None
+    assert joined_routing(completion(2, 4), completion(2, None)) is None
+
+
+def turn(turn_id: str, parent: str | None, drawn: Completion) -> Turn:
+    return Turn(
+        turn_id,
+        parent,
+        (Message("user", "q"),),
+        [5, 6, 7],
+        drawn,
+        Message("assistant", "a"),
+        SamplingParams(8),  # type: ignore[arg-type]
+    )
+
+
+def test_a_path_knows_the_experts_of_all_its_tokens_but_the_last() -> None:
+    root, child = turn("a", None, completion(2, 4)), turn("b", "a", completion(2, 5, first=4))
+    assert numbers(Trajectory((root, child)).routed_experts) == [*range(9), -1]
+    silent = turn("b", "a", completion(2, None))
+    assert numbers(Trajectory((root, silent)).routed_experts) == [0, 1, 2, 3, *[-1] * 6]
+    assert Trajectory((turn("a", None, completion(2, None)),)).routed_experts is None
+    with pytest.raises(ValueError, match="turn a adds 5 tokens and knows the experts of 5"):
+        turn("a", None, completion(2, 5))
+    other = replace(child, completion=replace(child.completion, routed_experts=np.zeros((5, 1, 3), np.int16)))
+    with pytest.raises(ValueError, match="several shapes"):
+        _ = Trajectory((root, other)).routed_experts
+
+
+# -- the whole way -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def app() -> ScriptedApp:
+    return ScriptedApp.from_folder(TOKENIZER, lambda call: tool_call(query="x"), experts_of=experts_of)
+
+
+@pytest.fixture(scope="module")
+def engine_url(app: ScriptedApp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A scripted engine that says it serves a model with experts."""
+    folder = tmp_path_factory.mktemp("moe")
+    (folder / "config.json").write_text(
+        f'{{"num_hidden_layers": {LAYERS}, "num_experts_per_tok": {PER_TOKEN}}}'
+    )
+    app._model_path = str(folder)
+    with running(app) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def proxy(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    engine = RecordingEngine(engine_url, ChatRenderer.from_folder(TOKENIZER))
+    with running_proxy(tmp_path_factory.mktemp("p") / "store.db", engine, routed_experts=True) as running:
+        yield running
+
+
+def converse(proxy: RunningProxy, turns: int, *, stream: bool) -> dict[str, Any]:
+    """An episode of so many turns, each of which calls a tool."""
+    episode = proxy.open_episode(split="train")
+    client, messages = proxy.openai(episode), [{"role": "user", "content": "question"}]
+    for _ in range(turns):
+        asked: dict[str, Any] = {"model": "m", "messages": messages, "tools": [SEARCH]}
+        if stream:
+            with client.chat.completions.stream(**asked) as events:
+                reply = events.get_final_completion().choices[0].message
+        else:
+            reply = client.chat.completions.create(**asked).choices[0].message
+        assert reply.tool_calls
+        messages.append(reply.model_dump(exclude_none=True))
+        messages.append({"role": "tool", "content": "found", "tool_call_id": reply.tool_calls[0].id})
+    return episode
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_turn_asks_for_what_it_adds_and_the_sample_has_all(proxy: RunningProxy, stream: bool) -> None:
+    proxy.engine.calls.clear()
+    loaded = proxy.store.load_episode(converse(proxy, 3, stream=stream)["id"])
+    assert [turn.parent is None for turn in loaded.turns] == [True, False, False]
+    ends = np.cumsum([len(t.new_prompt_ids) + len(t.completion) for t in loaded.turns]).tolist()
+    asked = [call.sampling.routed_experts_from for call in proxy.engine.calls]
+    assert asked == [0, ends[0] - 1, ends[1] - 1]  # the last token of a turn is computed by the next one
+    assert {turn.sampling.routed_experts_from for turn in loaded.turns} == {None}
+    (sample,) = episode_samples(loaded, np.ones(3), group_id="g", config=AlgorithmConfig())
+    expected = experts_of(sample.token_ids)
+    expected[-1] = -1
+    assert sample.routed_experts is not None
+    np.testing.assert_array_equal(sample.routed_experts, expected)
+    (batch,) = pack([sample], token_budget=4096)
+    np.testing.assert_array_equal(batch.routed_experts, expected[:-1])
+    supervised = AlgorithmConfig(preset="sft")
+    (fitted,) = episode_samples(loaded, np.ones(3), group_id="g", config=supervised)
+    assert fitted.routed_experts is None
+
+
+def test_nothing_is_asked_for_or_stored_where_it_is_off(
+    engine_url: str, tmp_path: Path, app: ScriptedApp
+) -> None:
+    engine = RecordingEngine(engine_url, ChatRenderer.from_folder(TOKENIZER))
+    with running_proxy(tmp_path / "store.db", engine) as proxy:
+        loaded = proxy.store.load_episode(converse(proxy, 1, stream=False)["id"])
+    assert "return_routed_experts" not in app.exchanges[-1].body
+    assert loaded.turns[0].completion.routed_experts is None
+
+
+def test_an_engine_that_was_not_told_to_keep_them_is_an_error(engine_url: str, app: ScriptedApp) -> None:
+    async def ask() -> Completion:
+        async with SGLangEngine(engine_url) as engine:
+            return await engine.generate("r", as_token_ids([5, 6]), SamplingParams(4, routed_experts_from=0))
+
+    assert asyncio.run(ask()).routed_experts is not None
+    app._experts_of, kept = None, app._experts_of
+    try:
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            asyncio.run(ask())
+    finally:
+        app._experts_of = kept
+
+
+def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
+    async def ask(url: str) -> None:
+        async with SGLangEngine(url) as engine:
+            await engine.generate("r", as_token_ids([5, 6]), SamplingParams(4, routed_experts_from=0))
+
+    app = ScriptedApp.from_folder(TOKENIZER, lambda call: Reply("x"))
+    with running(app) as url, pytest.raises(EngineError, match="the model that .* serves has none"):
+        asyncio.run(ask(url))
+
+
+# -- the store ---------------------------------------------------------------------------------
+
+
+def test_a_store_of_an_earlier_release_loads_and_takes_new_turns(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with Store.open(path) as store:
+        store.open_episode(NewEpisode("e", "hash")).result()
+        store.add_turn("e", turn("a", None, completion(2, None))).result()
+    with sqlite3.connect(path) as raw:
+        raw.execute("ALTER TABLE turns DROP COLUMN routed_experts")
+    with Store.open(path) as store:
+        assert store.load_episode("e").turns[0].completion.routed_experts is None
+        store.add_turn("e", turn("b", "a", completion(2, 5))).result()
+        read: Episode = store.load_episode("e")
+        assert numbers(read.turns[1].completion.routed_experts) == [0, 1, 2, 3, 4]

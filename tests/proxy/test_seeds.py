@@ -1,0 +1,138 @@
+"""The seeds of draws: from the episode's and from what is drawn after, and never the same number twice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+
+from areal_agents.core.completion import as_token_ids
+from areal_agents.proxy.seeds import Draws
+from areal_agents.rendering import ChatRenderer
+from areal_agents.rollout.seeds import episode_seed
+
+ASK = [{"role": "user", "content": "question"}]
+
+
+def seeds(proxy: RunningProxy, episode: dict[str, Any]) -> list[int | None]:
+    """Of its turns, in the order of recording."""
+    return [turn.sampling.seed for turn in proxy.store.load_episode(episode["id"]).turns]
+
+
+def say(proxy: RunningProxy, episode: dict[str, Any], messages: list[Any] = ASK, **fields: Any) -> Any:
+    client = proxy.openai(episode)
+    return client.chat.completions.create(model="m", messages=messages, **fields).choices[0].message
+
+
+def converse(
+    proxy: RunningProxy, order: Callable[[list[str]], list[str]] = list, **opening: Any
+) -> dict[str, int]:
+    """The seeds, by what was asked, of two calls of a tool and of two other conversations beside them."""
+    proxy.engine.script = lambda call: tool_call(query="x")
+    episode = proxy.open_episode(**opening)
+    first = say(proxy, episode, tools=[SEARCH])
+    extended = [
+        *ASK,
+        first.model_dump(exclude_none=True),
+        {"role": "tool", "content": "found", "tool_call_id": first.tool_calls[0].id},
+    ]
+    asked = {
+        "more": extended,
+        "b": [{"role": "user", "content": "b"}],
+        "c": [{"role": "user", "content": "c"}],
+    }
+    given = {"first": seeds(proxy, episode)[0]}
+    for name in order(list(asked)):
+        say(proxy, episode, asked[name], tools=[SEARCH])
+        given[name] = seeds(proxy, episode)[-1]
+    assert None not in given.values() and len(set(given.values())) == len(given)
+    return given  # type: ignore[return-value]
+
+
+def test_they_follow_from_the_episode_s_and_from_the_conversation_alone(proxy: RunningProxy) -> None:
+    sampling = {"base_seed": 7}
+    given = converse(proxy, sampling=sampling)
+    assert converse(proxy, lambda names: names[::-1], sampling=sampling) == given
+    other = converse(proxy, sampling={"base_seed": 8})
+    assert not set(other.values()) & set(given.values())
+    evaluated = converse(proxy, sampling=sampling, split="eval")
+    assert evaluated == given
+
+
+def test_a_second_draw_after_the_same_tokens_gets_another_one(proxy: RunningProxy) -> None:
+    drawn = []
+    for _ in range(2):
+        episode = proxy.open_episode(sampling={"base_seed": 7})
+        for _ in range(3):
+            say(proxy, episode)
+        drawn.append(seeds(proxy, episode))
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == 3
+
+
+def test_several_choices_get_one_each(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode(sampling={"base_seed": 7})
+    say(proxy, episode, n=3)
+    assert len(set(seeds(proxy, episode))) == 3
+
+
+def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_draws(proxy: RunningProxy) -> None:
+    proxy.engine.script = lambda call: tool_call(query="x")
+    episode = proxy.open_episode(sampling={"base_seed": 7})
+    for sample in [say(proxy, episode, tools=[SEARCH]) for _ in range(2)]:
+        found = {"role": "tool", "content": "found", "tool_call_id": sample.tool_calls[0].id}
+        say(proxy, episode, [*ASK, sample.model_dump(exclude_none=True), found], tools=[SEARCH])
+    turns = proxy.store.load_episode(episode["id"]).turns
+    assert [turn.parent for turn in turns] == [None, None, turns[0].id, turns[1].id]
+    assert turns[2].new_prompt_ids.tolist() == turns[3].new_prompt_ids.tolist()
+    assert len(set(seeds(proxy, episode))) == 4
+
+
+def test_a_restarted_proxy_goes_on_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
+    drawn = []
+    for _ in range(2):
+        with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer)) as proxy:
+            if not drawn:
+                episode = proxy.open_episode(sampling={"base_seed": 7})
+            path = episode["base_url"].split("/", 3)[3]
+            say(proxy, {**episode, "base_url": f"{proxy.url}/{path}"})
+            drawn = seeds(proxy, episode)
+    assert len(set(drawn)) == 2
+
+
+def test_without_one_the_engine_draws_as_it_likes_and_an_agent_s_own_seed_stands(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    say(proxy, episode, seed=5)
+    assert seeds(proxy, episode) == [None]  # pinned in training episodes
+    episode = proxy.open_episode(split="eval", sampling={"base_seed": 7})
+    say(proxy, episode, seed=5)
+    assert seeds(proxy, episode) == [5]
+
+
+@pytest.mark.parametrize("value", ["7", 1.5, True])
+def test_it_is_a_whole_number(proxy: RunningProxy, value: Any) -> None:
+    answer: httpx.Response = proxy.http.post("/episodes", json={"sampling": {"base_seed": value}})
+    assert answer.status_code == 400 and "base_seed" in answer.text
+
+
+def test_an_episode_s_seed_differs_by_everything_that_it_is() -> None:
+    named = [
+        (0, "g", 0, 0),
+        (1, "g", 0, 0),
+        (0, "h", 0, 0),
+        (0, "g", 1, 0),
+        (0, "g", 0, 1),
+        (0, "eval", "g", 0),
+    ]
+    found = {episode_seed(*name) for name in named}
+    assert len(found) == len(named) and all(0 <= seed < 2**63 for seed in found)
+    assert episode_seed(0, "g", 0, 0) == episode_seed(0, "g", 0, 0)
+
+
+def test_seeds_fit_what_engines_take() -> None:
+    draws = Draws([])
+    drawn = [draws.next_seed(base, None, as_token_ids([1, 2])) for base in range(64)]
+    assert all(0 <= seed < 2**63 for seed in drawn) and len(set(drawn)) == 64

@@ -1,0 +1,93 @@
+"""One trainer lives at a time; whose leases count is not a question of any clock."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from store_support import complete_group
+
+from areal_agents.store import Conflict, Store
+
+TRAINER = """
+import sys, time
+from areal_agents.store import Store
+with Store.open(sys.argv[1]) as store:
+    print(len(store.lease_groups(1, step=1)), flush=True)
+    time.sleep(600)
+"""
+
+
+def start_trainer(path: Path) -> subprocess.Popen[str]:
+    """A process that has leased a group, and does not end by itself."""
+    process = subprocess.Popen([sys.executable, "-c", TRAINER, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "1\n"
+    process.stdout.close()
+    return process
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("jump_s", [-10 * 365 * 86400.0, 0.0, 10 * 365 * 86400.0])
+def test_a_lease_lasts_as_long_as_its_trainer_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_s: float
+) -> None:
+    path = tmp_path / "s.db"
+    with Store.open(path) as store:
+        for name in ("a@0", "b@0"):
+            complete_group(store, name, [0, 1])
+        trainer = start_trainer(path)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + jump_s)
+        try:
+            with pytest.raises(Conflict, match=f":{trainer.pid}:.* is training on"):
+                store.lease_groups(1, step=1)
+            assert store.group_counts()["leased"] == 1
+        finally:
+            kill(trainer)
+        # of the dead trainer's lease nothing is left: its group is the oldest again
+        assert [group.id for group in store.lease_groups(2, step=1)] == ["a@0", "b@0"]
+
+
+def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    with Store.open(path) as store:
+        complete_group(store, "a@0", [0])
+        trainer = start_trainer(path)
+        with pytest.raises(Conflict, match="end it first"):
+            store.become_trainer(wait_s=0.05)
+        ending = threading.Timer(0.3, kill, [trainer])
+        ending.start()
+        store.become_trainer(wait_s=60)
+        ending.join()
+        assert store.return_leases(after_step=7) == 1  # of an earlier step, yet of a dead trainer
+        assert store.group_counts()["complete"] == 1
+
+
+def test_the_oldest_group_is_the_one_that_was_started_first_even_if_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(tmp_path / "s.db") as store:
+        complete_group(store, "a@0", [0])
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() - 3600)
+        complete_group(store, "b@0", [0])
+        assert [group.id for group in store.lease_groups(2, step=1)] == ["a@0", "b@0"]
+
+
+def test_a_closed_store_leaves_training_to_others(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "s.db") as first, Store.open(tmp_path / "s.db") as second:
+        first.become_trainer()
+        first.become_trainer()
+        with pytest.raises(Conflict):
+            second.become_trainer()
+        first.close()
+        second.become_trainer()

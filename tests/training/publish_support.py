@@ -1,0 +1,109 @@
+"""Publishers around a policy, engines that fail on purpose, and what an engine says about its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from training_support import make_sample
+
+from areal_agents.algorithms.packing import pack
+from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import Engine
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import Policy
+from areal_agents.training.publishing.config import PublishConfig
+from areal_agents.training.publishing.publisher import Publisher
+
+PROMPT = as_token_ids([5, 9, 2, 40, 17, 33])
+WHOLE = ("disk", "tensor", "broadcast")  # transports of all weights
+
+
+@contextmanager
+def publisher(
+    policy: Policy,
+    group: Ranks,
+    store: Store | None,
+    engines: Sequence[Engine],
+    run_dir: Path,
+    model: Path,
+    *,
+    keep: int = 2,
+    engine_wait_s: float = 0,
+    **config: Any,
+) -> Iterator[Publisher]:
+    made = Publisher(
+        PublishConfig(engine_wait_s=engine_wait_s, **config), policy, group,
+        store=store, engines=engines, run_dir=run_dir, model_path=model, keep=keep,
+    )  # fmt: skip
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def disturb(policy: Policy, seed: int, scale: float = 0.05) -> None:
+    """Change everything that is trained, as an optimizer step would."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                local = parameter.to_local()
+                local.add_(scale * torch.randn(local.shape, generator=generator))
+
+
+def sample(url: str, *, tokens: int = 12, adapters: bool = False) -> Completion:
+    """What the engine continues PROMPT with."""
+
+    async def ask() -> Completion:
+        async with SGLangEngine(url, adapters=adapters, control_timeout_s=20) as engine:
+            return await engine.generate(
+                "asked", PROMPT, SamplingParams(max_new_tokens=tokens, ignore_eos=True)
+            )
+
+    return asyncio.run(ask())
+
+
+def policy_logprobs(policy: Policy, completion: Completion) -> np.ndarray:
+    """[C] the trainer's logprobs of what the engine sampled. Collective."""
+    ids = [*PROMPT.tolist(), *completion.token_ids.tolist()]
+    told = make_sample(ids, range(len(PROMPT), len(ids)), rng=np.random.default_rng(0))
+    (micro,) = pack([told], token_budget=4096)
+    with torch.no_grad():
+        logprobs, _ = policy(micro)
+    policy.reshard()  # what a backward pass would do: the root's weights are whole until then
+    return logprobs.numpy()
+
+
+def assert_serves(url: str, policy: Policy, version: int, *, adapters: bool = False) -> None:
+    """The engine samples as the policy would, and says under which version."""
+    completion = sample(url, adapters=adapters)
+    assert completion.versions.tolist() == [version] * 12
+    np.testing.assert_allclose(completion.logprobs, policy_logprobs(policy, completion), atol=1e-5)
+
+
+def resume(url: str) -> None:
+    """Undo a pause that a test has left."""
+
+    async def ask() -> None:
+        async with SGLangEngine(url) as engine:
+            await engine.resume()
+
+    asyncio.run(ask())
+
+
+def serve_folder(url: str, folder: Path) -> None:
+    """Have the engine serve a model folder, as a server that was just started on it does."""
+
+    async def ask() -> None:
+        async with SGLangEngine(url) as engine:
+            await engine.update_weights_from_disk(str(folder), 0)
+
+    asyncio.run(ask())

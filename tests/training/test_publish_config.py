@@ -1,0 +1,52 @@
+"""What the `publish` section says, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.publishing.config import PublishConfig
+
+
+def test_adapters_are_published_alone_unless_another_transport_is_named() -> None:
+    assert TrainerConfig().publish == PublishConfig(transport="disk", pause="retract")
+    for publish, transport, pause in (
+        (None, "lora", "retract"),
+        ({"pause": "drain"}, "lora", "drain"),
+        (PublishConfig(pause="abort"), "lora", "abort"),
+        ({"transport": "disk"}, "disk", "retract"),
+        (PublishConfig(transport="disk"), "disk", "retract"),
+        ({"transport": "broadcast", "pause": "in_place"}, "broadcast", "in_place"),
+    ):
+        given = {"lora": {"rank": 2}, **({} if publish is None else {"publish": publish})}
+        got = TrainerConfig.model_validate(given).publish
+        assert (got.transport, got.pause) == (transport, pause)
+    saved = TrainerConfig.model_validate({"lora": {"rank": 2}})
+    assert TrainerConfig.model_validate(saved.model_dump()) == saved
+
+
+def test_a_bare_off_of_yaml_is_off() -> None:
+    assert PublishConfig.model_validate({"verify": False}).verify == "off"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"publish": {"transport": "lora"}}, "publishes adapters, and none are trained"),
+        ({"lora": {}, "publish": {"pause": "in_place"}}, "another adapter's keys and values"),
+        ({"publish": {"transport": "tensor", "pause": "drain"}}, "drain cannot go with transport: tensor"),
+        ({"publish": {"transport": "broadcast", "pause": "drain"}}, "would sample between two buckets"),
+        ({"publish": {"backend": "gloo"}}, "belong to transport: broadcast, not to disk"),
+        ({"publish": {"address": "10.0.0.1"}}, "belong to transport: broadcast"),
+        (
+            {"publish": {"transport": "broadcast", "backend": "nccl"}, "device": "cpu"},
+            "needs a trainer on GPUs",
+        ),
+        ({"publish": {"transport": "disc"}}, "'disk', 'tensor', 'broadcast' or 'lora'"),
+        ({"publish": {"bucket_mb": 0}}, "greater than or equal to 1"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(given: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig.model_validate(given)

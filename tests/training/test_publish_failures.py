@@ -1,0 +1,252 @@
+"""A failure while a version is published costs that engine or that version, and no wrong token, no hang."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from publish_support import assert_serves, disturb, publisher, resume, sample
+from test_writing_models import full_disk
+from training_support import build_model
+
+from areal_agents.core.completion import SamplingParams, as_token_ids
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable, TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.engine import ModelInfo, PauseMode, WeightBucket, WeightsChecksum
+from areal_agents.inference.server import EngineProcess
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import Policy, load_policy
+
+OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256, "port": 0}
+
+
+@pytest.fixture
+def policy(model_folder: Path, group: Ranks) -> Policy:
+    return load_policy(model_folder, group)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets where there would be one."""
+    monkeypatch.setattr("areal_agents.training.publishing.publisher.MB", 100)
+
+
+@pytest.fixture
+def second(model_folder: Path) -> Iterator[EngineProcess]:
+    """Another engine, which a test may end."""
+    with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), **OPTIONS)) as engine:
+        yield engine
+
+
+class DyingEngine(SGLangEngine):
+    """A client whose server is killed when the second bucket is on its way."""
+
+    def __init__(self, server: EngineProcess) -> None:
+        super().__init__(server.url)
+        self.buckets, self._victim = 0, server
+
+    async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
+        self.buckets += 1
+        call = asyncio.ensure_future(super().receive_weights(bucket, group=group, version=version, last=last))
+        if self.buckets == 2:
+            await asyncio.sleep(0)  # the request leaves, the broadcast begins
+            os.killpg(self._victim.pid, signal.SIGKILL)
+        await call
+
+
+class RefusingEngine(SGLangEngine):
+    """A client whose server refuses the second bucket, and so never takes part in its broadcast."""
+
+    buckets = 0
+
+    async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
+        self.buckets += 1
+        if self.buckets == 2:
+            raise EngineRejected(f"{self.base_url} refused a bucket")
+        await super().receive_weights(bucket, group=group, version=version, last=last)
+
+
+def test_an_engine_killed_in_the_middle_of_a_broadcast_is_an_error_and_no_hang(
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    second: EngineProcess,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+) -> None:
+    engines = [DyingEngine(second)]
+    with publisher(policy, group, store, engines, run_dir, model_folder, transport="broadcast") as out:
+        began = time.monotonic()
+        with pytest.raises(EngineError):
+            out.publish(version=0, step=0)
+        assert time.monotonic() - began < 60  # far below its time limits of 120 s and more
+        assert engines[0].buckets == 2
+    # the version is whole, and recorded: whoever comes serves it
+    disturb(policy, 1)
+    with publisher(
+        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport="broadcast"
+    ) as out:
+        out.publish(version=1, step=1)
+    assert_serves(engine_url, policy, 1)
+
+
+def test_of_several_engines_the_others_take_the_version_when_one_dies(
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    second: EngineProcess,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engines = [DyingEngine(second), SGLangEngine(engine_url)]
+    with publisher(policy, group, store, engines, run_dir, model_folder, transport="broadcast") as out:
+        for version, (left_out, repaired) in enumerate([(1, 1), (1, 0)]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None
+            assert (published.left_out, published.repaired) == (left_out, repaired)
+            assert_serves(engine_url, policy, version)
+    assert f"{second.url} is left out" in caplog.text
+    assert f"{engine_url} took {run_dir / 'weights' / 'v0'} in place of what was sent" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_a_dead_replica_is_left_out_and_a_returned_one_takes_part(
+    transport: str,
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+) -> None:
+    engines = [SGLangEngine("http://127.0.0.1:9"), SGLangEngine(engine_url)]
+    with publisher(policy, group, store, engines, run_dir, model_folder, transport=transport) as out:
+        published = out.publish(version=0, step=0)
+        assert published is not None and published.left_out == 1 and published.busy_s is None
+        assert_serves(engine_url, policy, 0)
+    with (
+        publisher(policy, group, store, engines[:1], run_dir, model_folder, transport=transport) as out,
+        pytest.raises(EngineUnavailable),
+    ):
+        out.publish(version=1, step=1)
+    latest = store.latest_version()
+    assert latest is not None and latest.version == 1  # its number is used up
+
+
+def test_a_refused_bucket_is_mended_from_the_folder_before_anything_is_sampled(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    engines = [RefusingEngine(engine_url)]
+    with publisher(policy, group, store, engines, run_dir, model_folder, transport="broadcast") as out:
+        for version, repaired in enumerate([1, 0]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == repaired
+            assert published.agreement == (None if version else 1.0)
+            assert_serves(engine_url, policy, version)
+
+
+def test_a_full_disk_leaves_the_old_version_served(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
+        out.publish(version=0, step=0)
+        completion = sample(engine_url)
+        disturb(policy, 1)
+        with full_disk(50_000), pytest.raises(TrainingError, match=r"cannot write the weights to .*/v1"):
+            out.publish(version=1, step=1)
+        latest = store.latest_version()
+        assert latest is not None and latest.version == 0
+        assert sample(engine_url).versions.tolist() == completion.versions.tolist() == [0] * 12
+        assert [p.name for p in (run_dir / "weights").iterdir()] == ["v0"]
+        out.publish(version=1, step=1)  # there is room again
+    assert_serves(engine_url, policy, 1)
+
+
+def test_an_engine_with_other_weights_than_were_published_is_found_out_and_stays_paused(
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    tmp_path: Path,
+) -> None:
+    class Deaf(SGLangEngine):
+        async def update_weights_from_disk(self, path: str, version: int) -> None:
+            await super().update_weights_from_disk(str(model_folder), version)
+
+    disturb(policy, 1)
+    with (
+        publisher(policy, group, store, [Deaf(engine_url)], run_dir, model_folder) as out,
+        pytest.raises(EngineError, match=rf"{engine_url} serves other weights.*model\.\S+ differs"),
+    ):
+        out.publish(version=0, step=0)
+
+    async def ask() -> None:
+        async with SGLangEngine(engine_url, request_timeout_s=1) as engine:
+            await engine.generate("r", as_token_ids([2, 3]), SamplingParams(max_new_tokens=1))
+
+    with pytest.raises(EngineUnavailable):
+        asyncio.run(ask())
+    resume(engine_url)
+
+
+def test_an_engine_of_another_model_is_refused_before_it_is_paused(
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    tmp_path: Path,
+) -> None:
+    class Foreign(SGLangEngine):
+        async def model_info(self) -> ModelInfo:
+            return replace(await super().model_info(), **changes[0])
+
+        async def pause(self, mode: PauseMode) -> None:
+            raise AssertionError("paused")
+
+    wide = build_model(tmp_path / "other") / "config.json"
+    wide.write_text(wide.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
+    changes = [{"vocab_size": 128}, {"model_path": str(wide.parent)}]
+    faults = ["a vocabulary of 128, not 96", "hidden_size 64, not 32"]
+    with publisher(policy, group, store, [Foreign(engine_url)], run_dir, model_folder) as out:
+        for version, fault in enumerate(faults):
+            with pytest.raises(EngineError, match=f"another model than is trained: {fault}"):
+                out.publish(version=version, step=0)
+            changes.pop(0)
+
+
+def test_an_engine_without_checksums_is_served_and_said_to_be_not_compared(
+    policy: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Mute(SGLangEngine):
+        async def checksum(self) -> WeightsChecksum:
+            raise EngineRejected("404: no such route")
+
+    caplog.set_level(logging.WARNING)
+    with publisher(policy, group, store, [Mute(engine_url)], run_dir, model_folder) as out:
+        published = out.publish(version=0, step=0)
+    assert published is not None and published.agreement is None
+    assert "are not compared: 404" in caplog.text

@@ -1,0 +1,162 @@
+"""Only adapters are published: the engine samples as the policy whose adapters are merged would."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from publish_support import PROMPT, assert_serves, disturb, publisher, sample
+from safetensors.torch import load_file
+from training_support import record_groups
+from transformers import AutoModelForCausalLM
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.core.completion import SamplingParams
+from areal_agents.errors import EngineError
+from areal_agents.inference import SGLangEngine
+from areal_agents.store import Store
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.lora import LoraOptions
+from areal_agents.training.model import ModelOptions, Policy, load_policy
+from areal_agents.training.trainer import RunResult, run
+
+
+@pytest.fixture
+def adapted(model_folder: Path, group: Ranks) -> Policy:
+    return load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=3, alpha=5)))
+
+
+def loaded_adapters(url: str, versions: range) -> list[int]:
+    """Which versions' adapters the engine has: it refuses to forget the others."""
+
+    async def ask() -> list[int]:
+        found = []
+        async with SGLangEngine(url) as engine:
+            for version in versions:
+                try:
+                    await engine.unload_adapter(f"policy-{version}")
+                    found.append(version)
+                except EngineError:
+                    pass
+        return found
+
+    return asyncio.run(ask())
+
+
+def test_the_engine_serves_the_adapter(
+    adapted: Policy, group: Ranks, store: Store, served_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    engines = [SGLangEngine(served_url, control_timeout_s=60)]
+    with publisher(adapted, group, store, engines, run_dir, model_folder, transport="lora") as out:
+        for version in range(1, 5):
+            disturb(adapted, version, scale=0.2)
+            published = out.publish(version=version, step=version)
+            assert published is not None
+            assert published.agreement == (1.0 if version == 1 else None)  # of the base, once
+            assert_serves(served_url, adapted, version, adapters=True)
+    weights = adapted.adapter_state_dict()
+    assert weights is not None and published.nbytes == sum(t.nbytes for t in weights.values())
+    assert published.density is not None and published.density > 0.99
+    assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v3", "v4"]
+    folder = run_dir / "weights" / "v4"
+    assert sorted(p.name for p in folder.iterdir() if p.suffix != ".md") == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(base, str(folder)).merge_and_unload().state_dict()
+    for name, tensor in adapted.full_state_dict().items():
+        torch.testing.assert_close(tensor, merged[name], atol=1e-6, rtol=1e-5)
+    assert loaded_adapters(served_url, range(1, 5)) == [3, 4]
+
+
+def test_an_adapter_of_another_run_does_not_stand_in_the_way(
+    adapted: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    engines = [SGLangEngine(engine_url)]
+    with publisher(adapted, group, store, engines, run_dir, model_folder, transport="lora") as out:
+        out.publish(version=6, step=0)
+
+        async def leave_one() -> None:
+            async with SGLangEngine(engine_url) as engine:
+                await engine.load_adapter("policy-7", str(run_dir / "weights" / "v6"))
+
+        asyncio.run(leave_one())
+        disturb(adapted, 1, scale=0.2)
+        out.publish(version=7, step=1)
+    assert_serves(engine_url, adapted, 7, adapters=True)
+
+
+@pytest.mark.parametrize(("pause", "finish"), [("retract", "abort"), ("drain", "length")])
+def test_running_generations_end_or_keep_their_adapter(
+    pause: str,
+    finish: str,
+    adapted: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+) -> None:
+    engines = [SGLangEngine(engine_url)]
+    with publisher(
+        adapted, group, store, engines, run_dir, model_folder, transport="lora", pause=pause
+    ) as out:
+        out.publish(version=1, step=1)
+
+        async def play() -> tuple[str, set[int]]:
+            begun = asyncio.Event()
+            async with SGLangEngine(engine_url, adapters=True) as engine:
+                sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+                running = asyncio.create_task(
+                    engine.generate("r", PROMPT, sampling, lambda chunk: begun.set())
+                )
+                await asyncio.wait_for(begun.wait(), 20)
+                await asyncio.to_thread(out.publish, version=2, step=2)
+                completion = await running
+                return completion.finish_reason, set(completion.versions.tolist())
+
+        assert asyncio.run(play()) == (finish, {1})
+    assert set(sample(engine_url, adapters=True).versions.tolist()) == {2}
+
+
+def test_a_run_trains_publishes_and_resumes_adapters_alone(
+    store: Store, engine_url: str, model_folder: Path, run_dir: Path
+) -> None:
+    def train(steps: int) -> RunResult:
+        return run(
+            TrainerConfig(steps=steps, lr=1e-2, batch_timeout_s=5, lora={"rank": 2}, checkpoint_every=1),
+            AlgorithmConfig(),
+            store=store,
+            engines=[SGLangEngine(engine_url, control_timeout_s=20)],
+            model_path=model_folder,
+            run_dir=run_dir,
+            groups=2,
+            max_staleness=8,
+            stop=threading.Event(),
+        )
+
+    record_groups(store, engine_url, ["a", "b"])
+    assert train(1) == RunResult(1, 1, finished=True)
+    record_groups(store, engine_url, ["c", "d"], adapters=True)
+    assert train(2) == RunResult(2, 3, finished=True)  # version 2: the checkpoint, published again
+    first, second = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    assert first["logprob_diff_max"] <= 1e-4
+    # sampled under the adapter of version 1, trained from the same adapter: the ratio is 1
+    assert second["staleness_max"] == 1 and second["tokens"] == 128
+    assert second["logprob_diff_max"] <= 1e-4 and second["weight_mean"] == pytest.approx(1, abs=1e-5)
+    assert second["density"] > 0 and second["publish_bytes"] < 100_000
+    latest = store.latest_version()
+    assert latest is not None and latest.path == str(run_dir / "weights" / "v3")
+    published = load_file(run_dir / "weights" / "v3" / "adapter_model.safetensors")
+    final = load_file(run_dir / "final-adapter" / "adapter_model.safetensors")
+    assert published.keys() == final.keys() and all(torch.equal(published[n], final[n]) for n in final)
+    assert not list((run_dir / "weights").rglob("model*.safetensors"))  # nothing whole was published
+    whole = load_file(run_dir / "final" / "model.safetensors")
+    assert whole.keys() == load_file(model_folder / "model.safetensors").keys()

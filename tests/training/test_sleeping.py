@@ -1,0 +1,56 @@
+"""Engines that give their memory back while a step is trained: what runs is held, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
+from areal_agents.errors import EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.training.publishing.sleep import fall_asleep, wake
+
+PROMPT = as_token_ids([5, 6, 7, 8, 9])
+LONG = SamplingParams(200, temperature=0.0, ignore_eos=True)
+KV = ("kv_cache",)
+
+
+async def test_what_is_generated_while_engines_sleep_is_what_would_have_been(served_url: str) -> None:
+    async with SGLangEngine(served_url, request_timeout_s=60) as engine:
+        expected = await engine.generate("calm", PROMPT, LONG)
+        begun, pieces = asyncio.Event(), []
+
+        def take(piece: TokenChunk) -> None:
+            pieces.append(piece)
+            begun.set()
+
+        running = asyncio.create_task(engine.generate("held", PROMPT, LONG, take))
+        await asyncio.wait_for(begun.wait(), 30)
+        await fall_asleep([engine], KV)
+        held = len(pieces)
+        later = asyncio.create_task(engine.generate("later", PROMPT, LONG))
+        await asyncio.sleep(0.1)
+        assert len(pieces) == held and not later.done() and not running.done()
+        await wake([engine], KV)
+        for completion in (await running, await later):
+            assert_same(completion, expected)
+
+
+def assert_same(completion: Completion, expected: Completion) -> None:
+    assert completion.token_ids.tolist() == expected.token_ids.tolist()
+    assert completion.finish_reason == "length"
+    np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
+
+
+async def test_an_engine_that_is_not_there_is_done_without(
+    engine_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with SGLangEngine(engine_url) as engine, SGLangEngine("http://127.0.0.1:9") as gone:
+        with pytest.raises(EngineUnavailable):
+            await gone.health()
+        await fall_asleep([engine, gone], KV)
+        await wake([engine, gone], KV)
+        assert len(await engine.generate("g", PROMPT, LONG)) == 200
+    assert caplog.text.count("an engine is not there to share memory with") == 2
