@@ -203,14 +203,20 @@ def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
 
 def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
     """How many groups of the split are in each state, every state named."""
-    state = sa.func.coalesce(leases.c.state, groups.c.state)
-    query = (
-        sa.select(state, sa.func.count())
-        .select_from(groups.outerjoin(leases, leases.c.group_id == groups.c.id))
-        .where(groups.c.split == split)
-        .group_by(state)
-    )
-    return {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(query)}}
+    own = sa.select(groups.c.state, sa.func.count()).where(groups.c.split == split).group_by(groups.c.state)
+    counts = {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(own)}}
+    if split == "train":  # what the trainer took was complete
+        taken = sa.select(leases.c.state, sa.func.count()).group_by(leases.c.state)
+        for state, count in connection.execute(taken):
+            counts["complete"] -= count
+            counts[state] += count
+    return counts
+
+
+def failed_episodes(connection: sa.Connection, split: Split) -> int:
+    """How many episodes of the split failed."""
+    failed = (episodes.c.split == split) & (episodes.c.status == "failed")
+    return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
 
 
 def in_flight_episodes(connection: sa.Connection) -> int:

@@ -238,6 +238,11 @@ class Store:
         with self._database.read() as connection:
             return versions.latest_checkpoint(connection)
 
+    def failed_episodes(self, split: Split = "train") -> int:
+        """How many episodes of the split failed, since the store began."""
+        with self._database.read() as connection:
+            return reads.failed_episodes(connection, split)
+
     def in_flight_episodes(self) -> int:
         """Training episodes submitted and not yet trained, for the gate."""
         with self._database.read() as connection:

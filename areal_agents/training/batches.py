@@ -238,7 +238,7 @@ def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
         groups_pending=counts["pending"],
         age_mean_s=now - sum(ended) / len(ended),
         age_max_s=now - min(ended),
-        failed_episodes=len(store.episodes(split="train", status="failed")),
+        failed_episodes=store.failed_episodes(),
     )
 
 

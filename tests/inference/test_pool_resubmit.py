@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
 import pytest
-from pool_support import Part, PlayedEngine, chain, prompt_of, text_of
+from pool_support import QUICK, Part, PlayedEngine, chain, prompt_of, text_of
 
 from areal_agents.core.completion import Completion, Grammar, SamplingParams, TokenChunk
 from areal_agents.errors import EngineUnavailable
-from areal_agents.inference.draft import Draft
+from areal_agents.inference.draft import Decode, Draft
 from areal_agents.inference.pool import EnginePool
-from areal_agents.inference.resubmit import MOST_STALLS, Resubmitting, rid_of
+from areal_agents.inference.resubmit import MOST_STALLS, rid_of
 
 PROMPT = prompt_of(1)
 TWENTY = SamplingParams(20, ignore_eos=True)
 GRAMMAR = Grammar("regex", "[a-z]+")
 
 
+@asynccontextmanager
+async def pool_of(engine: PlayedEngine, decode: Decode | None = None) -> AsyncIterator[EnginePool]:
+    pool = EnginePool([engine], decode=decode, limits=QUICK)
+    try:
+        yield pool
+    finally:
+        await pool.aclose()
+
+
 async def draw(
     *parts: Part, sampling: SamplingParams = TWENTY, streamed: bool = False, decode: Any = text_of
 ) -> tuple[Completion, PlayedEngine, list[int]]:
-    """A completion through Resubmitting, the engine behind it, and what the caller was streamed."""
+    """A completion through a pool of one, the engine behind it, and what the caller was streamed."""
     engine, got = PlayedEngine(list(parts)), []
     taken = (lambda chunk: got.extend(chunk.token_ids)) if streamed else None
-    completion = await Resubmitting(engine, decode=decode).generate("r", PROMPT, sampling, taken)
+    async with pool_of(engine, decode) as pool:
+        completion = await pool.generate("r", PROMPT, sampling, taken)
     return completion, engine, got
 
 
@@ -55,17 +67,18 @@ async def test_the_seed_and_everything_else_stay_as_they_were_asked() -> None:
 
 async def test_what_the_caller_aborts_stays_ended() -> None:
     engine = PlayedEngine([Part(5), Part(4), Part(99, "length")])
-    resubmitting = Resubmitting(engine)
-    engine.on_part = lambda index: resubmitting.abort("r") if index == 1 else None
-    completion = await resubmitting.generate("r", PROMPT, TWENTY)
+    async with pool_of(engine) as pool:
+        engine.on_part = lambda index: pool.abort("r") if index == 1 else None
+        completion = await pool.generate("r", PROMPT, TWENTY)
     assert completion.finish_reason == "abort" and len(completion) == 9
     assert engine.aborted == [engine.asked[1][0]]  # under the name that the engine knows
 
 
 async def test_an_engine_that_aborts_without_end_is_given_up() -> None:
     engine = PlayedEngine([Part(5), Part(0)])
-    with pytest.raises(EngineUnavailable, match="without a token"):
-        await Resubmitting(engine).generate("r", PROMPT, TWENTY)
+    async with pool_of(engine) as pool:
+        with pytest.raises(EngineUnavailable, match="without a token"):
+            await pool.generate("r", PROMPT, TWENTY)
     assert len(engine.asked) == MOST_STALLS + 2
 
 
@@ -171,11 +184,12 @@ async def test_cancelling_the_call_cancels_the_attempt_that_runs() -> None:
             await asyncio.sleep(60)
 
     engine.on_part = hang
-    call = asyncio.create_task(Resubmitting(engine).generate("r", PROMPT, TWENTY))
-    await started.wait()
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
+    async with pool_of(engine) as pool:
+        call = asyncio.create_task(pool.generate("r", PROMPT, TWENTY))
+        await started.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
     assert len(engine.asked) == 2
 
 
