@@ -1,7 +1,7 @@
 """Every preset on the quick-start task, by the command that a user gives.
 
-Four run each time, which have every part between them: a critic, a reference policy in the reward,
-refilled groups with several minibatches, and pairs. All the others are `slow`.
+Three run each time, which have nearly every part between them: a critic, refilled groups with several
+minibatches, and pairs. All the others are `slow`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = [
     "eval.episodes=2",
     "eval.every=null",
 ]
-EACH_TIME = ("ppo", "reinforce_pp", "dapo", "dpo")
+EACH_TIME = ("ppo", "dapo", "dpo")
 
 
 def train(name: str, run_dir: Path) -> RunFolder:

@@ -198,6 +198,7 @@ def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
     assert versions == sorted(set(versions))
 
 
+@pytest.mark.slow
 def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
     run_dir, store = tmp_path / "run", tmp_path / "elsewhere.db"
     process = start(run_dir, "trainer.steps=1", f"store.url={store}", "eval.every=1")
