@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from inference_support import (
     load_reference,
 )
 
-from areal_agents.inference import running_engine
+from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.sglang_server import running_sglang
 
 
@@ -54,12 +55,20 @@ def plain_sglang_url(sglang_python: str, model_folder: Path) -> Iterator[str]:
 SGLANG_URLS = {"sglang": "sglang_url", "sglang-plain": "plain_sglang_url"}
 
 
+async def put_back(url: str, folder: Path) -> None:
+    """Serve version 0 again."""
+    async with SGLangEngine(url) as engine:
+        await engine.resume()
+        await engine.update_weights_from_disk(str(folder), 0)
+
+
 @pytest.fixture(scope="session", params=EVERY_SERVER)
 def target(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[Target]:
     """Each server that has to keep the contract; weights and pauses must be left as they were found."""
     reference = load_reference(model_folder)
     if request.param in SGLANG_URLS:
         url = request.getfixturevalue(SGLANG_URLS[request.param])
+        asyncio.run(put_back(url, model_folder))  # other modules have swapped weights in it
         yield Target(url, model_folder, reference, embedded=False)
         return
     options = {

@@ -11,6 +11,7 @@ import pytest
 import torch
 from inference_support import (
     EMBEDDED,
+    EVERY_SERVER,
     FREEZING,
     build_model,
     load_reference,
@@ -124,6 +125,7 @@ async def test_a_prefix_of_the_old_version_is_never_reused(
     assert second.versions.tolist() == [1] * 20
 
 
+@pytest.mark.parametrize("swapping_url", EVERY_SERVER, indirect=True)  # not in_place's: docs/sglang.md
 async def test_without_a_pause_a_swap_waits_for_what_runs_and_holds_what_comes(
     engine: SGLangEngine, next_model_folder: Path
 ) -> None:

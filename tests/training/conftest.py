@@ -31,7 +31,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def running_engine_url(model_folder: Path) -> Iterator[str]:
-    """A running embedded engine; tests leave it unpaused, with whatever weights."""
+    """A running embedded engine; tests leave it unpaused, with whatever weights: see `served_url`."""
     with running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url:
         yield url
 
@@ -39,20 +39,22 @@ def running_engine_url(model_folder: Path) -> Iterator[str]:
 @pytest.fixture
 def engine_url(running_engine_url: str, model_folder: Path) -> str:
     """The engine, serving the initial weights as version 0."""
-
-    async def reset() -> None:
-        async with SGLangEngine(running_engine_url) as engine:
-            await engine.update_weights_from_disk(str(model_folder), 0)
-
-    asyncio.run(reset())
+    asyncio.run(put_back(running_engine_url, model_folder))
     return running_engine_url
+
+
+async def put_back(url: str, folder: Path) -> None:
+    """Serve the initial weights as version 0."""
+    async with SGLangEngine(url) as engine:
+        await engine.resume()
+        await engine.update_weights_from_disk(str(folder), 0)
 
 
 @pytest.fixture(scope="session")
 def sglang_url(
     sglang_python: str, model_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """A real SGLang on the tiny model; tests leave it unpaused, with whatever weights."""
+    """A real SGLang on the tiny model; tests leave it unpaused, with whatever weights: see `served_url`."""
     folder = shutil.copytree(model_folder, tmp_path_factory.mktemp("sglang") / "model")
     add_tokenizer(folder)
     with running_sglang(sglang_python, folder, lora_rank=16) as url:
@@ -60,10 +62,13 @@ def sglang_url(
 
 
 @pytest.fixture(params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
-def served_url(request: pytest.FixtureRequest) -> str:
-    """Each engine that new weights have to reach by every transport."""
-    fixture = {"embedded": "engine_url", "sglang": "sglang_url"}[request.param]
-    return str(request.getfixturevalue(fixture))
+def served_url(request: pytest.FixtureRequest, model_folder: Path) -> str:
+    """Each engine that new weights have to reach by every transport; it serves the initial ones."""
+    if request.param == "embedded":
+        return str(request.getfixturevalue("engine_url"))
+    url = str(request.getfixturevalue("sglang_url"))
+    asyncio.run(put_back(url, model_folder))
+    return url
 
 
 @pytest.fixture(scope="session")
