@@ -18,14 +18,16 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from areal_agents.inference.embedded.products import product
+
 TILE = 64
+BLOCK = 16  # rows whose attention is computed together
 _SUM_BLOCK = 256
-_K_TILE = 512
-_N_TILE = 512
 _ROUND = np.float32(12582912.0)
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
+_LOWEST = np.int32(-(2**31))
 _EXP_MIN = np.float32(-87.0)
 _EXP_MAX = np.float32(88.0)
 
@@ -35,7 +37,6 @@ _exact = numba.njit(fastmath={"contract", "nsz"}, nogil=True, cache=True, error_
 _reduce = numba.njit(
     fastmath={"contract", "nsz", "reassoc"}, nogil=True, cache=True, error_model="numpy", inline="never"
 )
-_ordered = numba.njit(fastmath={"nnan", "nsz"}, nogil=True, cache=True, error_model="numpy")
 
 
 @numba.njit(fastmath={"contract", "nnan"}, nogil=True, cache=True, error_model="numpy", inline="always")
@@ -70,75 +71,12 @@ def _copy(x, out):
 
 
 @_exact
-def _clear(out):
-    for i in range(out.shape[0]):
-        out[i] = np.float32(0.0)
-
-
-@_exact
-def _add_product(a, w, c):
-    """c += a @ w for a [M, K], w [K, N], c [M, N]; K is a multiple of 8."""
-    rows, depth = a.shape
-    width = w.shape[1]
-    for n0 in range(0, width, _N_TILE):
-        n1 = min(n0 + _N_TILE, width)
-        for k0 in range(0, depth, _K_TILE):
-            k1 = min(k0 + _K_TILE, depth)
-            for m in range(0, rows - rows % 4, 4):
-                _four_rows(a, w, c, m, k0, k1, n0, n1)
-            for m in range(rows - rows % 4, rows):
-                _one_row(a, w, c, m, k0, k1, n0, n1)
-
-
-@_exact
-def _four_rows(a, w, c, m, k0, k1, n0, n1):
-    """Four rows at a time, eight terms per pass over c: many products between a load and a store."""
-    c0, c1, c2, c3 = c[m, n0:n1], c[m + 1, n0:n1], c[m + 2, n0:n1], c[m + 3, n0:n1]
-    for k in range(k0, k1, 8):
-        w0, w1, w2, w3 = w[k, n0:n1], w[k + 1, n0:n1], w[k + 2, n0:n1], w[k + 3, n0:n1]
-        w4, w5, w6, w7 = w[k + 4, n0:n1], w[k + 5, n0:n1], w[k + 6, n0:n1], w[k + 7, n0:n1]
-        a00, a01, a02, a03 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
-        a04, a05, a06, a07 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
-        a10, a11, a12, a13 = a[m + 1, k], a[m + 1, k + 1], a[m + 1, k + 2], a[m + 1, k + 3]
-        a14, a15, a16, a17 = a[m + 1, k + 4], a[m + 1, k + 5], a[m + 1, k + 6], a[m + 1, k + 7]
-        a20, a21, a22, a23 = a[m + 2, k], a[m + 2, k + 1], a[m + 2, k + 2], a[m + 2, k + 3]
-        a24, a25, a26, a27 = a[m + 2, k + 4], a[m + 2, k + 5], a[m + 2, k + 6], a[m + 2, k + 7]
-        a30, a31, a32, a33 = a[m + 3, k], a[m + 3, k + 1], a[m + 3, k + 2], a[m + 3, k + 3]
-        a34, a35, a36, a37 = a[m + 3, k + 4], a[m + 3, k + 5], a[m + 3, k + 6], a[m + 3, k + 7]
-        for n in range(n1 - n0):
-            b0, b1, b2, b3, b4, b5, b6, b7 = w0[n], w1[n], w2[n], w3[n], w4[n], w5[n], w6[n], w7[n]
-            c0[n] += (
-                a00 * b0 + a01 * b1 + a02 * b2 + a03 * b3
-                + a04 * b4 + a05 * b5 + a06 * b6 + a07 * b7
-            )  # fmt: skip
-            c1[n] += (
-                a10 * b0 + a11 * b1 + a12 * b2 + a13 * b3
-                + a14 * b4 + a15 * b5 + a16 * b6 + a17 * b7
-            )  # fmt: skip
-            c2[n] += (
-                a20 * b0 + a21 * b1 + a22 * b2 + a23 * b3
-                + a24 * b4 + a25 * b5 + a26 * b6 + a27 * b7
-            )  # fmt: skip
-            c3[n] += (
-                a30 * b0 + a31 * b1 + a32 * b2 + a33 * b3
-                + a34 * b4 + a35 * b5 + a36 * b6 + a37 * b7
-            )  # fmt: skip
-
-
-@_exact
-def _one_row(a, w, c, m, k0, k1, n0, n1):
-    """The rows that are left over, with the same sums in the same order."""
-    c0 = c[m, n0:n1]
-    for k in range(k0, k1, 8):
-        w0, w1, w2, w3 = w[k, n0:n1], w[k + 1, n0:n1], w[k + 2, n0:n1], w[k + 3, n0:n1]
-        w4, w5, w6, w7 = w[k + 4, n0:n1], w[k + 5, n0:n1], w[k + 6, n0:n1], w[k + 7, n0:n1]
-        a0, a1, a2, a3 = a[m, k], a[m, k + 1], a[m, k + 2], a[m, k + 3]
-        a4, a5, a6, a7 = a[m, k + 4], a[m, k + 5], a[m, k + 6], a[m, k + 7]
-        for n in range(n1 - n0):
-            c0[n] += (
-                a0 * w0[n] + a1 * w1[n] + a2 * w2[n] + a3 * w3[n]
-                + a4 * w4[n] + a5 * w5[n] + a6 * w6[n] + a7 * w7[n]
-            )  # fmt: skip
+def _multiply(a, w, c, fresh):
+    """c += a @ w, or c = a @ w if `fresh`, for a [M, K], w [K, N], c [M, N]."""
+    product(
+        a.ctypes.data, a.shape[1], w.ctypes.data, w.shape[1], c.ctypes.data, c.shape[1],
+        a.shape[0], a.shape[1], w.shape[1], fresh,
+    )  # fmt: skip
 
 
 @_reduce
@@ -168,30 +106,21 @@ def _rotate(head, cos, sin):
 
 
 @_exact
-def _scores(query_a, query_b, tile, out_a, out_b):
-    """out_a[t] = query_a · tile[:, t] for a whole tile [head_dim, TILE], and the same for b.
-
-    Two queries of one kv head at a time: reading the keys is what costs. Positions of the tile that are not
-    filled give scores that nobody reads.
-    """
-    for t in range(TILE):
-        out_a[t] = np.float32(0.0)
-        out_b[t] = np.float32(0.0)
-    for d in range(0, query_a.shape[0], 4):
-        a0, a1, a2, a3 = query_a[d], query_a[d + 1], query_a[d + 2], query_a[d + 3]
-        b0, b1, b2, b3 = query_b[d], query_b[d + 1], query_b[d + 2], query_b[d + 3]
-        k0, k1, k2, k3 = tile[d], tile[d + 1], tile[d + 2], tile[d + 3]
-        for t in range(TILE):
-            out_a[t] += a0 * k0[t] + a1 * k1[t] + a2 * k2[t] + a3 * k3[t]
-            out_b[t] += b0 * k0[t] + b1 * k1[t] + b2 * k2[t] + b3 * k3[t]
-
-
-@_ordered
 def _maximum(x, length):
-    best = x[0]
-    for t in range(1, length):
-        best = max(best, x[t])
-    return best
+    """The largest of the first `length`, NaN if there is one.
+
+    Compared as integers of the same order, since only of integers a maximum is taken in vectors.
+    """
+    best = _LOWEST
+    for t in range(length):
+        best = max(best, _in_order(np.float32(x[t]).view(np.int32)))
+    return np.int32(_in_order(best)).view(np.float32)
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
+def _in_order(bits):
+    """The bits of a float32 as an integer that compares as it does; of such an integer, the bits."""
+    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @_exact
@@ -216,32 +145,6 @@ def _softmax(x, length):
         x[t] *= scale
 
 
-@_reduce
-def _add_weighted(weights_a, weights_b, tile, count, out_a, out_b):
-    """out_a[d] += Σ_t weights_a[t] · tile[d, t] over the first `count` positions; the same for b."""
-    for d in range(0, out_a.shape[0], 4):
-        v0, v1, v2, v3 = tile[d], tile[d + 1], tile[d + 2], tile[d + 3]
-        a0 = a1 = a2 = a3 = b0 = b1 = b2 = b3 = np.float32(0.0)
-        for t in range(count):
-            a, b = weights_a[t], weights_b[t]
-            a0 += a * v0[t]
-            a1 += a * v1[t]
-            a2 += a * v2[t]
-            a3 += a * v3[t]
-            b0 += b * v0[t]
-            b1 += b * v1[t]
-            b2 += b * v2[t]
-            b3 += b * v3[t]
-        out_a[d] += a0
-        out_a[d + 1] += a1
-        out_a[d + 2] += a2
-        out_a[d + 3] += a3
-        out_b[d] += b0
-        out_b[d + 1] += b1
-        out_b[d + 2] += b2
-        out_b[d + 3] += b3
-
-
 @_exact
 def _silu_gate(gate_up, out):
     """out = silu(gate) · up for one row of [gate | up]."""
@@ -252,40 +155,88 @@ def _silu_gate(gate_up, out):
 
 
 @_exact
+def _shared_tiles(slots, positions, prefix_slots, prefix_lengths):
+    """How many leading tiles all rows read at one place, each of them to its end."""
+    root = prefix_slots[0] if prefix_lengths[0] >= TILE else slots[0]
+    shared = (positions[0] + 1) // TILE
+    for r in range(slots.shape[0]):
+        own = positions[r] + 1
+        if slots[r] != root:
+            own = min(own, prefix_lengths[r]) if prefix_slots[r] == root else 0
+        shared = min(shared, own // TILE)
+    return root, shared
+
+
+@_exact
+def _end_of_run(slots, begin):
+    """The end of the rows of one slot that begin there."""
+    end = begin + 1
+    while end < slots.shape[0] and slots[end] == slots[begin]:
+        end += 1
+    return end
+
+
+@_exact
 def _attend(
-    qkv, slot, position, prefix_slot, prefix_length, keys, values, scores, out, heads, kv_heads, head_dim
-):
-    """Attention of one row over positions 0..position; whole tiles of the prefix are read elsewhere."""
+    qkv, slots, positions, prefix_slots, prefix_lengths, keys, values, queries, scores, sums, out,
+    heads, kv_heads, head_dim,
+):  # fmt: skip
+    """Attention of at most BLOCK rows, of each over the positions 0..its own of its slot.
+
+    Tiles that all rows share are read once for all, the others once for the rows of a slot. A weight of zero
+    at positions after a row's own adds nothing.
+    """
     group = heads // kv_heads
-    length = position + 1
-    tiles = (length + TILE - 1) // TILE
-    shared = prefix_length // TILE
+    width, stride, tile = group * head_dim, scores.shape[1], head_dim * TILE
+    query, score, total = queries.ctypes.data, scores.ctypes.data, sums.ctypes.data
+    root, shared = _shared_tiles(slots, positions, prefix_slots, prefix_lengths)
     for kv_head in range(kv_heads):
-        last = (kv_head + 1) * group - 1
-        for a in range(kv_head * group, last + 1, 2):
-            b = min(a + 1, last)  # the last head of an odd group is paired with itself, and the copy dropped
-            query_a, query_b = qkv[a * head_dim : (a + 1) * head_dim], qkv[b * head_dim : (b + 1) * head_dim]
-            out_a = out[a * head_dim : (a + 1) * head_dim]
-            out_b = out[b * head_dim : (b + 1) * head_dim] if b > a else scores[2, :head_dim]
-            for i in range(tiles):
-                source = prefix_slot if i < shared else slot
-                at = i * TILE
-                _scores(
-                    query_a,
-                    query_b,
-                    keys[source, kv_head, i],
-                    scores[0, at : at + TILE],
-                    scores[1, at : at + TILE],
-                )
-            _softmax(scores[0], length)
-            _softmax(scores[1], length)
-            _clear(out_a)
-            _clear(out_b)
-            for i in range(tiles):
-                source = prefix_slot if i < shared else slot
-                at = i * TILE
-                count = min(TILE, length - at)
-                _add_weighted(scores[0, at:], scores[1, at:], values[source, kv_head, i], count, out_a, out_b)
+        for r in range(slots.shape[0]):
+            for i in range(width):
+                queries[r * width + i] = qkv[r, kv_head * width + i]
+        key, value = keys[0, kv_head].ctypes.data, values[0, kv_head].ctypes.data
+        slot_stride = keys.shape[1] * keys.shape[2] * tile
+        rows = slots.shape[0] * group
+        for i in range(shared):
+            at = 4 * (root * slot_stride + i * tile)
+            product(query, head_dim, key + at, TILE, score + 4 * i * TILE, stride, rows, head_dim, TILE, True)
+        begin = 0
+        while begin < slots.shape[0]:
+            end = _end_of_run(slots, begin)
+            first, rows, length = begin * group, (end - begin) * group, positions[end - 1] + 1
+            for i in range(shared, (length + TILE - 1) // TILE):
+                source = prefix_slots[begin] if i < prefix_lengths[begin] // TILE else slots[begin]
+                product(
+                    query + 4 * first * head_dim, head_dim, key + 4 * (source * slot_stride + i * tile), TILE,
+                    score + 4 * (first * stride + i * TILE), stride, rows, head_dim, TILE, True,
+                )  # fmt: skip
+            for r in range(begin, end):
+                for q in range(r * group, (r + 1) * group):
+                    _softmax(scores[q], positions[r] + 1)
+                    for t in range(positions[r] + 1, length):
+                        scores[q, t] = np.float32(0.0)
+            begin = end
+        rows = slots.shape[0] * group
+        for i in range(shared):
+            at = 4 * (root * slot_stride + i * tile)
+            product(
+                score + 4 * i * TILE, stride, value + at, head_dim, total, head_dim, rows, TILE, head_dim, i == 0
+            )
+        begin = 0
+        while begin < slots.shape[0]:
+            end = _end_of_run(slots, begin)
+            first, rows, length = begin * group, (end - begin) * group, positions[end - 1] + 1
+            for i in range(shared, (length + TILE - 1) // TILE):
+                source = prefix_slots[begin] if i < prefix_lengths[begin] // TILE else slots[begin]
+                product(
+                    score + 4 * (first * stride + i * TILE), stride,
+                    value + 4 * (source * slot_stride + i * tile), head_dim,
+                    total + 4 * first * head_dim, head_dim, rows, min(TILE, length - i * TILE), head_dim, i == 0,
+                )  # fmt: skip
+            begin = end
+        for r in range(slots.shape[0]):
+            for i in range(width):
+                out[r, kv_head * width + i] = sums[r * width + i]
 
 
 @_exact
@@ -307,7 +258,7 @@ def _project_heads(qkv, slots, positions, keys, values, q_norm, k_norm, cos, sin
         for head in range(kv_heads):
             for d in range(head_dim):
                 keys[slot, head, tile, d, offset] = qkv[r, (heads + head) * head_dim + d]
-                values[slot, head, tile, d, offset] = qkv[r, first_value + head * head_dim + d]
+                values[slot, head, tile, offset, d] = qkv[r, first_value + head * head_dim + d]
 
 
 @_exact
@@ -317,7 +268,7 @@ def forward(
     attention_norm, qkv_weight, qkv_bias, q_norm, k_norm, o_weight,
     mlp_norm, gate_up_weight, down_weight,
     cos, sin, keys, values,
-    x, normed, qkv, attended, gate_up, activated, scores, logits,
+    x, normed, qkv, attended, gate_up, activated, queries, scores, sums, logits,
     shape, eps, scale,
 ):  # fmt: skip
     """Run all layers for the rows and write the logits of `output_rows`.
@@ -336,7 +287,7 @@ def forward(
         for r in range(rows):
             _rms_norm(x[r], attention_norm[layer], eps, normed[r])
             _copy(qkv_bias[layer], qkv[r])
-        _add_product(normed, qkv_weight[layer], qkv)
+        _multiply(normed, qkv_weight[layer], qkv, False)
         _project_heads(
             qkv,
             slots,
@@ -351,23 +302,24 @@ def forward(
             eps,
             scale,
         )
-        for r in range(rows):
+        for first in range(0, rows, BLOCK):
+            last = min(first + BLOCK, rows)
             _attend(
-                qkv[r], slots[r], positions[r], prefix_slots[r], prefix_lengths[r],
-                keys[layer], values[layer], scores, attended[r], heads, kv_heads, head_dim,
+                qkv[first:last], slots[first:last], positions[first:last],
+                prefix_slots[first:last], prefix_lengths[first:last],
+                keys[layer], values[layer], queries, scores, sums, attended[first:last],
+                heads, kv_heads, head_dim,
             )  # fmt: skip
-        _add_product(attended, o_weight[layer], x)
+        _multiply(attended, o_weight[layer], x, False)
         for r in range(rows):
             _rms_norm(x[r], mlp_norm[layer], eps, normed[r])
-            _clear(gate_up[r])
-        _add_product(normed, gate_up_weight[layer], gate_up)
+        _multiply(normed, gate_up_weight[layer], gate_up, True)
         for r in range(rows):
             _silu_gate(gate_up[r], activated[r])
-        _add_product(activated, down_weight[layer], x)
+        _multiply(activated, down_weight[layer], x, False)
     for m in range(output_rows.shape[0]):
         _rms_norm(x[output_rows[m]], final_norm, eps, normed[m])
-        _clear(logits[m])
-    _add_product(normed[: output_rows.shape[0]], lm_head, logits)
+    _multiply(normed[: output_rows.shape[0]], lm_head, logits, True)
 
 
 @_exact

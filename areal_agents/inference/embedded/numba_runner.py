@@ -27,7 +27,7 @@ MIN_ROWS = 8  # fewer rows are not worth waking a thread for
 
 
 class NumbaRunner:
-    """Weights as [in, out] matrices and caches [L, slot, kv head, tile, head_dim, TILE]."""
+    """Weights as [in, out] matrices; see kernels.py for how keys and values lie."""
 
     kind: Literal["numba"] = "numba"
 
@@ -43,7 +43,8 @@ class NumbaRunner:
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "engine-rows") if threads > 1 else None
         tiles = -(-max_context // kernels.TILE)
-        self._cache_shape = (arch.layers, slots, arch.kv_heads, tiles, arch.head_dim, kernels.TILE)
+        self._cache_shape = (arch.layers, slots, arch.kv_heads, tiles)
+        self._tile_shapes = (arch.head_dim, kernels.TILE), (kernels.TILE, arch.head_dim)
         self.make_cache()
         self._cos, self._sin = arch.rotary_tables(max_context)
         widths = (
@@ -55,7 +56,11 @@ class NumbaRunner:
             arch.feed_forward,
         )
         self._work = [np.zeros((max_rows, width), np.float32) for width in widths]
-        self._scores = np.zeros((threads, 3, max(tiles * kernels.TILE, arch.head_dim)), np.float32)
+        most = kernels.BLOCK * arch.heads // arch.kv_heads  # queries that are computed together
+        self._queries = np.zeros((threads, most * arch.head_dim), np.float32)
+        # Not a power of two: rows would fall on the same few lines of the cache.
+        self._scores = np.zeros((threads, most, tiles * kernels.TILE + 16), np.float32)
+        self._sums = np.zeros((threads, most * arch.head_dim), np.float32)
         self._masses = np.zeros(arch.vocab_size, np.float32)
         self._logits = np.zeros((max_rows, arch.vocab_size), np.float32)
         self._shape = (arch.heads, arch.kv_heads, arch.head_dim, arch.head_norm)
@@ -87,12 +92,13 @@ class NumbaRunner:
 
     def free_cache(self) -> None:
         """See Runner.free_cache."""
-        self._keys = self._values = np.zeros((0,) * len(self._cache_shape), np.float32)
+        self._keys = self._values = np.zeros((0,) * 6, np.float32)
 
     def make_cache(self) -> None:
         """See Runner.make_cache."""
-        self._keys = np.zeros(self._cache_shape, np.float32)
-        self._values = np.zeros(self._cache_shape, np.float32)
+        of_keys, of_values = self._tile_shapes
+        self._keys = np.zeros((*self._cache_shape, *of_keys), np.float32)
+        self._values = np.zeros((*self._cache_shape, *of_values), np.float32)
 
     def forward(self, rows: Rows) -> Tensor:
         """See Runner.forward."""
@@ -161,7 +167,9 @@ class NumbaRunner:
             self._keys,
             self._values,
             *(buffer[first:last] for buffer in self._work),
+            self._queries[thread],
             self._scores[thread],
+            self._sums[thread],
             self._logits[out_first:out_last],
             self._shape,
             self._eps,
