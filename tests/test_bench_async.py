@@ -17,6 +17,7 @@ from areal_agents.bench.asynchrony_agent import Workload, agent, read_workload, 
 from areal_agents.bench.asynchrony_loop import Measured, run_config, steady
 from areal_agents.bench.asynchrony_pause import PauseFigures, copy_bandwidth, measure_pause
 from areal_agents.bench.store import StoreFigures
+from areal_agents.config import Config
 from areal_agents.errors import ConfigError, TrainingError
 
 LAYOUT = Layout(engine=1, trainer=1, concurrency=8)
@@ -128,13 +129,15 @@ def test_what_is_reported_follows_from_what_was_measured(
 ) -> None:
     """Synchronous 6 s a step, of which the trainer works 2 s; asynchronous 2.5 s; the rollouts alone 2 s."""
 
-    def loop(staleness: int, layout: Layout, steps: int, **_: Any) -> Measured:
+    def loop(staleness: int, layout: Layout, steps: int) -> Measured:
         step_s = 2.5 if staleness else 6.0
-        drained = _.get("changes", {}).get("trainer.publish.pause") == "drain"
-        return Measured(step_s * (1.5 if drained else 1.0), 2.0, 0.1, 0.2, 100.0, 0.01, 3.5, 4, 0)
+        return Measured(step_s, 2.0, 0.1, 0.2, 100.0, 0.01, 3.5, 4, 0)
+
+    def rollouts(config: Config, **_: Any) -> float:
+        return 3.0 if config.trainer.publish.pause == "drain" else 2.0
 
     monkeypatch.setattr(bench, "_loop", loop)
-    monkeypatch.setattr(bench, "_rollout", lambda layout: 2.0)
+    monkeypatch.setattr("areal_agents.bench.asynchrony.measure_rollout", rollouts)
     monkeypatch.setattr(bench, "_pause", lambda: {"pause_over_floor": 0.5})
     figures = StoreFigures(2500.0, 1.0, 2.0, 1, 64, 500, "power")
     monkeypatch.setattr("areal_agents.bench.asynchrony.measure_store", lambda **_: figures)

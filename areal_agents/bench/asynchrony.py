@@ -2,9 +2,10 @@
 
 Synchronous is the same program with η = 0. Both modes run on the same cores and may share them out between
 the threads of engine and trainer as they like: each is tried with several layouts, and measured with its
-fastest. T_sync / max(R, U) is the most that asynchrony could gain: R is the time of a batch when agents,
-proxy and engine run by themselves (swaps included), U when the trainer does, each with the threads, the gate
-and the concurrency that it has in the asynchronous run.
+fastest, an asynchronous run with the fewest episodes at a time that are as fast. T_sync / max(R, U) is the
+most that asynchrony could gain: R is the time of a batch when agents, proxy and engine run by themselves
+(swaps included), U when the trainer does, each with the threads, the gate and the concurrency that it has in
+the asynchronous run.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Layout:
 
 
 SYNC_LAYOUTS = (Layout(1, 1, 32), Layout(2, 1, 32), Layout(2, 2, 32))  # a batch is 32 episodes
-ASYNC_LAYOUTS = (Layout(1, 1, 160), Layout(1, 1, 64), Layout(2, 1, 64))
-LONG_LAYOUT = Layout(1, 1, 32)  # retract recomputes what runs: the more there is of it, the dearer
+ASYNC_LAYOUTS = (Layout(1, 1, 32), Layout(1, 1, 64), Layout(2, 1, 64))
+AS_FAST = 1.05  # times the time of the fastest: of such layouts the first, which is the least off-policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class Counts:
         tried: counted steps of a run that tries a split, synchronous and asynchronous.
         sync, asynchronous: counted steps of the runs that are measured; batches: of the rollout side alone.
         filling: steps before the queue of an asynchronous run is full; two rounds of the gate or more.
-        long_answers: counted steps of each pause mode.
+        long_answers: counted batches of each pause mode, in each of two rounds.
         sync_layouts, async_layouts: that are tried; there is a synchronous one with the trainer's threads of
             every asynchronous one.
         megabytes, swaps: of the model whose engine is paused.
@@ -82,7 +83,7 @@ class Counts:
     asynchronous: int = 30
     batches: int = 20
     filling: int = 10
-    long_answers: int = 10
+    long_answers: int = 20
     sync_layouts: tuple[Layout, ...] = SYNC_LAYOUTS
     async_layouts: tuple[Layout, ...] = ASYNC_LAYOUTS
     megabytes: int = 512
@@ -150,7 +151,8 @@ class Bench:
         sync_layout = min(tried, key=lambda layout: tried[layout].step_s)
         sync = self._loop(0, sync_layout, counts.sync)
         found = {layout: self._loop(STALENESS, layout, counts.tried[1]) for layout in counts.async_layouts}
-        layout = min(found, key=lambda layout: found[layout].step_s)
+        fastest = min(run.step_s for run in found.values())
+        layout = next(layout for layout, run in found.items() if run.step_s <= AS_FAST * fastest)
         quickest = self._loop(STALENESS, layout, counts.asynchronous)
         rollout_s = self._rollout(layout)
         # The batches that were counted differ in size: times are for the tokens of an asynchronous one.
@@ -182,27 +184,29 @@ class Bench:
         }
 
     def _interruption(self) -> dict[str, Any]:
-        """Tokens per second of long answers: interrupted at a swap, or waited for."""
-        speed = {}
-        for mode in ("retract", "drain"):
-            changes = {"trainer.publish.pause": mode}
-            found = self._loop(
-                STALENESS,
-                LONG_LAYOUT,
-                self._counts.long_answers,
-                agent=self._counts.long_agent,
-                changes=changes,
+        """Batches of long answers per second with a swap after each: interrupted by it, or waited for."""
+        spent = {"retract": 0.0, "drain": 0.0}
+        rounds = ("retract", "drain", "drain", "retract")
+        for mode in rounds:
+            changes = {
+                "rollout.max_staleness": STALENESS,
+                "trainer.publish.pause": mode,
+                **self._counts.changes,
+            }
+            config = run_config(
+                self._model, self._folder(), changes, agent=self._counts.long_agent, section="long_run"
             )
-            speed[mode] = found.tokens / found.step_s
-        gain = speed["retract"] / speed["drain"]
+            batch_s = measure_rollout(config, batches=self._counts.long_answers, warm_up=self._counts.filling)
+            spent[mode] += batch_s / rounds.count(mode)
+        gain = spent["drain"] / spent["retract"]
         self._say(
-            f"long answers: {speed['retract']:,.0f} tokens/s interrupted at a swap, {speed['drain']:,.0f} "
+            f"long answers: {spent['retract']:.3f} s a batch interrupted at a swap, {spent['drain']:.3f} s "
             f"where the swap waits for them: {gain:.2f}×"
         )
         return {
             "interrupt_gain": round(gain, 3),
-            "interrupted_tok_s": round(speed["retract"], 1),
-            "drained_tok_s": round(speed["drain"], 1),
+            "interrupted_batch_s": round(spent["retract"], 3),
+            "drained_batch_s": round(spent["drain"], 3),
         }
 
     def _pause(self) -> dict[str, Any]:
@@ -226,30 +230,21 @@ class Bench:
             "recompute_s": round(found.recompute_s, 3),
         }
 
-    def _loop(
-        self,
-        staleness: int,
-        layout: Layout,
-        steps: int,
-        *,
-        agent: str | None = None,
-        changes: Mapping[str, Any] | None = None,
-    ) -> Measured:
+    def _loop(self, staleness: int, layout: Layout, steps: int) -> Measured:
         """A run with `steps` counted steps."""
         warm_up = self._counts.filling if staleness else SYNC_WARM_UP
         config = run_config(
             self._model, self._folder(), {
                 "rollout.max_staleness": staleness, "trainer.steps": warm_up + steps,
-                **layout.changes(), **self._counts.changes, **(changes or {}),
-            }, agent=agent or self._counts.agent,
+                **layout.changes(), **self._counts.changes,
+            }, agent=self._counts.agent,
         )  # fmt: skip
         found = measure_loop(config, warm_up=warm_up)
         self._lost += found.failed
         self._say(
-            f"η = {staleness}, {layout}{f', {dict(changes)}' if changes else ''}: "
-            f"{found.step_s:.2f} s a step, trainer idle {found.trainer_idle:.0%}, rollout idle "
-            f"{found.rollout_idle:.0%}, staleness {found.staleness:.2f} (max {found.staleness_max}), failed "
-            f"{found.failed}"
+            f"η = {staleness}, {layout}: {found.step_s:.2f} s a step, trainer idle {found.trainer_idle:.0%}, "
+            f"rollout idle {found.rollout_idle:.0%}, staleness {found.staleness:.2f} (max "
+            f"{found.staleness_max}), failed {found.failed}"
         )
         return found
 

@@ -27,6 +27,7 @@ from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.train import choose_endpoints, start_serving, threads_for, train, wait_until_serving
 from areal_agents.store import Store
+from areal_agents.training.publishing.disk import swap
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +64,17 @@ class Measured:
     failed: int
 
 
-def run_config(model: Path, folder: Path, changes: Mapping[str, Any], *, agent: str = AGENT) -> Config:
-    """The run of the workload file on `model`, in `folder`, with `changes` ({"trainer.threads": 1, …})."""
-    tree = yaml.safe_load(workload_file().read_text())["run"]
+def run_config(
+    model: Path, folder: Path, changes: Mapping[str, Any], *, agent: str = AGENT, section: str = ""
+) -> Config:
+    """The run of the workload file on `model`, in `folder`, with `changes` ({"trainer.threads": 1, …}).
+
+    `section` of the file goes over its `run`.
+    """
+    sections = yaml.safe_load(workload_file().read_text())
+    tree = sections["run"]
+    for name, settings in sections.get(section, {}).items():
+        tree[name] |= settings
     tree |= {"name": folder.name, "run_dir": str(folder), "model": str(model)}
     tree |= {"agent": agent, "data": {"path": TASKS}}
     for key, value in changes.items():
@@ -123,7 +132,7 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> float:
     """Seconds per batch of the rollout side by itself: groups are taken as soon as a batch is complete.
 
     Nothing is trained. With every batch the engine gets weights as it does from a trainer, the same ones
-    again, so that what was running is recomputed as often.
+    again, in the way that `trainer.publish.pause` says: what was running is recomputed, or waited for.
 
     Raises:
         TrainingError: the batches did not come in time.
@@ -147,7 +156,7 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> float:
             ends = []
             for step in range(1, warm_up + batches + 1):
                 ends.append(_take(store, children, config, step=step))
-                asyncio.run(_swap(endpoints.engine_urls[0], config.model, version=step))
+                asyncio.run(_swap(endpoints.engine_urls[0], config, version=step))
     return (ends[-1] - ends[warm_up - 1]) / batches
 
 
@@ -165,14 +174,10 @@ def _take(store: Store, children: Children, config: Config, *, step: int) -> flo
     return taken
 
 
-async def _swap(url: str, path: str, *, version: int) -> None:
+async def _swap(url: str, config: Config, *, version: int) -> None:
     engine = SGLangEngine(url)
     try:
-        await engine.prepare_weights_from_disk(path)
-        await engine.pause("retract")
-        try:
-            await engine.update_weights_from_disk(path, version)
-        finally:
-            await engine.resume()
+        await engine.prepare_weights_from_disk(config.model)
+        await swap(engine, config.model, version, pause=config.trainer.publish.pause)
     finally:
         await engine.aclose()

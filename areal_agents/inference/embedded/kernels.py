@@ -7,10 +7,10 @@ Invariant: a row's result depends on its own slot only, never on the other rows 
 output element is accumulated over k in one fixed order. Sampling with a seed is therefore reproducible
 whatever else the engine is doing, and a chunked or cached prefill equals a whole one bit for bit.
 
-Layouts: matrices are [in, out]; keys and values are [slot, kv head, tile, head_dim, TILE], TILE positions
-together, so that attention streams through whole contiguous tiles. Tiles that a slot shares with another (a
-common system prompt, copied) are read from that one, where they are in the cache of the CPU already: at 64
-sequences the traffic of keys and values is what costs.
+Layouts: matrices are [in, out]. Keys are [slot, kv head, tile, head_dim, TILE] and values [slot, kv head,
+tile, TILE, head_dim], TILE positions together: scores and weighted sums are products with a tile. Rows are
+taken in blocks, so that a tile is read once for all of a block that share it: a prompt's, and those of many
+slots behind one system prompt.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from areal_agents.inference.embedded.products import product
 
 TILE = 64
 BLOCK = 16  # rows whose attention is computed together
+_FLOAT = 4  # bytes
 _SUM_BLOCK = 256
 _ROUND = np.float32(12582912.0)
 _LOG2_E = np.float32(1.4426950408889634)
@@ -181,34 +182,38 @@ def _attend(
     qkv, slots, positions, prefix_slots, prefix_lengths, keys, values, queries, scores, sums, out,
     heads, kv_heads, head_dim,
 ):  # fmt: skip
-    """Attention of at most BLOCK rows, of each over the positions 0..its own of its slot.
+    """Attention of at most BLOCK rows, each over the positions 0..its own of its slot.
 
-    Tiles that all rows share are read once for all, the others once for the rows of a slot. A weight of zero
-    at positions after a row's own adds nothing.
+    queries, sums: [BLOCK · group · head_dim] work space; scores: [BLOCK · group, T]. Tiles that all rows read
+    at one place are taken once for all of them, the others once for the rows of a slot. A weight of zero at
+    the positions after a row's own adds nothing.
     """
     group = heads // kv_heads
-    width, stride, tile = group * head_dim, scores.shape[1], head_dim * TILE
+    width, stride, size = group * head_dim, scores.shape[1], head_dim * TILE
+    slot_size = keys.shape[1] * keys.shape[2] * size
     query, score, total = queries.ctypes.data, scores.ctypes.data, sums.ctypes.data
+    rows = slots.shape[0] * group
     root, shared = _shared_tiles(slots, positions, prefix_slots, prefix_lengths)
     for kv_head in range(kv_heads):
+        key, value = keys[0, kv_head].ctypes.data, values[0, kv_head].ctypes.data
         for r in range(slots.shape[0]):
             for i in range(width):
                 queries[r * width + i] = qkv[r, kv_head * width + i]
-        key, value = keys[0, kv_head].ctypes.data, values[0, kv_head].ctypes.data
-        slot_stride = keys.shape[1] * keys.shape[2] * tile
-        rows = slots.shape[0] * group
         for i in range(shared):
-            at = 4 * (root * slot_stride + i * tile)
-            product(query, head_dim, key + at, TILE, score + 4 * i * TILE, stride, rows, head_dim, TILE, True)
+            product(
+                query, head_dim, key + _FLOAT * (root * slot_size + i * size), TILE,
+                score + _FLOAT * i * TILE, stride, rows, head_dim, TILE, True,
+            )  # fmt: skip
         begin = 0
         while begin < slots.shape[0]:
             end = _end_of_run(slots, begin)
-            first, rows, length = begin * group, (end - begin) * group, positions[end - 1] + 1
+            first, many, length = begin * group, (end - begin) * group, positions[end - 1] + 1
             for i in range(shared, (length + TILE - 1) // TILE):
                 source = prefix_slots[begin] if i < prefix_lengths[begin] // TILE else slots[begin]
                 product(
-                    query + 4 * first * head_dim, head_dim, key + 4 * (source * slot_stride + i * tile), TILE,
-                    score + 4 * (first * stride + i * TILE), stride, rows, head_dim, TILE, True,
+                    query + _FLOAT * first * head_dim, head_dim,
+                    key + _FLOAT * (source * slot_size + i * size), TILE,
+                    score + _FLOAT * (first * stride + i * TILE), stride, many, head_dim, TILE, True,
                 )  # fmt: skip
             for r in range(begin, end):
                 for q in range(r * group, (r + 1) * group):
@@ -216,22 +221,22 @@ def _attend(
                     for t in range(positions[r] + 1, length):
                         scores[q, t] = np.float32(0.0)
             begin = end
-        rows = slots.shape[0] * group
         for i in range(shared):
-            at = 4 * (root * slot_stride + i * tile)
             product(
-                score + 4 * i * TILE, stride, value + at, head_dim, total, head_dim, rows, TILE, head_dim, i == 0
-            )
+                score + _FLOAT * i * TILE, stride, value + _FLOAT * (root * slot_size + i * size), head_dim,
+                total, head_dim, rows, TILE, head_dim, i == 0,
+            )  # fmt: skip
         begin = 0
         while begin < slots.shape[0]:
             end = _end_of_run(slots, begin)
-            first, rows, length = begin * group, (end - begin) * group, positions[end - 1] + 1
+            first, many, length = begin * group, (end - begin) * group, positions[end - 1] + 1
             for i in range(shared, (length + TILE - 1) // TILE):
                 source = prefix_slots[begin] if i < prefix_lengths[begin] // TILE else slots[begin]
                 product(
-                    score + 4 * (first * stride + i * TILE), stride,
-                    value + 4 * (source * slot_stride + i * tile), head_dim,
-                    total + 4 * first * head_dim, head_dim, rows, min(TILE, length - i * TILE), head_dim, i == 0,
+                    score + _FLOAT * (first * stride + i * TILE), stride,
+                    value + _FLOAT * (source * slot_size + i * size), head_dim,
+                    total + _FLOAT * first * head_dim, head_dim,
+                    many, min(TILE, length - i * TILE), head_dim, i == 0,
                 )  # fmt: skip
             begin = end
         for r in range(slots.shape[0]):
@@ -277,7 +282,8 @@ def forward(
     prefix_slots, prefix_lengths: [N] int32, a slot that holds equal keys and values for the first positions.
     output_rows: [M] rows whose logits [M, V] are wanted.
     keys, values: caches with the layers in front, updated at the rows' positions.
-    x .. activated: work space with N rows; scores: [3, T]. shape: (heads, kv heads, head_dim, head norm?).
+    x .. activated: work space with N rows; queries, scores, sums: see _attend.
+    shape: (heads, kv heads, head_dim, head norm?).
     """
     heads, kv_heads, head_dim, _ = shape
     rows = tokens.shape[0]

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numba
-from llvmlite import ir
+from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 _WORD, _FLOAT = ir.IntType(64), ir.FloatType()
-_WIDE = "avx512f" in (name for name, has in llvmlite.binding.get_host_cpu_features().items() if has)
+_WIDE = binding.get_host_cpu_features().get("avx512f", False)
 _LANES = 16 if _WIDE else 8
-_ROWS = (4, 2, 1)  # of a block of sums, and its vectors: as many as the registers hold beside its inputs
+_ROWS = (4, 2, 1)  # of a block of sums, and its vectors: as many as registers hold beside what goes in
 _VECTORS = (4, 2, 1) if _WIDE else (2, 1)
 
 
@@ -35,7 +34,7 @@ def product(
     _product(a, a_stride, w, w_stride, c, c_stride, rows, depth, width, fresh)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@intrinsic
 def _product(  # noqa: PLR0913
     typing: Any, a: Any, a_stride: Any, w: Any, w_stride: Any, c: Any, c_stride: Any,
     rows: Any, depth: Any, width: Any, fresh: Any,
