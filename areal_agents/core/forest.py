@@ -7,7 +7,9 @@ conversation branches there, as an edit.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -21,6 +23,19 @@ from areal_agents.core.messages import (
     reasoning_conflicts,
 )
 from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """What was found of a conversation's first messages, which a later request is likely to begin with."""
+
+    messages: tuple[Message, ...]
+    tools_id: str
+    digest: bytes
+    last: Turn | None = None  # recognised in them
+    parent: Turn | None = None  # whatever follows goes on from it
+    reached: int = 0  # messages up to its reply
+    edited: Fork | None = None
 
 
 class Forest:
@@ -37,6 +52,9 @@ class Forest:
         self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
         self._after: dict[str, bytes] = {}  # turn id → digest of that and its reply
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
+        self._followed: _Followed | None = None  # all messages but one of the conversation followed last
+        self._end = b""  # digest of that conversation with its last message
+        self._context: tuple[str, TokenIds] | None = None  # of the turn that was asked for last
         for turn in turns:
             self.record(turn)
 
@@ -74,6 +92,8 @@ class Forest:
             known = self._recognised(digest, message, last)
             last = known or last
             digest = extend_prompt(digest, message) if known is None else self._after[known.id]
+        if digest != self._end:  # a turn behind the end makes nothing before it read otherwise
+            self._followed = None
         after = extend_digest(digest, turn.reply)
         self._turns[turn.id] = turn
         self._before[turn.id], self._after[turn.id] = digest, after
@@ -89,11 +109,13 @@ class Forest:
         client names by its handle or its tool-call ids wins, then the latest. A reply whose calls are the
         recorded ones, ids included, is recognised without its text, which some clients drop.
         """
-        parent, reached, edited = None, 0, None
-        last: Turn | None = None
-        digest = empty_history(tools_id)
-        for index, message in enumerate(messages):
-            before = digest
+        known = self._known(messages, tools_id)
+        digest, last, edited = known.digest, known.last, known.edited
+        parent, reached = known.parent, known.reached
+        for index in range(len(known.messages), len(messages)):
+            message, before = messages[index], digest
+            if index == len(messages) - 1:
+                known = _Followed(tuple(messages[:-1]), tools_id, digest, last, parent, reached, edited)
             turn = self._recognised(before, message, last)
             if turn is not None:
                 last, digest = turn, self._after[turn.id]
@@ -103,6 +125,7 @@ class Forest:
             digest = extend_prompt(before, message)
             if message.role == "assistant" and edited is None:
                 edited = self._edited(before, message, index)
+        self._followed, self._end = known, digest
         if parent is not None:
             return Continuation(parent, tuple(messages[reached:]), None)
         return Continuation(None, tuple(messages), edited or self._explain(messages, tools_id, digest))
@@ -130,13 +153,19 @@ class Forest:
         return Trajectory(tuple(reversed(turns)))
 
     def context(self, turn_id: str) -> TokenIds:
-        """[L] all that the model saw and sampled up to the end of a turn."""
+        """[L] all that the model saw and sampled up to the end of a turn; read-only."""
+        known_id, known = self._context or ("", None)
         parts: list[TokenIds] = []
         turn: Turn | None = self._turns[turn_id]
-        while turn is not None:
+        while turn is not None and turn.id != known_id:
             parts += (turn.completion.token_ids, turn.new_prompt_ids)
             turn = self._turns[turn.parent] if turn.parent is not None else None
-        return np.concatenate(parts[::-1])
+        if turn is not None and known is not None:
+            parts.append(known)
+        context = np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+        context.setflags(write=False)
+        self._context = turn_id, context
+        return context
 
     def prompt_ids(self, turn_id: str) -> TokenIds:
         """[P] the whole prompt of a turn, as it was sent to the engine."""
@@ -156,6 +185,22 @@ class Forest:
     def trajectories(self) -> tuple[Trajectory, ...]:
         """One trajectory per leaf."""
         return tuple(self.path(leaf.id) for leaf in self.leaves())
+
+    def _known(self, messages: Sequence[Message], tools_id: str) -> _Followed:
+        """What is known of the beginning of `messages`, perhaps nothing; never of the last of them.
+
+        The proxy reads what an agent replays into the same objects at every call, so that comparing them is
+        cheap. Equal ones would not do: their handles may differ.
+        """
+        known = self._followed
+        if (
+            known is None
+            or known.tools_id != tools_id
+            or len(known.messages) >= len(messages)
+            or not all(map(operator.is_, known.messages, messages))
+        ):
+            return _Followed((), tools_id, empty_history(tools_id))
+        return known
 
     def _recognised(self, before: bytes, message: Message, last: Turn | None) -> Turn | None:
         """The turn whose reply a message is, after the conversation with digest `before`.

@@ -105,6 +105,27 @@ def test_any_conversation_goes_on_from_its_longest_recorded_history(
     check(forest, messages, tools_id, forest.continuation(messages, tools_id))
 
 
+@STEADY
+@given(st.data())
+def test_what_a_forest_remembers_of_a_conversation_changes_nothing(data: st.DataObject) -> None:
+    forest, open_ends, asked = Forest(), [[Message("user", "p")]], []
+    for index in range(data.draw(st.integers(1, 16))):
+        if asked and data.draw(st.booleans()):  # an answer, perhaps after others have asked
+            messages, found = data.draw(st.sampled_from(asked))
+            answer = Message("assistant", "x", reasoning=data.draw(st.sampled_from(["", "hm"])))
+            forest.record(make_turn(index, found.parent, list(found.new_messages), answer, ""))
+            asked_for = data.draw(st.sampled_from(forest.turns)).id
+            assert forest.context(asked_for).tolist() == Forest(forest.turns).context(asked_for).tolist()
+            open_ends.append([*messages, answer, Message("user", "p")])
+            continue
+        messages = data.draw(st.sampled_from(open_ends))  # the same objects again, as the proxy has them
+        found = forest.continuation(messages)
+        fresh = Forest(forest.turns).continuation(messages)
+        assert found.fork == fresh.fork and found.new_messages == fresh.new_messages
+        assert (found.parent and found.parent.id) == (fresh.parent and fresh.parent.id)
+        asked.append((messages, found))
+
+
 def re_serialised(message: Message, how: str) -> Message:
     """A reply as some client sends it back."""
     fields: dict[str, Any] = {

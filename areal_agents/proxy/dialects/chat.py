@@ -12,6 +12,7 @@ from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
 from areal_agents.proxy.dialects.building import COMMENT, openai_error
 from areal_agents.proxy.dialects.chat_answers import ChatStream, chat_answer
+from areal_agents.proxy.dialects.memo import Group
 from areal_agents.proxy.dialects.reading import refuse
 from areal_agents.proxy.request import CallPolicy, CompletedTurn, ModelRequest, SamplingWish
 from areal_agents.rendering import Tokenizer
@@ -181,7 +182,7 @@ def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
     """
     history = context.memo.known(raw)
     groups = history.groups
-    unanswered = _unanswered([message for (message,) in groups])
+    unanswered = _unanswered(groups)
     for index in range(len(groups), len(raw)):
         item = raw[index]
         if not isinstance(item, dict):
@@ -195,10 +196,10 @@ def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
     return tuple([message for (message,) in groups])
 
 
-def _unanswered(messages: list[Message]) -> dict[str, str]:
+def _unanswered(groups: list[Group]) -> dict[str, str]:
     """The calls of the last reply that no tool message has answered: call id → tool name, in their order."""
     answered = set()
-    for message in reversed(messages):
+    for (message,) in reversed(groups):
         if message.role == "assistant":
             return {call.id: call.name for call in message.tool_calls if call.id not in answered}
         answered.add(message.tool_call_id)
