@@ -54,7 +54,6 @@ class Forest:
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
         self._followed: _Followed | None = None  # all messages but one of the conversation followed last
         self._end = b""  # digest of that conversation with its last message
-        self._context: tuple[str, TokenIds] | None = None  # of the turn that was asked for last
         for turn in turns:
             self.record(turn)
 
@@ -153,19 +152,13 @@ class Forest:
         return Trajectory(tuple(reversed(turns)))
 
     def context(self, turn_id: str) -> TokenIds:
-        """[L] all that the model saw and sampled up to the end of a turn; read-only."""
-        known_id, known = self._context or ("", None)
+        """[L] all that the model saw and sampled up to the end of a turn."""
         parts: list[TokenIds] = []
         turn: Turn | None = self._turns[turn_id]
-        while turn is not None and turn.id != known_id:
+        while turn is not None:
             parts += (turn.completion.token_ids, turn.new_prompt_ids)
             turn = self._turns[turn.parent] if turn.parent is not None else None
-        if turn is not None and known is not None:
-            parts.append(known)
-        context = np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
-        context.setflags(write=False)
-        self._context = turn_id, context
-        return context
+        return np.concatenate(parts[::-1])
 
     def prompt_ids(self, turn_id: str) -> TokenIds:
         """[P] the whole prompt of a turn, as it was sent to the engine."""
