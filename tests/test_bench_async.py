@@ -133,8 +133,8 @@ def test_what_is_reported_follows_from_what_was_measured(
         step_s = 2.5 if staleness else 6.0
         return Measured(step_s, 2.0, 0.1, 0.2, 100.0, 0.01, 3.5, 4, 0)
 
-    def rollouts(config: Config, **_: Any) -> float:
-        return 3.0 if config.trainer.publish.pause == "drain" else 2.0
+    def rollouts(config: Config, **_: Any) -> tuple[float, int]:
+        return (3.0 if config.trainer.publish.pause == "drain" else 2.0), 1
 
     monkeypatch.setattr(bench, "_loop", loop)
     monkeypatch.setattr("areal_agents.bench.asynchrony.measure_rollout", rollouts)
@@ -145,6 +145,7 @@ def test_what_is_reported_follows_from_what_was_measured(
     assert measured["speedup_over_sync"] == 2.4
     assert (measured["bound"], measured["bound_reached"]) == (3.0, 0.8)
     assert measured["interrupt_gain"] == 1.5
+    assert measured["lost"] == 5  # one of each run of the rollout side
     assert (measured["trainer_idle"], measured["rollout_idle"]) == (0.1, 0.2)
     keys = {"speedup_over_sync", "interrupt_gain", "pause_over_floor", "trainer_idle", "rollout_idle"}
     assert {*keys, "store_turns_per_s", "lost"} <= measured.keys()

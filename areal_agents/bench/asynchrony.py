@@ -31,6 +31,7 @@ from areal_agents.bench.asynchrony_loop import (
 from areal_agents.bench.asynchrony_model import endless_model, other_weights, random_model
 from areal_agents.bench.asynchrony_pause import measure_pause
 from areal_agents.bench.store import TURNS, measure_store
+from areal_agents.config import Config
 
 STALENESS = 4
 SYNC_WARM_UP = 1
@@ -70,8 +71,8 @@ class Counts:
         sync, asynchronous: counted steps of the runs that are measured; batches: of the rollout side alone.
         filling: steps before the queue of an asynchronous run is full; two rounds of the gate or more.
         long_answers: counted batches of each pause mode, in each of two rounds.
-        sync_layouts, async_layouts: that are tried; there is a synchronous one with the trainer's threads of
-            every asynchronous one.
+        sync_layouts, async_layouts: that are tried, the asynchronous by growing concurrency; there is a
+            synchronous one with the trainer's threads of every asynchronous one.
         megabytes, swaps: of the model whose engine is paused.
         turns: committed to the store.
         changes: to the configuration of every run.
@@ -196,8 +197,7 @@ class Bench:
             config = run_config(
                 self._model, self._folder(), changes, agent=self._counts.long_agent, section="long_run"
             )
-            batch_s = measure_rollout(config, batches=self._counts.long_answers, warm_up=self._counts.filling)
-            spent[mode] += batch_s / rounds.count(mode)
+            spent[mode] += self._alone(config, self._counts.long_answers) / rounds.count(mode)
         gain = spent["drain"] / spent["retract"]
         self._say(
             f"long answers: {spent['retract']:.3f} s a batch interrupted at a swap, {spent['drain']:.3f} s "
@@ -254,7 +254,13 @@ class Bench:
                 "rollout.max_staleness": STALENESS, **layout.changes(), **self._counts.changes,
             }, agent=self._counts.agent,
         )  # fmt: skip
-        return measure_rollout(config, batches=self._counts.batches, warm_up=self._counts.filling)
+        return self._alone(config, self._counts.batches)
+
+    def _alone(self, config: Config, batches: int) -> float:
+        """Seconds per batch of the rollout side alone."""
+        batch_s, failed = measure_rollout(config, batches=batches, warm_up=self._counts.filling)
+        self._lost += failed
+        return batch_s
 
     def _folder(self) -> Path:
         self._runs += 1

@@ -73,7 +73,7 @@ def run_config(
     """
     sections = yaml.safe_load(workload_file().read_text())
     tree = sections["run"]
-    for name, settings in sections.get(section, {}).items():
+    for name, settings in (sections[section] if section else {}).items():
         tree[name] |= settings
     tree |= {"name": folder.name, "run_dir": str(folder), "model": str(model)}
     tree |= {"agent": agent, "data": {"path": TASKS}}
@@ -128,8 +128,10 @@ def steady(rows: Sequence[Mapping[str, Any]], *, warm_up: int, failed: int) -> M
     )
 
 
-def measure_rollout(config: Config, *, batches: int, warm_up: int) -> float:
-    """Seconds per batch of the rollout side by itself: groups are taken as soon as a batch is complete.
+def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[float, int]:
+    """Seconds per batch of the rollout side by itself, and how many episodes failed.
+
+    Groups are taken as soon as a batch is complete.
 
     Nothing is trained. With every batch the engine gets weights as it does from a trainer, the same ones
     again, in the way that `trainer.publish.pause` says: what was running is recomputed, or waited for.
@@ -157,7 +159,8 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> float:
             for step in range(1, warm_up + batches + 1):
                 ends.append(_take(store, children, config, step=step))
                 asyncio.run(_swap(endpoints.engine_urls[0], config, version=step))
-    return (ends[-1] - ends[warm_up - 1]) / batches
+            failed = len(store.episodes(split="train", status="failed"))
+    return (ends[-1] - ends[warm_up - 1]) / batches, failed
 
 
 def _take(store: Store, children: Children, config: Config, *, step: int) -> float:

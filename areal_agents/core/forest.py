@@ -91,7 +91,7 @@ class Forest:
             known = self._recognised(digest, message, last)
             last = known or last
             digest = extend_prompt(digest, message) if known is None else self._after[known.id]
-        if digest != self._end:  # a turn behind the end makes nothing before it read otherwise
+        if digest != self._end:  # a turn behind the end, with calls of its own, changes nothing before it
             self._followed = None
         after = extend_digest(digest, turn.reply)
         self._turns[turn.id] = turn

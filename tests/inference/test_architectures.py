@@ -13,9 +13,10 @@ import torch
 from inference_support import MAX_CONTEXT, load_reference, prompt_of
 from safetensors.torch import load_file, save_file
 
-from areal_agents.core.completion import TokenIds
+from areal_agents.core.completion import TokenIds, as_token_ids
 from areal_agents.errors import ConfigError
 from areal_agents.inference import EmbeddedEngineConfig
+from areal_agents.inference.embedded import kernels
 from areal_agents.inference.embedded.architecture import read_architecture
 from areal_agents.inference.embedded.checksum import hash_weights
 from areal_agents.inference.embedded.numba_runner import NumbaRunner
@@ -116,6 +117,31 @@ def test_a_row_is_bitwise_the_same_alone_chunked_copied_and_on_two_threads(model
     together = runner.forward(rows_of((2, 60, ids[60:]), (1, 63, other), (0, 60, ids[60:]))).numpy()
     assert np.array_equal(together[0], whole)
     assert np.array_equal(together[-1], whole)
+
+
+def test_a_token_without_finite_values_spoils_nothing_before_it(model_folder: Path) -> None:
+    """Rows of one slot are computed together; what comes after a row has no part in it."""
+    ids = prompt_of(80, seed=5)
+    broken = int(np.setdiff1d(np.arange(8, 200), ids)[0])
+    sound = make_runner("numba", model_folder).forward(rows_of((0, 0, ids))).numpy().copy()
+    runner = make_runner("numba", model_folder)
+    assert isinstance(runner, NumbaRunner)
+    embedding, *others = runner._weights
+    embedding = embedding.copy()
+    embedding[broken] = np.inf
+    runner._weights = (embedding, *others)
+    logits = runner.forward(rows_of((0, 0, as_token_ids([*ids, broken])))).numpy()
+    assert np.array_equal(logits[:80], sound)
+    assert not np.isfinite(logits[80]).any()
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000])
+def test_a_draw_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> None:
+    logits = np.zeros((1, 50), np.float32)
+    logits.view(np.uint32)[0, 7] = bits
+    tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
+    kernels.draw(logits, np.ones(1, np.float32), np.array([0.5]), tokens, logprobs, np.zeros(50, np.float32))
+    assert np.isnan(logprobs[0])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ _ROUND = np.float32(12582912.0)
 _LOG2_E = np.float32(1.4426950408889634)
 _LN2_HIGH = np.float32(0.693359375)
 _LN2_LOW = np.float32(-2.12194440e-4)
-_LOWEST = np.int32(-(2**31))
+_LOWEST, _MAGNITUDE, _INFINITE = np.int32(-(2**31)), np.int32(0x7FFFFFFF), np.int32(0x7F800000)
 _EXP_MIN = np.float32(-87.0)
 _EXP_MAX = np.float32(88.0)
 
@@ -112,16 +112,20 @@ def _maximum(x, length):
 
     Compared as integers of the same order, since only of integers a maximum is taken in vectors.
     """
-    best = _LOWEST
+    best, farthest = _LOWEST, np.int32(0)
     for t in range(length):
-        best = max(best, _in_order(np.float32(x[t]).view(np.int32)))
+        bits = np.float32(x[t]).view(np.int32)
+        best = max(best, _in_order(bits))
+        farthest = max(farthest, np.int32(bits & _MAGNITUDE))
+    if farthest > _INFINITE:
+        return np.float32(np.nan)
     return np.int32(_in_order(best)).view(np.float32)
 
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _in_order(bits):
     """The bits of a float32 as an integer that compares as it does; of such an integer, the bits."""
-    return np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+    return np.int32(bits ^ ((bits >> np.int32(31)) & _MAGNITUDE))
 
 
 @_exact
@@ -185,8 +189,8 @@ def _attend(
     """Attention of at most BLOCK rows, each over the positions 0..its own of its slot.
 
     queries, sums: [BLOCK · group · head_dim] work space; scores: [BLOCK · group, T]. Tiles that all rows read
-    at one place are taken once for all of them, the others once for the rows of a slot. A weight of zero at
-    the positions after a row's own adds nothing.
+    at one place are taken once for all of them, the others once for the rows of a slot, and values behind the
+    first of these rows by each of them: no row takes in what comes after it, not even times zero.
     """
     group = heads // kv_heads
     width, stride, size = group * head_dim, scores.shape[1], head_dim * TILE
@@ -218,8 +222,6 @@ def _attend(
             for r in range(begin, end):
                 for q in range(r * group, (r + 1) * group):
                     _softmax(scores[q], positions[r] + 1)
-                    for t in range(positions[r] + 1, length):
-                        scores[q, t] = np.float32(0.0)
             begin = end
         for i in range(shared):
             product(
@@ -229,15 +231,27 @@ def _attend(
         begin = 0
         while begin < slots.shape[0]:
             end = _end_of_run(slots, begin)
-            first, many, length = begin * group, (end - begin) * group, positions[end - 1] + 1
-            for i in range(shared, (length + TILE - 1) // TILE):
+            first, many, common = begin * group, (end - begin) * group, positions[begin] + 1
+            for i in range(shared, (common + TILE - 1) // TILE):
                 source = prefix_slots[begin] if i < prefix_lengths[begin] // TILE else slots[begin]
                 product(
                     score + _FLOAT * (first * stride + i * TILE), stride,
                     value + _FLOAT * (source * slot_size + i * size), head_dim,
                     total + _FLOAT * first * head_dim, head_dim,
-                    many, min(TILE, length - i * TILE), head_dim, i == 0,
+                    many, min(TILE, common - i * TILE), head_dim, i == 0,
                 )  # fmt: skip
+            for r in range(begin + 1, end):
+                at = common
+                while at <= positions[r]:
+                    i = at // TILE
+                    until = min((i + 1) * TILE, positions[r] + 1)
+                    place = slots[r] * slot_size + i * size + (at - i * TILE) * head_dim
+                    product(
+                        score + _FLOAT * (r * group * stride + at), stride, value + _FLOAT * place, head_dim,
+                        total + _FLOAT * r * group * head_dim, head_dim,
+                        group, until - at, head_dim, False,
+                    )  # fmt: skip
+                    at = until
             begin = end
         for r in range(slots.shape[0]):
             for i in range(width):

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agents.errors import ConfigError
 from areal_agents.inference.embedded import kernels
 from areal_agents.inference.embedded.architecture import Architecture
 from areal_agents.inference.embedded.runner import Int32, Rows
@@ -34,11 +33,6 @@ class NumbaRunner:
     def __init__(
         self, arch: Architecture, *, slots: int, max_context: int, max_rows: int, threads: int
     ) -> None:
-        for name in ("hidden", "head_dim", "feed_forward"):
-            if getattr(arch, name) % 8:
-                raise ConfigError(
-                    f"engine.kernel: numba needs {name} divisible by 8, got {getattr(arch, name)}"
-                )
         self._arch = arch
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads - 1, "engine-rows") if threads > 1 else None

@@ -3,6 +3,8 @@
 An element of the result is one chain of fused multiply-adds over k, whatever rows share the call: a row's
 result does not depend on the others. Compilers do not keep a block of sums in registers by themselves, which
 is worth a factor of two, so the inner loops are written as LLVM's vector instructions.
+
+numba keeps the compiled code of kernels.py until that file is written again: touch it with every change here.
 """
 
 from __future__ import annotations

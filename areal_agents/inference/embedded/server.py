@@ -146,7 +146,7 @@ def make_runner(
     """numba for float32 on a CPU, where it is installed and the sizes fit; torch otherwise. It is logged."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
-    if _use_numba(config, arch):
+    if _use_numba(config):
         try:
             from areal_agents.inference.embedded.numba_runner import NumbaRunner
         except RuntimeError as error:  # numba finds no folder for its compiled code
@@ -169,7 +169,7 @@ def make_runner(
     )
 
 
-def _use_numba(config: EmbeddedEngineConfig, arch: Architecture) -> bool:
+def _use_numba(config: EmbeddedEngineConfig) -> bool:
     if config.kernel == "torch" or config.device != "cpu" or config.dtype != "float32":
         return False
     try:
@@ -180,9 +180,6 @@ def _use_numba(config: EmbeddedEngineConfig, arch: Architecture) -> bool:
                 "engine.kernel: numba is not installed; install it or use kernel=torch"
             ) from error
         logger.warning("numba is not installed: decoding with torch, several times slower on small models")
-        return False
-    if config.kernel == "auto" and any(n % 8 for n in (arch.hidden, arch.head_dim, arch.feed_forward)):
-        logger.warning("numba needs sizes divisible by 8: decoding with torch")
         return False
     return True
 
