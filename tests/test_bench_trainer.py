@@ -35,6 +35,7 @@ KEYS = {
 }
 
 
+@pytest.mark.slow
 def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("trl")
     figures = run(json=True, threads=1, counts=TINY)

@@ -1,7 +1,7 @@
 """Every preset on the quick-start task, by the command that a user gives.
 
-Three run each time, which have nearly every part between them: a critic, refilled groups with several
-minibatches, and pairs. All the others are `slow`.
+Two run each time, which have nearly every part between them: a critic, and refilled groups with several
+minibatches. All the others are `slow`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL = [
     "eval.episodes=2",
     "eval.every=null",
 ]
-EACH_TIME = ("ppo", "dapo", "dpo")
+EACH_TIME = ("ppo", "dapo")
 
 
 def train(name: str, run_dir: Path) -> RunFolder:
