@@ -45,10 +45,12 @@ test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 
 check: static test ## Lint, type-check and test.
 
-bench: setup litellm ## Measure the engine, the trainer and the proxy on this machine.
+bench: setup litellm ## Run every benchmark on this machine (about half an hour).
 	$(BIN)/areal-agents bench engine --json
 	$(BIN)/areal-agents bench trainer --json
 	$(BIN)/areal-agents bench proxy --json
+	$(BIN)/areal-agents bench store --json
+	$(BIN)/areal-agents bench async --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 

@@ -260,10 +260,9 @@ class SGLangEngine(SGLangControl):
             self._vocab_size = (await self.model_info()).vocab_size
         if not len(input_ids):
             raise EngineRejected("input_ids is empty")
-        # In one pass: as an unsigned number, a negative id is above every vocabulary.
-        if np.asarray(input_ids, np.int32).view(np.uint32).max() >= self._vocab_size:
-            low = int(np.min(input_ids))
-            wrong = low if low < 0 else int(np.max(input_ids))
+        low, high = int(np.min(input_ids)), int(np.max(input_ids))
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
             raise EngineRejected(f"token id {wrong} is outside the engine's vocabulary of {self._vocab_size}")
 
 

@@ -37,7 +37,7 @@ def product(
 
 
 @intrinsic
-def _product(  # noqa: PLR0913
+def _product(
     typing: Any, a: Any, a_stride: Any, w: Any, w_stride: Any, c: Any, c_stride: Any,
     rows: Any, depth: Any, width: Any, fresh: Any,
 ) -> tuple[Any, Callable[..., Any]]:  # fmt: skip
@@ -88,7 +88,7 @@ class _Block:
     def __init__(self, builder: ir.IRBuilder, height: int, vectors: int, lanes: int) -> None:
         self._builder, self._lanes = builder, lanes
         self._kind = ir.VectorType(_FLOAT, lanes)
-        self._height, self._vectors = height, vectors
+        self._vectors = vectors
         self._sums = [
             [cgutils.alloca_once(builder, self._kind) for _ in range(vectors)] for _ in range(height)
         ]

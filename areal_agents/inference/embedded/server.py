@@ -143,7 +143,7 @@ def _cache_bytes(config: EmbeddedEngineConfig, arch: Architecture, max_context: 
 def make_runner(
     config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int
 ) -> Runner:
-    """numba for float32 on a CPU, where it is installed and the sizes fit; torch otherwise. It is logged."""
+    """numba for float32 on a CPU, where it is installed; torch otherwise. It is logged."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
     if _use_numba(config):
