@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def test_a_run_is_measured(bench: Bench) -> None:
 
 @pytest.mark.slow
 def test_the_rollout_side_is_measured_alone(bench: Bench) -> None:
-    assert bench._rollout(LAYOUT) > 0
+    assert bench._rollout_s("in_place", LAYOUT, 2) > 0
 
 
 def test_what_is_reported_follows_from_what_was_measured(
@@ -134,8 +135,10 @@ def test_what_is_reported_follows_from_what_was_measured(
         return Measured(step_s, 2.0, 0.1, 0.2, 100.0, 0.01, 3.5, 4, 0)
 
     def rollouts(config: Config, **_: Any) -> tuple[float, int]:
-        return (3.0 if config.trainer.publish.pause == "drain" else 2.0), 1
+        in_place = 1.5 if config.agent == "long" else 1.0
+        return {"retract": 2.0, "in_place": in_place, "drain": 3.0}[config.trainer.publish.pause], 1
 
+    bench._counts = replace(bench._counts, long_agent="long")
     monkeypatch.setattr(bench, "_loop", loop)
     monkeypatch.setattr("areal_agents.bench.asynchrony.measure_rollout", rollouts)
     monkeypatch.setattr(bench, "_pause", lambda: {"pause_over_floor": 0.5})
@@ -144,8 +147,9 @@ def test_what_is_reported_follows_from_what_was_measured(
     measured = bench.measure()
     assert measured["speedup_over_sync"] == 2.4
     assert (measured["bound"], measured["bound_reached"]) == (3.0, 0.8)
-    assert measured["interrupt_gain"] == 1.5
-    assert measured["lost"] == 5  # one of each run of the rollout side
+    assert (measured["interrupt_gain"], measured["interrupt_gain_in_place"]) == (1.5, 2.0)
+    assert (measured["interrupt_gain_workload"], measured["interrupt_gain_workload_in_place"]) == (1.5, 3.0)
+    assert measured["lost"] == 9  # one of each run of the rollout side: 3 of the workload, 6 of long answers
     assert (measured["trainer_idle"], measured["rollout_idle"]) == (0.1, 0.2)
     keys = {"speedup_over_sync", "interrupt_gain", "pause_over_floor", "trainer_idle", "rollout_idle"}
     assert {*keys, "store_turns_per_s", "lost"} <= measured.keys()

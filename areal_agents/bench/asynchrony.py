@@ -31,9 +31,9 @@ from areal_agents.bench.asynchrony_loop import (
 from areal_agents.bench.asynchrony_model import endless_model, other_weights, random_model
 from areal_agents.bench.asynchrony_pause import measure_pause
 from areal_agents.bench.store import TURNS, measure_store
-from areal_agents.config import Config
 
 STALENESS = 4
+INTERRUPTIONS = ("retract", "in_place", "drain")  # how a swap meets what is running
 SYNC_WARM_UP = 1
 
 
@@ -137,16 +137,16 @@ class Bench:
 
     def measure(self) -> dict[str, Any]:
         """Everything."""
-        figures = self._speed()
-        figures |= self._interruption()
+        figures, layout = self._speed()
+        figures |= self._interruption(figures["rollout_alone_s"], layout)
         figures |= self._pause()
         store = measure_store(turns=self._counts.turns)
         figures |= {"store_turns_per_s": store.turns_per_s, "store_commit_p50_ms": store.commit_p50_ms}
         figures |= {"store_commit_p99_ms": store.commit_p99_ms, "lost": self._lost}
         return figures
 
-    def _speed(self) -> dict[str, Any]:
-        """Asynchronous against synchronous, and against what it could reach."""
+    def _speed(self) -> tuple[dict[str, Any], Layout]:
+        """Asynchronous against synchronous, and against what it could reach; the layout it did so in."""
         counts = self._counts
         tried = {layout: self._loop(0, layout, counts.tried[0]) for layout in counts.sync_layouts}
         sync_layout = min(tried, key=lambda layout: tried[layout].step_s)
@@ -155,7 +155,7 @@ class Bench:
         fastest = min(run.step_s for run in found.values())
         layout = next(layout for layout, run in found.items() if run.step_s <= AS_FAST * fastest)
         quickest = self._loop(STALENESS, layout, counts.asynchronous)
-        rollout_s = self._rollout(layout)
+        rollout_s = self._rollout_s("retract", layout, counts.batches)
         # The batches that were counted differ in size: times are for the tokens of an asynchronous one.
         sync_s = sync.step_s * quickest.tokens / sync.tokens
         # In a synchronous run the engine rests while the trainer works.
@@ -168,7 +168,7 @@ class Bench:
             f"{quickest.step_s:.2f} s a step: {speedup:.2f}×, T_sync / max(R, U) = {bound:.2f}, of which "
             f"{speedup / bound:.0%} is reached"
         )
-        return {
+        figures = {
             "speedup_over_sync": round(speedup, 3),
             "bound": round(bound, 3),
             "bound_reached": round(speedup / bound, 3),
@@ -183,31 +183,33 @@ class Bench:
             "staleness_mean": round(quickest.staleness, 2),
             "staleness_max": quickest.staleness_max,
         }
+        return figures, layout
 
-    def _interruption(self) -> dict[str, Any]:
-        """Batches of long answers per second with a swap after each: interrupted by it, or waited for."""
-        spent = {"retract": 0.0, "drain": 0.0}
-        rounds = ("retract", "drain", "drain", "retract")
-        for mode in rounds:
-            changes = {
-                "rollout.max_staleness": STALENESS,
-                "trainer.publish.pause": mode,
-                **self._counts.changes,
-            }
-            config = run_config(
-                self._model, self._folder(), changes, agent=self._counts.long_agent, section="long_run"
+    def _interruption(self, rollout_s: float, layout: Layout) -> dict[str, Any]:
+        """Seconds a batch of the rollout side alone, with a swap after each, by how it meets what is running.
+
+        Of long answers, each mode the mean of two runs, and of the main workload, one run each; there
+        `rollout_s` is what retract takes in `layout`.
+        """
+        long = dict.fromkeys(INTERRUPTIONS, 0.0)
+        for mode in (*INTERRUPTIONS, *reversed(INTERRUPTIONS)):
+            long[mode] += self._rollout_s(mode, None, self._counts.long_answers) / 2
+        main = {"retract": rollout_s}
+        for mode in INTERRUPTIONS[1:]:
+            main[mode] = self._rollout_s(mode, layout, self._counts.batches)
+        for name, spent in (("long answers", long), ("the workload", main)):
+            self._say(
+                f"{name}: {spent['drain']:.3f} s a batch where a swap waits for what runs; interrupted "
+                f"{spent['retract']:.3f} s ({spent['drain'] / spent['retract']:.2f}×) with keys and values "
+                f"recomputed, {spent['in_place']:.3f} s ({spent['drain'] / spent['in_place']:.2f}×) with them "
+                "kept"
             )
-            spent[mode] += self._alone(config, self._counts.long_answers) / rounds.count(mode)
-        gain = spent["drain"] / spent["retract"]
-        self._say(
-            f"long answers: {spent['retract']:.3f} s a batch interrupted at a swap, {spent['drain']:.3f} s "
-            f"where the swap waits for them: {gain:.2f}×"
-        )
         return {
-            "interrupt_gain": round(gain, 3),
-            "interrupted_batch_s": round(spent["retract"], 3),
-            "drained_batch_s": round(spent["drain"], 3),
-        }
+            "interrupt_gain": round(long["drain"] / long["retract"], 3),
+            "interrupt_gain_in_place": round(long["drain"] / long["in_place"], 3),
+            "interrupt_gain_workload": round(main["drain"] / main["retract"], 3),
+            "interrupt_gain_workload_in_place": round(main["drain"] / main["in_place"], 3),
+        } | {f"long_{mode}_batch_s": round(seconds, 3) for mode, seconds in long.items()}
 
     def _pause(self) -> dict[str, Any]:
         large = random_model(self._scratch / "large", megabytes=self._counts.megabytes)
@@ -248,16 +250,16 @@ class Bench:
         )
         return found
 
-    def _rollout(self, layout: Layout) -> float:
-        config = run_config(
-            self._model, self._folder(), {
-                "rollout.max_staleness": STALENESS, **layout.changes(), **self._counts.changes,
-            }, agent=self._counts.agent,
-        )  # fmt: skip
-        return self._alone(config, self._counts.batches)
-
-    def _alone(self, config: Config, batches: int) -> float:
-        """Seconds per batch of the rollout side alone."""
+    def _rollout_s(self, mode: str, layout: Layout | None, batches: int) -> float:
+        """Seconds per batch of the rollout side alone, swapped by `mode`; without a layout: long answers."""
+        changes = {
+            "rollout.max_staleness": STALENESS,
+            "trainer.publish.pause": mode,
+            **(layout.changes() if layout else {}),
+            **self._counts.changes,
+        }
+        agent, section = (self._counts.agent, "") if layout else (self._counts.long_agent, "long_run")
+        config = run_config(self._model, self._folder(), changes, agent=agent, section=section)
         batch_s, failed = measure_rollout(config, batches=batches, warm_up=self._counts.filling)
         self._lost += failed
         return batch_s
