@@ -200,8 +200,8 @@ class Bench:
         for name, spent in (("long answers", long), ("the workload", main)):
             self._say(
                 f"{name}: {spent['drain']:.3f} s a batch where a swap waits for what runs; interrupted "
-                f"{spent['retract']:.3f} s ({spent['drain'] / spent['retract']:.2f}×) with keys and values "
-                f"recomputed, {spent['in_place']:.3f} s ({spent['drain'] / spent['in_place']:.2f}×) with them "
+                f"{spent['retract']:.3f} s ({spent['drain'] / spent['retract']:.2f}×) with keys and "
+                f"values recomputed, {spent['in_place']:.3f} s ({spent['drain'] / spent['in_place']:.2f}×) with them "
                 "kept"
             )
         return {
