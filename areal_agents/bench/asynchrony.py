@@ -198,11 +198,11 @@ class Bench:
         for mode in INTERRUPTIONS[1:]:
             main[mode] = self._rollout_s(mode, layout, self._counts.batches)
         for name, spent in (("long answers", long), ("the workload", main)):
+            gain = {mode: spent["drain"] / spent[mode] for mode in INTERRUPTIONS}
             self._say(
                 f"{name}: {spent['drain']:.3f} s a batch where a swap waits for what runs; interrupted "
-                f"{spent['retract']:.3f} s ({spent['drain'] / spent['retract']:.2f}×) with keys and "
-                f"values recomputed, {spent['in_place']:.3f} s ({spent['drain'] / spent['in_place']:.2f}×) with them "
-                "kept"
+                f"{spent['retract']:.3f} s ({gain['retract']:.2f}×) with keys and values recomputed, "
+                f"{spent['in_place']:.3f} s ({gain['in_place']:.2f}×) with them kept"
             )
         return {
             "interrupt_gain": round(long["drain"] / long["retract"], 3),
