@@ -24,6 +24,7 @@ from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_la
 from areal_agents.inference.sglang_control import SGLangControl
 from areal_agents.inference.transport import HttpTransport
 from areal_agents.inference.wire import (
+    Bounds,
     StreamedCompletion,
     as_object,
     completion_from_wire,
@@ -96,7 +97,7 @@ class SGLangEngine(SGLangControl):
         affinity: str = "",
     ) -> Completion:
         """See Engine.generate."""
-        await self._check_ids(input_ids)
+        bounds = Bounds(await self._check_ids(input_ids), sampling.max_new_tokens)
         body = {
             "rid": rid + RID_END,
             "input_ids": np.ascontiguousarray(input_ids),
@@ -111,15 +112,15 @@ class SGLangEngine(SGLangControl):
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
         if self._adapters:
-            return await self._generate_with_adapter(body, on_tokens, routing)
-        return await self._generate(body, on_tokens, routing)
+            return await self._generate_with_adapter(body, on_tokens, routing, bounds)
+        return await self._generate(body, on_tokens, routing, bounds)
 
     async def _generate(
-        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, bounds: Bounds
     ) -> Completion:
         try:
             if on_tokens is not None:
-                return await self._generate_streamed(body, on_tokens, routing)
+                return await self._generate_streamed(body, on_tokens, routing, bounds)
             answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
         except (EngineRejected, EngineUnavailable):
             raise
@@ -129,34 +130,39 @@ class SGLangEngine(SGLangControl):
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
             raise
-        completion = completion_from_wire(answer, routing)
+        completion = completion_from_wire(answer, routing, bounds)
         self._heard(answer["meta_info"].get("weight_version"))
         return completion
 
     async def _generate_with_adapter(
-        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, bounds: Bounds
     ) -> Completion:
         """Under the adapter of the version served; its tokens are of that version, whatever is answered."""
         # Asked each time: what was heard last may be older than what the next batch must be drawn by.
         version = (await self.model_info()).version
         try:
-            return await self._generate_under(version, body, on_tokens, routing)
+            return await self._generate_under(version, body, on_tokens, routing, bounds)
         except EngineRejected:
             # The adapter may be gone: versions have gone on, or the server was started again.
             now = (await self.model_info()).version
             if now == version:
                 raise
-            return await self._generate_under(now, body, on_tokens, routing)
+            return await self._generate_under(now, body, on_tokens, routing, bounds)
 
     async def _generate_under(
-        self, version: int, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None
+        self,
+        version: int,
+        body: Any,
+        on_tokens: OnTokens | None,
+        routing: RoutingAsked | None,
+        bounds: Bounds,
     ) -> Completion:
         def labelled(chunk: TokenChunk) -> None:
             assert on_tokens is not None
             on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
 
         named = {**body, "lora_path": adapter_name(version)} if version else body
-        completion = await self._generate(named, labelled if on_tokens is not None else None, routing)
+        completion = await self._generate(named, labelled if on_tokens is not None else None, routing, bounds)
         return replace(completion, versions=np.full(len(completion), version, np.int32))
 
     def _heard(self, weight_version: object) -> None:
@@ -215,9 +221,9 @@ class SGLangEngine(SGLangControl):
         await super().aclose()
 
     async def _generate_streamed(
-        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None
+        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None, bounds: Bounds
     ) -> Completion:
-        whole = StreamedCompletion(self._served)
+        whole = StreamedCompletion(self._served, bounds)
         async with aclosing(
             self._http.events("/generate", body, timeout_s=self._request_timeout_s)
         ) as batches:
@@ -255,7 +261,8 @@ class SGLangEngine(SGLangControl):
     async def _server_info(self) -> dict[str, Any]:
         return as_object(await self._call("GET", "/server_info"), "/server_info")
 
-    async def _check_ids(self, input_ids: TokenIds) -> None:
+    async def _check_ids(self, input_ids: TokenIds) -> int:
+        """The size of the vocabulary. EngineRejected for ids outside it, and for none at all."""
         if self._vocab_size is None:
             self._vocab_size = (await self.model_info()).vocab_size
         if not len(input_ids):
@@ -264,6 +271,7 @@ class SGLangEngine(SGLangControl):
         if low < 0 or high >= self._vocab_size:
             wrong = low if low < 0 else high
             raise EngineRejected(f"token id {wrong} is outside the engine's vocabulary of {self._vocab_size}")
+        return self._vocab_size
 
 
 def _local_config(path: str) -> dict[str, Any]:

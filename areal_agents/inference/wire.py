@@ -6,6 +6,7 @@ Invariant: whatever the form, an answer becomes a Completion only if its ids, lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,24 @@ MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 _FAILED = (400, 500, 503)  # of an aborted stream; the same statuses are HTTP errors where nothing is streamed
 _EXCLUDED = -1e30
 _UNREADABLE = (KeyError, TypeError, IndexError, ValueError, OverflowError)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a completion keeps within: ids below `vocab_size`, and at most `most` of them."""
+
+    vocab_size: int
+    most: int
+
+    def check(self, ids: Sequence[int], total: int) -> None:
+        """EngineError unless `ids`, the last of `total`, are of the vocabulary and no more than asked for."""
+        if total > self.most:
+            raise EngineError(f"/generate sampled {total} tokens where {self.most} were asked for")
+        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            wrong = next(id for id in ids if not 0 <= id < self.vocab_size)
+            raise EngineError(
+                f"/generate sampled the token {wrong}, outside its vocabulary of {self.vocab_size}"
+            )
 
 
 def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
@@ -55,11 +74,13 @@ def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
     return wire
 
 
-def completion_from_wire(answer: Any, routing: RoutingAsked | None = None) -> Completion:
+def completion_from_wire(
+    answer: Any, routing: RoutingAsked | None = None, bounds: Bounds | None = None
+) -> Completion:
     """A /generate answer as a Completion; `routing` says which routed experts were asked for.
 
-    EngineError if ids, logprobs and versions do not fit together; EngineRejected or EngineUnavailable if the
-    answer says that the request was refused or failed.
+    EngineError if ids, logprobs and versions do not fit together or leave `bounds`; EngineRejected or
+    EngineUnavailable if the answer says that the request was refused or failed.
     """
     meta = _meta(answer)
     reason = _finish_reason(meta)
@@ -71,6 +92,8 @@ def completion_from_wire(answer: Any, routing: RoutingAsked | None = None) -> Co
             raise EngineError(
                 f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
             )
+        if bounds is not None:
+            bounds.check(ids, len(ids))
         versions = _versions(meta, len(ids))
         return Completion(
             token_ids=ids,  # type: ignore[arg-type]
@@ -90,8 +113,9 @@ class StreamedCompletion:
     Which of the two is told by the count of tokens that every chunk carries.
     """
 
-    def __init__(self, served: int | None = None) -> None:
+    def __init__(self, served: int | None = None, bounds: Bounds | None = None) -> None:
         """`served` is the version that was served before the request was sent, where that is known."""
+        self._bounds = bounds
         self.cumulative = False  # whether chunks are known to repeat what was sent
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -172,9 +196,11 @@ class StreamedCompletion:
             )
         if not ids:
             return None
+        if self._bounds is not None:
+            self._bounds.check(ids, known + len(ids))
         rows = meta.get("output_top_logprobs")
         new = TokenChunk(
-            tuple(map(int, ids)),
+            tuple(ids),
             tuple(map(float, logprobs)),
             _top_logprobs(rows[first:] if rows else None),
             self._new_versions(meta, known, len(ids)),
@@ -251,9 +277,13 @@ def _failure(status: int, message: str) -> EngineError:
     return EngineUnavailable(f"/generate failed ({status}): {shorten(message)}")
 
 
-def _columns(triples: Sequence[Sequence[Any]]) -> tuple[list[Any], list[Any]]:
-    """Logprobs [N] and ids [N] of N triples [logprob, id, text]."""
-    return [triple[0] for triple in triples], [triple[1] for triple in triples]
+def _columns(triples: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int]]:
+    """Logprobs [N] and ids [N] of N triples [logprob, id, text]. TypeError for an id that is no integer."""
+    ids = [triple[1] for triple in triples]
+    for id in ids:
+        if type(id) is not int:
+            raise TypeError(f"{id!r} is no token id")
+    return [triple[0] for triple in triples], ids
 
 
 def _top_logprobs(rows: Sequence[Sequence[Sequence[Any]] | None] | None) -> TopLogprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
@@ -13,7 +14,12 @@ from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, a
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.sglang import SGLangEngine
-from areal_agents.inference.wire import completion_from_wire, sampling_to_wire
+from areal_agents.inference.wire import (
+    Bounds,
+    StreamedCompletion,
+    completion_from_wire,
+    sampling_to_wire,
+)
 
 
 def answer(**meta: Any) -> dict[str, Any]:
@@ -81,6 +87,28 @@ def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
 def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         completion_from_wire(raw)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([460, 1000], "sampled the token 1000, outside its vocabulary of 1000"),
+        ([-1, 7], "sampled the token -1, outside"),
+        ([460, 7.9], "7.9 is no token id"),
+        (["460", 7], "'460' is no token id"),
+        ([True, 7], "True is no token id"),
+        ([460, 7, 7], "3 tokens where 2 were asked for"),
+    ],
+)
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_was_not_asked_for_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
+    raw = {**answer(output_token_logprobs=[[-1.0, id, None] for id in ids]), "output_ids": ids}
+    bounds = Bounds(vocab_size=1000, most=2)
+    with pytest.raises(EngineError, match=message):
+        if streamed:
+            StreamedCompletion(bounds=bounds).feed(json.dumps(raw).encode())
+        else:
+            completion_from_wire(raw, bounds=bounds)
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1.0", "٣", 3, None])
@@ -160,3 +188,25 @@ async def test_a_cancelled_call_is_aborted_by_name() -> None:
             await call
         async with asyncio.timeout(10):
             assert await calls.get() == ("abort", {"rid": "r1$"})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_half_a_response_is_an_engine_that_cannot_be_reached(streamed: bool) -> None:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": "500"})
+        await response.prepare(request)
+        await response.write(json.dumps(answer()).encode()[:60])
+        assert request.transport is not None
+        request.transport.abort()
+        return response
+
+    async def aborted(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    app.router.add_post("/abort_request", aborted)
+    async with TestServer(app) as server, SGLangEngine(str(server.make_url("/")), vocab_size=8) as engine:
+        on_tokens = (lambda chunk: None) if streamed else None
+        with pytest.raises(EngineUnavailable, match="/generate"):
+            await engine.generate("r1", as_token_ids([1, 2]), SamplingParams(max_new_tokens=4), on_tokens)
