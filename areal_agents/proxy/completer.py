@@ -131,7 +131,7 @@ class Completer:
             limit, text = "max_turns", f"{limits.max_turns} model calls"
         elif limits.max_tokens is not None and session.sampled_tokens >= limits.max_tokens:
             limit, text = "max_tokens", f"{limits.max_tokens} sampled tokens"
-        elif limits.time_s is not None and time.time() - session.row.created_at > limits.time_s:
+        elif limits.time_s is not None and time.monotonic() - session.opened_at > limits.time_s:
             limit, text = "time_s", f"{limits.time_s:g} s"
         else:
             return

@@ -49,7 +49,8 @@ class Limits:
         max_tokens: sampled tokens over all calls (calls that run at the same time may overshoot).
         max_completion_tokens: sampled tokens of one call.
         context_tokens: tokens of a prompt with its completion, in every call.
-        time_s: seconds from the opening to the start of a call.
+        time_s: seconds from the opening to the start of a call; from when it was read, of an episode that
+            was opened before this process began.
     """
 
     max_turns: int | None = None
@@ -90,7 +91,7 @@ class Session:
         self.draws = Draws(turns)
         # The session header of the agent itself; others are its sub-agents'.
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
-        self.last_used = time.monotonic()
+        self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[Hashable] = set()
 

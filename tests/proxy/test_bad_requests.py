@@ -311,6 +311,21 @@ def test_a_spent_budget_ends_the_model_calls(
     ]
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_a_clock_that_is_set_cuts_no_episode_off(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, hours: int
+) -> None:
+    episode = proxy.open_episode(limits={"time_s": 0.5})
+    client = proxy.openai(episode)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
+    client.chat.completions.create(model="p", messages=[USER])
+    time.sleep(0.5)
+    with pytest.raises(openai.PermissionDeniedError):
+        client.chat.completions.create(model="p", messages=[USER])
+    assert proxy.tokens(episode)["limit_reached"] == "time_s"
+
+
 def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
