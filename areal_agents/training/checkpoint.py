@@ -1,9 +1,9 @@
 """Everything that a resumed trainer needs, in one folder per checkpoint, written beside the training.
 
-A folder gets its name only when all of it is there, so any folder named step-<n> can be resumed from.
-Weights and optimizer state are sharded DCP state: another number of ranks can load them. What is not
-in it is in the store: which groups a step consumed, and so the gate's count, are rows, and
-`Store.return_leases` puts them back to where the checkpoint's step left them.
+A folder gets its name only when all of it is there and on the disk, so any folder named step-<n> can be
+resumed from, after a loss of power too. Weights and optimizer state are sharded DCP state: another number
+of ranks can load them. What is not in it is in the store: which groups a step consumed, and so the gate's
+count, are rows, and `Store.return_leases` puts them back to where the checkpoint's step left them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from areal_agents.training.checkpoint_files import (
     rng_state,
     set_rng_state,
     sizes_and_sums,
+    sync_files,
+    sync_names,
 )
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.optimizer import empty_state, load_optimizer_state, optimizer_state, plain_name
@@ -143,8 +145,10 @@ class Checkpoints:
                 return
             facts["files"] = sizes_and_sums(temporary)
             (temporary / "trainer.json").write_text(json.dumps(facts))
+            sync_files(temporary)
             shutil.rmtree(path, ignore_errors=True)
             temporary.rename(path)
+            sync_names(self._folder)
             self._written(facts["step"])
             self._forget()
         except (OSError, RuntimeError, dcp.api.CheckpointException) as error:

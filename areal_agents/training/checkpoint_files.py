@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,18 @@ def complete_steps(folder: Path) -> list[int]:
 def sizes_and_sums(folder: Path) -> dict[str, tuple[int, int]]:
     """(bytes, CRC-32) of each file. A CRC finds what a disk or a copy broke; it is no signature."""
     return {file.name: _size_and_sum(file) for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def sync_files(folder: Path) -> None:
+    """Return when the files of a folder would survive a loss of power, under their names."""
+    for file in folder.iterdir():
+        _sync(file)
+    sync_names(folder)
+
+
+def sync_names(folder: Path) -> None:
+    """Return when the names in a folder would survive a loss of power, such as one that was just given."""
+    _sync(folder)
 
 
 def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) -> None:
@@ -80,3 +93,11 @@ def _size_and_sum(file: Path) -> tuple[int, int]:
             size += len(piece)
             checksum = zlib.crc32(piece, checksum)
     return size, checksum
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -214,6 +215,22 @@ def test_a_full_disk_is_a_training_error(model_folder: Path, tmp_path: Path, gro
     blocked.write_text("a file where the folder should be")
     with pytest.raises(TrainingError, match="cannot write the checkpoint"):
         Run(model_folder, group).save(blocked, 1)
+
+
+def test_a_checkpoint_has_its_name_once_it_is_on_the_disk(
+    model_folder: Path, tmp_path: Path, group: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    path = Run(model_folder, group).save(tmp_path, 1)
+    unfinished, named = path.with_name(".step-1.tmp"), synced.index(path.parent)
+    assert {unfinished, *(unfinished / file.name for file in path.iterdir())} <= set(synced[:named])
 
 
 def test_a_disk_that_refuses_later_is_reported_by_the_next_look(
