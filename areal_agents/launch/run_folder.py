@@ -101,8 +101,8 @@ class RunFolder:
                 is none that can be renamed.
             Conflict: its trainer is still ending.
         """
-        store = _store_file(store_url) if store_url else self.store
-        is_elsewhere = not store.is_relative_to(self.root) and store.exists()
+        store = _store_file(str(self.store_at(store_url)))
+        is_elsewhere = not store.is_relative_to(self.root.resolve()) and store.exists()
         found = [*([self.root] if self.root.exists() else []), *([store] if is_elsewhere else [])]
         if not found:
             return []
@@ -118,7 +118,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, store_url: str | None = None) -> Iterator[None]:
-        """Hold the run for this process, and a store elsewhere. ConfigError if another process has one."""
+        """Hold the run for this process, and its store. ConfigError if another process has one of them."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "logs").mkdir(exist_ok=True)
         in_use = (
@@ -126,7 +126,8 @@ class RunFolder:
         )
         with contextlib.ExitStack() as held:
             held.enter_context(_held(self.root / "lock", in_use))
-            if store_url and (store := _sqlite_file(store_url)) is not None:
+            store = _sqlite_file(str(self.store_at(store_url)))
+            if store is not None:
                 store.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(_held(_beside(store, ".lock"), _STORE_IN_USE.format(store)))
             yield
@@ -159,10 +160,11 @@ def _store_file(url: str) -> Path:
 
 
 def _sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite store by whatever name; None for any other store."""
     scheme, separator, rest = url.partition(":///")
     if not separator and "://" not in url:
-        return Path(url).expanduser().absolute()
-    return Path(rest).absolute() if scheme.partition("+")[0] == "sqlite" else None
+        return Path(url).expanduser().resolve()
+    return Path(rest).resolve() if scheme.partition("+")[0] == "sqlite" else None
 
 
 def _beside(path: Path, suffix: str) -> Path:

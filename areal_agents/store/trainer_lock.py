@@ -25,6 +25,7 @@ class TrainerLock:
     """The right to lease the groups of the store in `path`. Taken once, kept until it is let go."""
 
     def __init__(self, path: Path) -> None:
+        path = path.resolve()  # one lock, by whatever name the store is known
         self._path = path.with_name(path.name + ".trainer")
         self._file: IO[str] | None = None
         self.holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"

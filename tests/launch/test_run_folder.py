@@ -67,6 +67,22 @@ def test_two_run_folders_cannot_share_a_store(folder: RunFolder, tmp_path: Path)
         pass
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_the_store_in_a_run_folder_is_that_runs(
+    folder: RunFolder, tmp_path: Path, through_a_link: bool
+) -> None:
+    path = folder.store
+    if through_a_link:
+        path = tmp_path / "link.db"
+        path.symlink_to(folder.store)
+    with (
+        folder.locked(),
+        pytest.raises(ConfigError, match="another run is using the store"),
+        RunFolder(tmp_path / "other").locked(str(path)),
+    ):
+        pass
+
+
 def test_nothing_is_set_aside_under_a_trainer_that_is_still_ending(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
