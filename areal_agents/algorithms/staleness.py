@@ -119,16 +119,14 @@ def leaves_in_time(versions: Sequence[int], *, version: int, groups: int, max_st
 def is_stale(
     group: RolloutGroup, algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None, drop: bool
 ) -> bool:
-    """Whether a group cannot be trained on at `version`: all that it sampled is beyond the bound, or, with
-    `drop`, any token of it that would be trained."""
-    if max_staleness is None:
+    """Whether a group cannot be trained on at `version`: of the tokens that would be trained all are beyond
+    the bound or, with `drop`, any is."""
+    turns = (turn for rollout in group.rollouts for turn in rollout.episode.turns)
+    trained = [turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm)]
+    versions = np.concatenate([*trained, np.empty(0, np.int32)])
+    if max_staleness is None or not versions.size:
         return False
-    turns = [turn for rollout in group.rollouts for turn in rollout.episode.turns if len(turn.completion)]
-    newest = max((int(turn.completion.versions.max()) for turn in turns), default=version)
-    if version - newest > max_staleness:
-        return True
-    trained = (turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm))
-    return drop and any(version - int(versions.min()) > max_staleness for versions in trained)
+    return version - int(versions.min() if drop else versions.max()) > max_staleness
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ A resume goes back to the step of its checkpoint and publishes that step's weigh
 there ever were. The versions of the steps that were lost lie between, but no batch that counts: a token of
 the version of step s is S - s batches old for the trainer that stands at step S, whichever life sampled it.
 The lost steps are trained again on the same groups, so these are as old then as they were the first time.
+A lost version whose step is yet to come again, which a batch of another size may meet, is as far off.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Lineage:
         """As the trainer at `version` sees it; no version counts as one that is yet to come."""
         return cls(
             {
-                earlier: version - max(0, lag)
+                earlier: version - abs(lag)
                 for earlier, lag in store.steps_behind(version).items()
                 if earlier < version and version - lag != earlier
             }

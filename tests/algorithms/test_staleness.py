@@ -94,6 +94,11 @@ def test_an_old_token_that_is_never_trained_drops_no_group() -> None:
     assert not is_stale(group([episode(turns)]), CONFIG, version=4, max_staleness=1, drop=True)
 
 
+def test_a_new_token_that_is_never_trained_saves_no_group() -> None:
+    turns = [turn("a", versions=[1, 1]), turn("b", versions=[4, 4], constrained=True)]
+    assert is_stale(group([episode(turns)]), CONFIG, version=4, max_staleness=1, drop=False)
+
+
 def test_what_staleness_costs_each_episode() -> None:
     turns = [turn("a", versions=[1, 3]), turn("b", versions=[1, 1], constrained=True)]
     mixed = group([episode(turns), episode([turn("c", versions=[4, 4])])])
