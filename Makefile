@@ -11,6 +11,10 @@ SGLANG := .venv-sglang
 STAMP := $(VENV)/.installed
 # A machine without an NVIDIA driver takes the CPU build of torch.
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "areal-agents needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11"; exit 1; }
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+SGLANG_PINS := tools/sglang_cpu
 
 .PHONY: help setup demo test test-all test-sglang check static bench litellm sglang chaos clean
 
@@ -20,10 +24,9 @@ help: ## Show this list.
 setup: $(STAMP) ## Create .venv and install everything (about two minutes).
 
 $(STAMP): pyproject.toml constraints-cpu.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "areal-agents needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python $(PIP_INSTALL) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@
 
 demo: setup ## Train the search agent on this machine: under ten minutes on two cores.
@@ -55,18 +58,20 @@ bench: setup litellm ## Run every benchmark on this machine (about half an hour)
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 
 $(LITELLM)/.installed:
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(LITELLM)
-	$(LITELLM)/bin/python -m pip install --quiet --disable-pip-version-check 'litellm[proxy]==1.106.2'
+	$(LITELLM)/bin/python $(PIP_INSTALL) 'litellm[proxy]==1.106.2'
 	@touch $@
 
 sglang: $(SGLANG)/.installed ## Install the real SGLang for a CPU, in its own environment (about five minutes).
 
-# No wheel of SGLang is made for a CPU: see tools/sglang_cpu/requirements.txt, where every version is pinned.
-# Compiled once, it starts in a third of the time.
-$(SGLANG)/.installed: tools/sglang_cpu/requirements.txt
-	$(PYTHON) -m venv $(SGLANG)
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-cpu.txt torch==2.13.0 -r $<
-	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 sglang==0.5.21
+# No wheel of SGLang is made for a CPU: every version is pinned in tools/sglang_cpu. Compiled once, it starts in a
+# third of the time.
+$(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dependencies.txt constraints-cpu.txt
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/python $(PIP_INSTALL) -c constraints-cpu.txt torch -r $(SGLANG_PINS)/requirements.txt
+	$(SGLANG)/bin/python $(PIP_INSTALL) --no-deps -r $(SGLANG_PINS)/without_dependencies.txt
 	$(SGLANG)/bin/python -m compileall -q $(SGLANG)/lib || true # some packages hold files of other Pythons
 	@touch $@
 
