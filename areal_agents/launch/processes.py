@@ -21,7 +21,6 @@ from pathlib import Path
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
-from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.room import room_of
 from areal_agents.launch.run_folder import RunFolder
 
@@ -108,7 +107,8 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
-    from areal_agents.launch.engines import memory_to_release, ready_path
+    from areal_agents.launch.engines import memory_to_release, wait_for_engines
+    from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.recorded import RecordedGroups, recorded_store
     from areal_agents.training.trainer import run
@@ -116,6 +116,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     stop = _stop_event()
     first = int(os.environ.get("RANK", "0")) == 0
     store = recorded = None
+    data_ended: Callable[[], bool] = _never
     engines: list[SGLangEngine] = []
     with ExitStack() as opened:
         if first:
@@ -127,13 +128,12 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             seed = config.seed if config.data.seed is None else config.data.seed
             recorded = RecordedGroups.read(source, seed=seed)
         elif first:
-            for url in folder.read_endpoints().engine_urls:
-                wait_until_ready(
-                    url + ready_path(config),
-                    check=lambda: _end_if(stop),
-                    timeout_s=config.engine.start_timeout_s,
-                )
-                engines.append(SGLangEngine(url, update_timeout_s=config.trainer.publish.timeout_s))
+            urls, log = folder.read_endpoints().engine_urls, logging.getLogger(__name__)
+            wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)
+            timeout_s = config.trainer.publish.timeout_s
+            engines = [SGLangEngine(url, update_timeout_s=timeout_s) for url in urls]
+            if store is not None and config.loop == "one_step_off":
+                data_ended = end_of_data(config.data, store, seed=config.seed)
         result = run(
             config.trainer,
             config.algorithm,
@@ -145,6 +145,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             max_staleness=config.rollout.max_staleness,
             on_stale=config.rollout.on_stale,
             swap_between_batches=config.loop == "one_step_off",
+            data_ended=data_ended,
             released=memory_to_release(config),
             stop=stop,
             seed=config.seed,
@@ -203,6 +204,10 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
         )
         if stop.is_set():
             raise SystemExit(EXIT_STOPPED)
+
+
+def _never() -> bool:
+    return False
 
 
 def _end_if(stop: threading.Event) -> None:

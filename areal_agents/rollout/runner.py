@@ -100,6 +100,24 @@ async def evaluate(
         )
 
 
+def end_of_data(data: DataConfig, store: Store, *, seed: int = 0) -> Callable[[], bool]:
+    """What tells whether every group that `data` has was begun, in this life of the run or an earlier one.
+
+    Data without `epochs` has no end, and is not loaded.
+
+    Args:
+        store: read only.
+        seed: as for `run`.
+
+    Raises:
+        DataError: the tasks do not load.
+    """
+    if data.epochs is None:
+        return lambda: False
+    source = load_tasks(data, seed=seed)
+    return lambda: next(source.stream(set(store.task_ids_started())), None) is None
+
+
 def held_out_tasks(evaluation: EvalConfig) -> list[Task]:
     """The tasks of an evaluation: the same ones each time."""
     return load_tasks(evaluation.data).epoch(0)[: evaluation.episodes]

@@ -187,30 +187,6 @@ def next_batch(
     )  # fmt: skip
 
 
-def wait_until_whole(store: Store, *, groups: int, timeout_s: float, stop: threading.Event) -> None:
-    """Return once the next batch is whole and no group is in the making, or at once if asked to stop.
-
-    Weights that are swapped then meet no generation of a training episode: every batch is of one version.
-    While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.
-
-    Raises:
-        TrainingError: that did not happen within `timeout_s`.
-    """
-    deadline = time.monotonic() + timeout_s
-    while not stop.is_set():
-        cursor = store.cursor()
-        counts = store.group_counts()
-        if counts["complete"] >= groups and not counts["pending"]:
-            return
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TrainingError(
-                f"the batch being generated was not whole when the time ran out (trainer.batch_timeout_s); "
-                f"one_step_off swaps weights between batches only; the store has {counts}"
-            )
-        store.wait(cursor, min(_LOOK_S, left))
-
-
 def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
     """`data` with these samples of it; a pair stays while each of its two episodes has one."""
     kept = tuple(samples)

@@ -10,21 +10,24 @@ from areal_agents.store import Store
 def heldout_reward(store: Store, step: int) -> float | None:
     """The mean score of the newest evaluation that began by `step`, and that has ended; None without one.
 
-    A failed episode counts as 0, and a task that was attempted again by its last attempt. The
-    evaluation of the initial weights is no checkpoint's.
+    It has ended when none of its episodes is open and it has as many tasks as the one before: between two
+    episodes, and after an interruption, it has fewer. A failed episode counts as 0, and a task that was
+    attempted again by its last attempt. The evaluation of the initial weights is no checkpoint's.
     """
     scores: dict[int, dict[str, float]] = {}
     going_on: set[int] = set()
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         at = episode.metadata.get("step", 0)
-        if not 0 < at <= step or episode.status == "aborted":
+        if not 0 <= at <= step or episode.status == "aborted":
             continue
         if episode.status == "open":
             going_on.add(at)
         failed = episode.status == "failed"
         scores.setdefault(at, {})[episode.task_id] = 0.0 if failed else episode.score or 0.0
-    ended = [at for at in scores if at not in going_on]
-    if not ended:
-        return None
-    last = scores[max(ended)].values()
-    return math.fsum(last) / len(last)
+    newest: dict[str, float] = {}
+    tasks_before = 0
+    for at, of_tasks in sorted(scores.items()):
+        if at > 0 and at not in going_on and len(of_tasks) >= tasks_before:
+            newest = of_tasks
+        tasks_before = len(of_tasks)
+    return math.fsum(newest.values()) / len(newest) if newest else None

@@ -51,7 +51,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "system": (
         "step_s", "wait_s", "train_s", "train_cpu_s", "train_parts_s", "publish_s", "assemble_s", "pause_s",
         "pause_total_s", "publish_bytes", "density", "checksum_agreement",
-        "engines_left_out", "engines_repaired",        "trainer_idle", "rollout_idle", "engine_busy_s",
+        "engines_left_out", "engines_repaired", "trainer_idle", "rollout_idle", "engine_busy_s",
         "tokens_per_s", "sampled_tokens_per_s", "flops", "mfu",
         "microbatches", "model_tokens", "shared_tokens", "packing_fill", "rank_imbalance",
     ),
@@ -287,12 +287,16 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _idle(last: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
     """The share of the time between two steps in which the engine sampled nothing.
 
-    None where it does not count its time, and for the first step of a life of the run.
+    None where it does not count its time, for the first step of a life of the run, and where nothing can
+    be said: an engine was started again and counts from 0, or the clock was set back.
     """
     busy, busy_before = now.get("engine_busy_s"), last.get("engine_busy_s")
     if busy is None or busy_before is None:
         return None
-    return max(0.0, 1.0 - (busy - busy_before) / (now["time"] - last["time"]))
+    busy_s, elapsed_s = busy - busy_before, now["time"] - last["time"]
+    if busy_s < 0 or elapsed_s <= 0:
+        return None
+    return max(0.0, 1.0 - busy_s / elapsed_s)
 
 
 def _finite(value: Any) -> Any:

@@ -34,7 +34,8 @@ from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.evaluation import abort_open
 from areal_agents.store import Conflict, NoTurn, Store
-from areal_agents.training.batches import Batch, next_batch, wait_until_whole
+from areal_agents.training.batches import Batch, next_batch
+from areal_agents.training.between_batches import wait_until_whole
 from areal_agents.training.vetting import Limits
 
 LIMITS = Limits(microbatch_tokens=64, vocab_size=96)
@@ -237,7 +238,10 @@ class World:
         self.check_batch(batch)
         self._meanwhile()
         if self.setting.swap_between_batches and step < self.steps:
-            wait_until_whole(self.store, groups=rollout.groups, timeout_s=NEVER_S, stop=threading.Event())
+            wait_until_whole(
+                self.store, groups=rollout.groups, data_ended=lambda: False, timeout_s=NEVER_S,
+                stop=threading.Event(),
+            )  # fmt: skip
             assert self.store.group_counts()["pending"] == 0
         self.store.publish_version(self.version + 1, step=step, path="nowhere")
         if not self.setting.swap_between_batches:

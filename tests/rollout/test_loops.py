@@ -11,7 +11,8 @@ from typing import Any
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
-from areal_agents.training.batches import Batch, next_batch, wait_until_whole
+from areal_agents.training.batches import Batch, next_batch
+from areal_agents.training.between_batches import wait_until_whole
 from areal_agents.training.vetting import Limits
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
@@ -40,7 +41,7 @@ async def train(
                 return
             batches.append(batch)
             if swap_between_batches and step < STEPS:
-                wait_until_whole(served.store, groups=2, timeout_s=60, stop=stop)
+                wait_until_whole(served.store, groups=2, data_ended=lambda: False, timeout_s=60, stop=stop)
             served.publish(step)
             served.store.mark_trained(batch.group_ids, step=step, version=step)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ from training_support import make_sample
 
 from areal_agents.algorithms.packing import pack
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.engine import Engine
+from areal_agents.inference.engine import Engine, WeightGroup
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import Policy
@@ -107,3 +108,58 @@ def serve_folder(url: str, folder: Path) -> None:
             await engine.update_weights_from_disk(str(folder), 0)
 
     asyncio.run(ask())
+
+
+class ReturningEngine(SGLangEngine):
+    """The client of a server that refuses its first request to `refuses`, dies of that to `dies_at`, and is
+    back, started anew, when it has been looked for `looks` times; never without."""
+
+    def __init__(
+        self, url: str, first_weights: Path, *, dies_at: str, refuses: str = "", looks: int | None = 2
+    ) -> None:
+        super().__init__(url, control_timeout_s=20)
+        self.asked: list[str] = []
+        self.is_down = False
+        self._first_weights, self._looks = first_weights, looks
+        self._dies_at, self._refuses = dies_at, refuses
+        self._group = ""
+
+    async def join_weight_group(self, group: WeightGroup) -> None:
+        await super().join_weight_group(group)
+        self._group = group.name
+
+    async def _do(self, path: str, body: Any, **options: Any) -> dict[str, Any]:
+        await self._reach(path)
+        return await super()._do(path, body, **options)
+
+    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+        await self._reach(path)
+        return await super()._call(method, path, body)
+
+    async def _reach(self, path: str) -> None:
+        if path == self._dies_at and path not in self.asked:
+            await self.start_anew()
+            self.is_down = True
+        is_refused = path == self._refuses and path not in self.asked
+        self.asked.append(path)
+        if is_refused:
+            raise EngineRejected(f"{self.base_url}{path} refused the request")
+        if not self.is_down:
+            return
+        if path == "/model_info" and self._looks is not None:
+            self._looks -= 1
+            self.is_down = self._looks > 0
+        raise EngineUnavailable(f"{self.base_url}{path} is not reachable")
+
+    async def start_anew(self) -> None:
+        """Leave nothing of what a trainer did to the server."""
+        async with SGLangEngine(self.base_url) as engine:
+            for call in (
+                engine.end_weight_update(),
+                engine.leave_weight_group(self._group),
+                engine.unload_adapter("policy-1"),
+            ):
+                with suppress(EngineError):
+                    await call
+            await engine.resume()
+            await engine.update_weights_from_disk(str(self._first_weights), 0)

@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from presets_support import WHOLE as WHOLE_BATCH
 from presets_support import preset, train_once
-from publish_support import WHOLE, disturb, policy_logprobs, publisher, sample, serve_folder
+from publish_support import (
+    WHOLE,
+    ReturningEngine,
+    disturb,
+    policy_logprobs,
+    publisher,
+    sample,
+    serve_folder,
+)
 from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -26,6 +34,7 @@ from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.lora import LoraOptions
 from areal_agents.training.model import ModelOptions, load_policy
 from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.publishing import meeting, swapping
 from areal_agents.training.step import StepOptions, Stopped, train_batch
 from areal_agents.training.trainer import run
 
@@ -81,19 +90,22 @@ def train(folder: Path, group: Ranks) -> tuple[dict, dict[str, torch.Tensor]]:
 
 
 def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
-    """By transport, how far the engine's logprobs are from the policy's after it is published; and how it
-    ends where the engine is not there."""
+    """By transport, how far the engine's logprobs are from the policy's after it is published, though it was
+    lost on the way; and how it ends where the engine is not there."""
     results: dict[str, float] = {}
+    meeting._LOOK_S = swapping._FIRST_PAUSE_S = 0.02
     for number, transport in enumerate((*WHOLE, "lora"), 1):
         lora = LoraOptions(rank=2) if transport == "lora" else None
         policy = load_policy(folder, group, options=ModelOptions(lora=lora))
         disturb(policy, number)
         store = Store.open(out / transport / "store.db") if group.is_first else None
-        engines = [SGLangEngine(engine_url)] if group.is_first else []
+        engines: list[SGLangEngine] = []
         if group.is_first:
             serve_folder(engine_url, folder)  # adapters are of the model that the run began with
+            dies_at = "/load_lora_adapter" if lora else "/pause_generation"
+            engines = [ReturningEngine(engine_url, folder, dies_at=dies_at)]
         with publisher(
-            policy, group, store, engines, out / transport, folder, transport=transport
+            policy, group, store, engines, out / transport, folder, transport=transport, engine_wait_s=20
         ) as publishing:
             publishing.publish(version=number, step=0)
         completion = group.broadcast(

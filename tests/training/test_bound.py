@@ -18,7 +18,8 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale, Reward, Task
 from areal_agents.errors import TrainingError
 from areal_agents.store import NewEpisode, Store
-from areal_agents.training.batches import Batch, next_batch, wait_until_whole
+from areal_agents.training.batches import Batch, next_batch
+from areal_agents.training.between_batches import wait_until_whole
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import load_policy
 from areal_agents.training.plan import lay_out
@@ -33,7 +34,7 @@ class Waking(Store):
         act()
         return super().wait(cursor, 0.01)
 
-    act: Callable[[], None] = staticmethod(lambda: None)
+    act: Callable[[], object] = staticmethod(lambda: None)
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def take(store: Store, on_stale: OnStale, *, version: int, groups: int = 1, **op
     return batch
 
 
-def begin(store: Store, name: str) -> Callable[[], None]:
+def begin(store: Store, name: str) -> Callable[[], object]:
     """A group of one whose episode is open; what ends it."""
     key_hash = hashlib.sha256(name.encode()).hexdigest()
     new = NewEpisode(id=name, key_hash=key_hash, task=Task(name, {}), group_id=name, group_size=1)
@@ -150,14 +151,43 @@ def test_older_tokens_count_less_and_the_denominator_stays(group: Ranks, model_f
     assert plain == pytest.approx(1 / tokens)
 
 
+def wait_beside(
+    store: Store,
+    *,
+    groups: int = 2,
+    timeout_s: float = 10,
+    stopped: bool = False,
+    data_ended: Callable[[], bool] = lambda: False,
+) -> None:
+    stop = threading.Event()
+    if stopped:
+        stop.set()
+    wait_until_whole(store, groups=groups, data_ended=data_ended, timeout_s=timeout_s, stop=stop)
+
+
 def test_weights_wait_until_the_batch_beside_is_whole(waking: Waking) -> None:
     put_group(waking, "a", [0, 1])
     waking.act = begin(waking, "b")
-    wait_until_whole(waking, groups=2, timeout_s=10, stop=threading.Event())
+    wait_beside(waking)
     assert waking.group_counts()["complete"] == 2
     begin(waking, "c")
     with pytest.raises(TrainingError, match="one_step_off swaps weights between batches only"):
-        wait_until_whole(waking, groups=2, timeout_s=0.05, stop=threading.Event())
-    stop = threading.Event()
-    stop.set()
-    wait_until_whole(waking, groups=2, timeout_s=0.05, stop=stop)  # a stop comes first
+        wait_beside(waking, timeout_s=0.05)
+    wait_beside(waking, timeout_s=0.05, stopped=True)  # a stop comes first
+
+
+def test_weights_do_not_wait_for_groups_that_the_data_does_not_have(waking: Waking) -> None:
+    put_group(waking, "a", [0, 1])
+    waking.act = begin(waking, "b")
+    wait_beside(waking, groups=3, data_ended=lambda: True)
+    assert waking.group_counts()["complete"] == 2  # but what was begun is
+
+
+def test_the_last_group_of_the_data_may_begin_while_it_is_looked_for(waking: Waking) -> None:
+    def begins_it() -> bool:
+        waking.act = begin(waking, "last")
+        return True
+
+    put_group(waking, "a", [0, 1])
+    wait_beside(waking, groups=3, data_ended=begins_it)
+    assert (waking.group_counts()["pending"], waking.group_counts()["complete"]) == (0, 2)

@@ -29,6 +29,7 @@ from areal_agents.store import Store
 from areal_agents.training import checkpoint, trainer
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.publishing.config import PublishConfig
+from areal_agents.training.publishing.publisher import Publisher
 
 STEPS, GROUPS = 3, 2
 
@@ -36,7 +37,7 @@ STEPS, GROUPS = 3, 2
 # published before step 1, and the checkpoint of step 1 is there.
 POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "after leasing": (Store, "lease_group_ids", "after", 2),
-    "between the optimizer's step and the weights": (trainer.Publisher, "publish", "before", 3),
+    "between the optimizer's step and the weights": (Publisher, "publish", "before", 3),
     "between the weights and their row": (Store, "publish_version", "before", 3),
     "between the row and the swap": (Store, "publish_version", "after", 3),
     "between the swap and the mark": (Store, "mark_trained", "before", 2),

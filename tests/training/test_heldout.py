@@ -40,3 +40,15 @@ def test_a_failed_episode_counts_as_nothing_and_its_retry_takes_its_place(store:
     assert heldout_reward(store, 10) == 0.25
     evaluate(store, 10, [0.5, 1.0])
     assert heldout_reward(store, 10) == 0.75
+
+
+def test_an_evaluation_with_fewer_tasks_than_the_one_before_has_not_ended(store: Store) -> None:
+    """Its next episode is yet to be opened, or it was interrupted."""
+    evaluate(store, 0, [0.0, 0.0])
+    evaluate(store, 10, [1.0])
+    assert heldout_reward(store, 10) is None
+    evaluate(store, 15, [0.5, 1.0])
+    evaluate(store, 20, [1.0])
+    assert heldout_reward(store, 20) == 0.75
+    evaluate(store, 25, [0.25])  # fewer by the config: the second of them is compared with the first
+    assert heldout_reward(store, 25) == 0.25

@@ -73,6 +73,16 @@ def test_a_resume_drops_the_lines_it_will_write_again(tmp_path: Path) -> None:
     assert [row["rollout_idle"] for row in after[2:]] == [None, None]
 
 
+def test_idleness_is_not_made_up_where_a_counter_or_a_clock_went_back(tmp_path: Path) -> None:
+    writer = MetricsWriter(tmp_path, after_step=0)
+    writer.write(line(1, busy=50.0))
+    writer.write(line(2, busy=3.0))  # the engine was started again
+    writer.write({**line(3, busy=4.0), "time": 120.0})  # the clock stands where it was
+    writer.write(line(4, busy=8.0))
+    writer.close()
+    assert [row["rollout_idle"] for row in lines(tmp_path)] == [None, None, None, pytest.approx(0.8)]
+
+
 def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path) -> None:
     if not Path("/dev/full").exists():
         pytest.skip("there is no /dev/full here")

@@ -30,7 +30,7 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publishing.publisher.MB", 1_000)
+    monkeypatch.setattr("areal_agents.training.publishing.transports.MB", 1_000)
 
 
 @pytest.mark.parametrize("transport", WHOLE)

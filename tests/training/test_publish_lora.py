@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from contextlib import ExitStack
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.completion import SamplingParams
-from areal_agents.errors import EngineError
+from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
@@ -124,6 +126,63 @@ def test_running_generations_end_or_keep_their_adapter(
 
         assert asyncio.run(play()) == (finish, {1})
     assert set(sample(engine_url, adapters=True).versions.tolist()) == {2}
+
+
+@pytest.mark.parametrize("goes_on", ["before the trainer ends", "afterwards"])
+def test_an_old_adapter_that_is_in_use_holds_neither_the_trainer_nor_its_end(
+    goes_on: str,
+    adapted: Policy,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def play() -> set[int]:
+        begun = asyncio.Event()
+        async with SGLangEngine(engine_url, adapters=True) as engine:
+            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
+            running = asyncio.create_task(engine.generate("r", PROMPT, sampling, lambda chunk: begun.set()))
+            await asyncio.wait_for(begun.wait(), 20)
+            await engine.pause("retract")  # it ends when this test says so
+            for version in (2, 3):  # the third is the first that no longer keeps version 1
+                published = await asyncio.to_thread(out.publish, version=version, step=version)
+                assert published is not None and published.publish_s < 15
+            if goes_on == "afterwards":
+                monkeypatch.setattr("areal_agents.training.publishing.old_adapters._END_S", 0.05)
+                await asyncio.wait_for(asyncio.to_thread(published_by.close), 15)
+            await engine.resume()
+            return set((await running).versions.tolist())
+
+    engines = [SGLangEngine(engine_url, control_timeout_s=20)]
+    with ExitStack() as published_by:
+        out = published_by.enter_context(
+            publisher(adapted, group, store, engines, run_dir, model_folder, transport="lora", pause="drain")
+        )
+        out.publish(version=1, step=1)
+        assert asyncio.run(play()) == {1}
+    assert loaded_adapters(engine_url, range(1, 4)) == [2, 3]
+
+
+def test_an_adapter_that_was_not_unloaded_is_unloaded_later(
+    adapted: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    class FailingOnce(SGLangEngine):
+        asked: ClassVar[list[str]] = []
+
+        async def unload_adapter(self, name: str) -> None:
+            self.asked.append(name)
+            if len(self.asked) == 1:
+                raise EngineUnavailable("it did not answer")
+            await super().unload_adapter(name)
+
+    engine = FailingOnce(engine_url)
+    with publisher(adapted, group, store, [engine], run_dir, model_folder, transport="lora") as out:
+        for version in range(1, 5):
+            out.publish(version=version, step=version)
+    assert engine.asked == ["policy-1", "policy-1", "policy-2"]
+    assert loaded_adapters(engine_url, range(1, 5)) == [3, 4]
 
 
 def test_a_run_trains_publishes_and_resumes_adapters_alone(

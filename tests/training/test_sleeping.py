@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
+from publish_support import publisher, resume
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
-from areal_agents.errors import EngineUnavailable
+from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import MemoryKind
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import load_policy
 from areal_agents.training.publishing.sleep import fall_asleep, wake
+from areal_agents.training.step import Stopped
 
 PROMPT = as_token_ids([5, 6, 7, 8, 9])
 LONG = SamplingParams(200, temperature=0.0, ignore_eos=True)
@@ -54,3 +62,21 @@ async def test_an_engine_that_is_not_there_is_done_without(
         await wake([engine, gone], KV)
         assert len(await engine.generate("g", PROMPT, LONG)) == 200
     assert caplog.text.count("an engine is not there to share memory with") == 2
+
+
+def test_an_error_in_a_step_is_not_lost_over_an_engine_that_does_not_wake(
+    group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    class Sleeper(SGLangEngine):
+        async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
+            await super().resume_memory(kinds)
+            raise EngineError("it has no memory left")
+
+    policy = load_policy(model_folder, group)
+    with (
+        publisher(policy, group, store, [Sleeper(engine_url)], run_dir, model_folder) as out,
+        pytest.raises(Stopped),
+        out.engines_asleep(KV),
+    ):
+        raise Stopped
+    resume(engine_url)

@@ -126,6 +126,7 @@ def test_wholly_stale_groups_are_dropped_and_others_taken(
     # step 1 trained two groups of version 0; at version 1 the other five are beyond the bound
     assert store.group_counts() == {"pending": 0, "complete": 1, "leased": 0, "trained": 2, "dropped": 4}
     assert all(line["staleness_max"] == 0 for line in metrics_of(run_dir))
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]  # what was trained stays
 
 
 def test_stop_ends_with_a_checkpoint_and_a_resume_goes_on(

@@ -6,12 +6,12 @@ new adapter; with `drain` they go on under their own.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
-from areal_agents.errors import EngineError, EngineRejected
+from areal_agents.errors import EngineRejected
 from areal_agents.inference.engine import Engine, adapter_name
 from areal_agents.training.publishing.config import Pause
 from areal_agents.training.publishing.disk import Check
@@ -19,15 +19,23 @@ from areal_agents.training.publishing.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
+_OTHERS_S = 0.5  # that whoever else has loaded an adapter may take to name the version
 
-async def deliver(fleet: Fleet, path: Path, *, pause: Pause, check: Check | None) -> float:
-    """Serve the adapter at `path` everywhere; the longest change of version in seconds."""
-    name = adapter_name(fleet.version)
+
+async def deliver(
+    fleet: Fleet, path: Path, *, pause: Pause, check: Check | None, may_be_there: bool = False
+) -> float:
+    """Serve the adapter at `path` everywhere; the longest change of version in seconds.
+
+    Args:
+        may_be_there: whether an engine that serves the version may have it from `path` already: engines were
+            lost since it was recorded, and whoever finds one that is back loads it.
+    """
 
     async def one(engine: Engine) -> float:
         if check is not None:
             await check(engine)  # of the base weights, which do not change
-        await _load(engine, name, path)
+        await _load(engine, fleet.version, path, may_be_there=may_be_there)
         started = time.monotonic()
         await engine.set_version(fleet.version, abort_running=pause != "drain")
         return time.monotonic() - started
@@ -35,27 +43,23 @@ async def deliver(fleet: Fleet, path: Path, *, pause: Pause, check: Check | None
     return max(await fleet.each(one))
 
 
-async def forget(fleet: Fleet, versions: Sequence[int]) -> None:
-    """Unload the adapters of old versions where they are loaded."""
-
-    async def one(engine: Engine) -> None:
-        for version in versions:
-            try:
-                await engine.unload_adapter(adapter_name(version))
-            except EngineError as error:  # it was restarted since, or left out then
-                log.info("%s did not unload version %d: %s", engine.base_url, version, error)
-
-    await fleet.each(one)
-
-
-async def _load(engine: Engine, name: str, path: Path) -> None:
+async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool) -> None:
+    name = adapter_name(version)
     try:
         await engine.load_adapter(name, str(path))
     except EngineRejected as error:
+        if may_be_there and await _is_served(engine, version):
+            return  # its requests would miss the adapter if it were unloaded
         # Versions are never used twice in a run, so that an adapter of this name is another run's.
         try:
             await engine.unload_adapter(name)
-        except EngineError:
+        except EngineRejected:  # it has no such adapter: that was not what it minded
             raise error from None
-        log.warning("%s had an adapter %s of another run, which is unloaded", engine.base_url, name)
+        log.warning("%s had an adapter %s already, which is loaded anew", engine.base_url, name)
         await engine.load_adapter(name, str(path))
+
+
+async def _is_served(engine: Engine, version: int) -> bool:
+    """Whether the version is named, or is soon, by whoever has loaded its adapter."""
+    await asyncio.sleep(_OTHERS_S)
+    return (await engine.model_info()).version == version

@@ -108,18 +108,23 @@ class BroadcastSender:
             if isinstance(failure, BaseException):
                 log.info("the weight group %s was not left: %s", self._name, failure)
         if group is not None:
-            leave_group(group)
+            await _leave(group)
 
     async def _give_up(self, error: EngineError) -> EngineError:
         """Leave a broken group, so that its members need not wait for a broadcast; `error`. They are asked to
         leave it by `aclose`, when they are not busy with it any more."""
         group, self._group = self._group, None
         if group is not None:
-            try:
-                await asyncio.wait_for(_in_thread(lambda: leave_group(group)), GRACE_S)
-            except (TimeoutError, RuntimeError) as failure:  # the thread ends with the broadcast, in time
-                log.info("the weight group %s is still in use: %s", self._name, failure)
+            await _leave(group)
         return error
+
+
+async def _leave(group: dist.ProcessGroup) -> None:
+    """Not for longer than a moment: where a broadcast is stuck the thread ends with it, in its time."""
+    try:
+        await asyncio.wait_for(_in_thread(lambda: leave_group(group)), GRACE_S)
+    except (TimeoutError, RuntimeError) as failure:
+        log.info("a weight group is still in use: %s", failure)
 
 
 async def _failure_of(

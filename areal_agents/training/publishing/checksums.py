@@ -124,16 +124,12 @@ class Checksums:
 
 
 class Comparison:
-    """The comparison of several engines with one folder.
-
-    Attributes:
-        failure: of the first engine that holds other weights.
-    """
+    """The comparison of several engines with one folder."""
 
     def __init__(self, folder: Path) -> None:
         self._checksums = Checksums(folder)
         self._agreements: list[Agreement] = []
-        self.failure: EngineError | None = None
+        self._difference: EngineError | None = None
 
     async def __call__(self, engine: Engine) -> None:
         """Compare one. EngineError if it holds other weights; one that cannot answer is not compared."""
@@ -142,11 +138,16 @@ class Comparison:
         except (EngineRejected, EngineUnavailable) as error:
             log.warning("the weights of %s are not compared: %s", engine.base_url, error)
         except EngineError as error:
-            self.failure = self.failure or error
+            self._difference = self._difference or error
             raise
         else:
             if agreement is not None:
                 self._agreements.append(agreement)
+
+    def raise_difference(self) -> None:
+        """EngineError if an engine that was compared holds other weights; of the first one."""
+        if self._difference is not None:
+            raise self._difference
 
     @property
     def share(self) -> float | None:

@@ -57,7 +57,9 @@ class PublishConfig(BaseModel):
     )
 
     engine_wait_s: float = Field(
-        default=180.0, ge=0, description="Longest wait of a version for an engine, when none answers."
+        default=180.0,
+        ge=0,
+        description="Longest wait of a version for an engine, when none answers or all were lost on the way.",
     )
 
     @field_validator("verify", mode="before")

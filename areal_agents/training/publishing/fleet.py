@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from areal_agents.errors import EngineError
+from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine
 
 T = TypeVar("T")
@@ -59,14 +59,20 @@ class Fleet:
         """Call all engines at once; the results of those that did not fail.
 
         Raises:
-            EngineError: that of the first, if every one failed.
+            EngineUnavailable: every one failed, and one is not there: it may come back.
+            EngineError: every one failed.
         """
         engines = list(self.engines)
         results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
         failures = [r for r in results if isinstance(r, BaseException)]
         for failure in failures:
-            if not isinstance(failure, EngineError) or len(failures) == len(engines):
+            if not isinstance(failure, EngineError):
                 raise failure
+        if len(failures) == len(engines):
+            raised = next((f for f in failures if isinstance(f, EngineUnavailable)), failures[0])
+            for other in (failure for failure in failures if failure is not raised):
+                log.warning("version %d: %s", self.version, other)
+            raise raised
         for engine, result in zip(engines, results, strict=True):
             if isinstance(result, EngineError):
                 self.leave_out(engine, result)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from areal_agents.training.model import Policy
 from areal_agents.training.model_folder import ModelFolder
 from areal_agents.training.publishing.behind import Behind
 from areal_agents.training.publishing.density import Density
+
+log = logging.getLogger(__name__)
 
 WAITING_BYTES = 512_000_000  # of gathered weights that may wait for the disk
 
@@ -44,6 +47,25 @@ def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor],
             failure = error
     if failure is not None:
         raise failure
+
+
+def write_version(
+    policy: Policy, folder: Path, version: int, *, base: Path, adapter: bool, writes: bool
+) -> Written | None:
+    """Write a version's folder in `folder`; its density is against the version before. Collective.
+
+    Args:
+        base: the folder of the model that the run began with.
+        adapter: write the adapter alone, and not the whole weights.
+        writes: see `write_policy`, as for what is raised.
+    """
+    path = version_folder(folder, version)
+    # Later ones are of a run that was here earlier.
+    earlier = [old for v, old in version_folders(folder).items() if v < version] if writes else []
+    before = earlier[-1] if earlier else None
+    if adapter:
+        return write_policy_adapter(policy, path, base=base, writes=writes, before=before)
+    return write_policy(policy, path, like=base, writes=writes, before=before)
 
 
 def write_policy(
@@ -125,6 +147,11 @@ def versions_folder(folder: str, run_dir: Path) -> Path:
     return Path(folder) / f"{run.name}-{sha256(str(run).encode()).hexdigest()[:8]}"
 
 
+def version_folder(folder: Path, version: int) -> Path:
+    """That of one version, whether it is there or not."""
+    return folder / f"v{version}"
+
+
 def version_folders(folder: Path) -> dict[int, Path]:
     """The complete folders of versions, by version, ascending."""
     found = {int(p.name[1:]): p for p in folder.glob("v*") if p.name[1:].isdigit()}
@@ -132,9 +159,17 @@ def version_folders(folder: Path) -> dict[int, Path]:
 
 
 def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
-    """Remove all but the last `keep` versions up to `version`; which they were."""
+    """Remove all but the last `keep` versions up to `version`; which they were.
+
+    One that the disk does not let go, as a network's may while an engine reads it, is tried again next time.
+    """
     folders = {v: path for v, path in version_folders(folder).items() if v <= version}
-    forgotten = list(folders)[:-keep]
-    for old in forgotten:
-        shutil.rmtree(folders[old])
+    forgotten = []
+    for old in list(folders)[:-keep]:
+        try:
+            shutil.rmtree(folders[old])
+        except OSError as error:
+            log.warning("the folder of version %d is not removed yet: %s", old, error)
+        else:
+            forgotten.append(old)
     return forgotten

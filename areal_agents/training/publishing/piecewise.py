@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_agents.errors import EngineError
+from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine, PauseMode
 from areal_agents.training.publishing.buckets import Packed, packed
 from areal_agents.training.publishing.disk import Check, resume_anyway
@@ -93,6 +93,7 @@ class Delivery:
         """Have the engines go on; how long they were paused, in seconds.
 
         Raises:
+            EngineUnavailable: no engine took the version, and one is not there.
             EngineError: no engine took the version.
         """
         self._loop.run(self._fleet.each(self._end))
@@ -133,11 +134,13 @@ class Delivery:
         await engine.resume()
 
     async def _repair(self, engine: Engine, failure: EngineError) -> None:
-        """Load the folder in place of what came of it. `failure` is raised if that fails too."""
+        """Load the folder in place of what came of it. `failure` is raised if it refuses that too."""
         with suppress(EngineError):  # it refuses an update that is not whole, and closes it all the same
             await engine.end_weight_update()
         try:
             await engine.update_weights_from_disk(str(self._path), self._fleet.version)
+        except EngineUnavailable as error:
+            raise error from failure  # it is lost, which may be what had failed
         except EngineError as error:
             log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
             raise failure from error

@@ -1,0 +1,112 @@
+"""Where the first rank's batches come from: a rollout that goes on, or groups that another store holds."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.core.rollout import OnStale
+from areal_agents.store import Store
+from areal_agents.training.batches import Batch, next_batch
+from areal_agents.training.between_batches import wait_until_whole
+from areal_agents.training.checkpoint import Progress
+from areal_agents.training.recorded import RecordedGroups, next_recorded_batch
+from areal_agents.training.vetting import Limits
+
+
+class BatchSource(Protocol):
+    """What a run trains on, batch after batch."""
+
+    def next(self, progress: Progress) -> Batch | None:
+        """The batch after `progress`; None if asked to stop. Errors: `next_batch`, `next_recorded_batch`."""
+
+    def wait_for_swap(self) -> None:
+        """Return when the weights of the batch in training may be swapped in, or if asked to stop.
+
+        TrainingError if that takes too long.
+        """
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """Note that a batch was trained, and led to `progress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOut:
+    """Groups that a rollout brings to the run's store; the names are those of `trainer.run`.
+
+    Attributes:
+        timeout_s: the longest wait for a batch, and for the one beside it.
+    """
+
+    store: Store
+    algorithm: AlgorithmConfig
+    groups: int
+    max_staleness: int | None
+    on_stale: OnStale
+    swap_between_batches: bool
+    data_ended: Callable[[], bool]
+    limits: Limits
+    timeout_s: float
+    stop: threading.Event
+
+    def next(self, progress: Progress) -> Batch | None:
+        """Lease the groups of the batch."""
+        return next_batch(
+            self.store,
+            self.algorithm,
+            groups=self.groups,
+            step=progress.step + 1,
+            version=progress.version,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            limits=self.limits,
+            timeout_s=self.timeout_s,
+            stop=self.stop,
+        )
+
+    def wait_for_swap(self) -> None:
+        """With swaps between batches only: wait until no training episode is being generated."""
+        if self.swap_between_batches:
+            wait_until_whole(
+                self.store,
+                groups=self.groups,
+                data_ended=self.data_ended,
+                timeout_s=self.timeout_s,
+                stop=self.stop,
+            )
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """The groups are no longer leased, so others may be submitted."""
+        self.store.mark_trained(batch.group_ids, step=progress.step, version=progress.version)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Groups of another store, which is only read."""
+
+    recorded: RecordedGroups
+    algorithm: AlgorithmConfig
+    groups: int
+    limits: Limits
+    stop: threading.Event
+
+    def next(self, progress: Progress) -> Batch | None:
+        """Go on in the order of the epochs."""
+        return next_recorded_batch(
+            self.recorded,
+            self.algorithm,
+            groups=self.groups,
+            step=progress.step + 1,
+            position=progress.position,
+            limits=self.limits,
+            stop=self.stop,
+        )
+
+    def wait_for_swap(self) -> None:
+        """Nothing is swapped."""
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """What was trained is known by the checkpoints."""

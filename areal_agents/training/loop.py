@@ -1,0 +1,205 @@
+"""The loop: take a batch, train on it, publish the next version, mark the groups as trained.
+
+A step is a batch trained; a version is a number that is never used twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.errors import TrainingError
+from areal_agents.inference.engine import MemoryKind
+from areal_agents.training.batch_source import BatchSource
+from areal_agents.training.batches import Batch
+from areal_agents.training.best import BestMetric
+from areal_agents.training.checkpoint import Checkpoints, Progress
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.metrics import (
+    MetricsWriter,
+    data_metrics,
+    policy_metrics,
+    queue_metrics,
+    system_metrics,
+)
+from areal_agents.training.mfu import peak_flops
+from areal_agents.training.models import Models
+from areal_agents.training.publishing.publisher import Publisher
+from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class Loop:
+    """A run on one rank: its parts, and how far it has come.
+
+    Attributes:
+        source, metrics: of the first rank; the others have none.
+        publisher: on every rank, or on none where there are no engines.
+        released: what of their memory the engines give back while a step is trained.
+        progress: where the run stands; its version is published.
+        saved_step: the step of the newest checkpoint; a run that starts needs none.
+        last: metrics of the last step of this life.
+    """
+
+    config: TrainerConfig
+    algorithm: AlgorithmConfig
+    ranks: Ranks
+    models: Models
+    options: StepOptions
+    source: BatchSource | None
+    publisher: Publisher | None
+    released: tuple[MemoryKind, ...]
+    checkpoints: Checkpoints
+    best: BestMetric
+    metrics: MetricsWriter | None
+    stop: threading.Event
+    seed: int
+    progress: Progress
+    saved_step: int = field(init=False)
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.saved_step = self.progress.step
+
+    def run(self) -> bool:
+        """Train until the last step is done; False if asked to stop before. Collective.
+
+        Either way, and if a batch cannot be had, a checkpoint holds the last whole step.
+        Errors: those of `trainer.run`.
+        """
+        finished = True
+        while finished and self.progress.step < self.config.steps:
+            finished = self._step()
+        self._save()
+        self.checkpoints.finish()
+        if not finished:
+            log.info("stopped after step %d", self.progress.step)
+        return finished
+
+    def _step(self) -> bool:
+        """One batch; False if asked to stop before it was trained."""
+        began = time.monotonic()
+        batch = self._next_batch()
+        if batch is None:
+            return False
+        try:
+            self.last = self._train(batch, began)
+        except Stopped:
+            return False
+        if self.metrics is not None:
+            self.metrics.write({**self.last, "time": time.time()})
+        if self.config.keep_best:
+            self.best.check(self.last)
+        self.checkpoints.check()
+        if self.progress.step % self.config.checkpoint_every == 0:
+            self._save()  # after its line: a resume drops the lines of later steps
+        return True
+
+    def _next_batch(self) -> Batch | None:
+        """The first rank's, on every rank. If it cannot be had no rank waits for it, and all save."""
+        found: Batch | TrainingError | None = None
+        if self.source is not None:
+            try:
+                found = self.source.next(self.progress)
+            except TrainingError as error:
+                found = error
+        found = self.ranks.broadcast(found)
+        if isinstance(found, TrainingError):
+            log.error("the run ends after step %d: %s", self.progress.step, found)
+            self._save()
+            self.checkpoints.finish()
+            raise found
+        return found
+
+    def _train(self, batch: Batch, began: float) -> dict[str, Any]:
+        """One step, of a batch that was asked for at `began`; its metrics."""
+        rate = self.models.set_rate(self.progress.step, self.config)
+        started, started_cpu = time.monotonic(), time.process_time()
+        result = self._optimize(batch)
+        train_s, train_cpu_s = time.monotonic() - started, time.process_time() - started_cpu
+        batch = self._wait_for_swap(batch)
+        progress = Progress(self.progress.step + 1, self.progress.version + 1, batch.position)
+        published = None
+        if self.publisher is not None:
+            published = self.publisher.publish(version=progress.version, step=progress.step)
+        if self.source is not None:
+            self.source.mark_trained(batch, progress)
+        self.progress = progress
+        values = {
+            "step": progress.step,
+            "version": progress.version,
+            **data_metrics(batch.report, batch.staleness),
+            **queue_metrics(batch),
+            **policy_metrics(result),
+            "lr": rate,
+            **system_metrics(
+                result,
+                sampled_tokens=batch.report.sampled_tokens,
+                step_s=time.monotonic() - began,
+                wait_s=batch.wait_s,
+                train_s=train_s,
+                train_cpu_s=train_cpu_s,
+                published=published,
+                devices=self.ranks.count,
+                peak=peak_flops(self.ranks.device),
+            ),
+        }
+        log.info(
+            "step %d: reward %.3f, %d tokens, waited %.1f s, trained %.1f s, paused %.2f s",
+            progress.step, values["reward_mean"], values["tokens"], batch.wait_s, train_s, values["pause_s"],
+        )  # fmt: skip
+        return values
+
+    def _optimize(self, batch: Batch) -> StepResult:
+        """Train on the samples of a batch, if it has any. Stopped as in `train_batch`."""
+        if not batch.samples:
+            return StepResult.nothing()
+        with self._engines_asleep():
+            return train_batch(
+                self.models.policy,
+                self.models.optimizer,
+                batch.data,
+                self.algorithm,
+                self.options,
+                ranks=self.ranks,
+                version=self.progress.version,
+                seed=self.seed + self.progress.step + 1,
+                critic=self.models.critic,
+                reference=self.models.reference,
+                stopping=self.stop.is_set,
+            )
+
+    @contextmanager
+    def _engines_asleep(self) -> Iterator[None]:
+        """Engines on the same GPUs give their memory back meanwhile, where the run asks for that."""
+        if self.publisher is None or not self.released:
+            yield
+            return
+        with self.publisher.engines_asleep(self.released):
+            yield
+            if self.ranks.device.type == "cuda":
+                torch.cuda.empty_cache()  # the engines take theirs next
+
+    def _wait_for_swap(self, batch: Batch) -> Batch:
+        """The batch, with the time until its weights may be swapped in added to its waiting time."""
+        started = time.monotonic()
+        if self.source is not None and self.progress.step + 1 < self.config.steps:
+            self.source.wait_for_swap()
+        return replace(batch, wait_s=batch.wait_s + time.monotonic() - started)
+
+    def _save(self) -> None:
+        if self.saved_step != self.progress.step:
+            score = self.last.get(self.best.name)
+            self.checkpoints.save(self.models.parts, self.progress, score=score)
+            self.saved_step = self.progress.step

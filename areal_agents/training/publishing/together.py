@@ -1,0 +1,38 @@
+"""One call on every rank, after which no rank waits for another that has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from areal_agents.errors import EngineUnavailable, TrainingError
+from areal_agents.training.distributed import Ranks
+
+T = TypeVar("T")
+
+
+class EnginesLost(TrainingError):
+    """An EngineUnavailable of the first rank, as the others see it: all ranks can go on from it."""
+
+
+def together(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Do it on every rank; if it fails on one, it does on all. Collective.
+
+    Raises:
+        Exception: on a rank that failed, its own error.
+        EnginesLost: on the others, if that was EngineUnavailable.
+        TrainingError: on the others, if it was anything else.
+    """
+    failure: Exception | None = None
+    try:
+        result = call()
+    except Exception as error:
+        failure = error
+    if not ranks.any(failure is not None):
+        return result
+    lost = ranks.any(isinstance(failure, EngineUnavailable))
+    if failure is not None:
+        raise failure
+    if lost:
+        raise EnginesLost("no engine answers the first rank; its log says why")
+    raise TrainingError("the first rank could not publish a version; its log says why")

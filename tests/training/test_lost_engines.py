@@ -1,0 +1,164 @@
+"""The only engine dies while a version is published: the version waits for it, by every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from publish_support import ReturningEngine, assert_serves, disturb, publisher
+
+from areal_agents.errors import EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.engine import WeightBucket
+from areal_agents.inference.pool import CurrentVersion
+from areal_agents.inference.pool.loading import load
+from areal_agents.inference.server import EngineProcess, free_ports
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.lora import LoraOptions
+from areal_agents.training.model import ModelOptions, load_policy
+
+PUBLISHING = "areal_agents.training.publishing"
+OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256}
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets where there would be one, and short pauses between two looks."""
+    monkeypatch.setattr(f"{PUBLISHING}.transports.MB", 100)
+    monkeypatch.setattr(f"{PUBLISHING}.meeting._LOOK_S", 0.02)
+    monkeypatch.setattr(f"{PUBLISHING}.swapping._FIRST_PAUSE_S", 0.02)
+
+
+@pytest.mark.parametrize(
+    ("transport", "dies_at", "refuses"),
+    [
+        ("disk", "/update_weights_from_disk", ""),
+        ("tensor", "/pause_generation", ""),
+        ("tensor", "/update_weights_from_tensor", ""),
+        ("tensor", "/update_weights_from_disk", "/update_weights_from_tensor"),  # it was to be mended
+        ("tensor", "/continue_generation", ""),
+        ("broadcast", "/pause_generation", ""),
+        ("lora", "/load_lora_adapter", ""),
+        ("lora", "/update_weight_version", ""),
+    ],
+)
+def test_a_version_waits_for_the_only_engine(
+    transport: str,
+    dies_at: str,
+    refuses: str,
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    lora = LoraOptions(rank=2) if transport == "lora" else None
+    policy = load_policy(model_folder, group, options=ModelOptions(lora=lora))
+    disturb(policy, 1)
+    engine = ReturningEngine(engine_url, model_folder, dies_at=dies_at, refuses=refuses)
+    with publisher(
+        policy, group, store, [engine], run_dir, model_folder, transport=transport, engine_wait_s=20
+    ) as out:
+        published = out.publish(version=1, step=1)
+    assert published is not None and (published.left_out, published.repaired) == (0, 0)
+    assert engine.asked.count("/model_info") == 4 and dies_at in engine.asked
+    assert "is delivered once more, for engines were lost" in caplog.text
+    assert_serves(engine_url, policy, 1, adapters=lora is not None)
+
+
+def test_an_adapter_that_a_proxy_has_loaded_meanwhile_is_not_taken_away(
+    group: Ranks,
+    store: Store,
+    engine_url: str,
+    run_dir: Path,
+    model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests name it already, and would be refused."""
+
+    class CaughtUpEngine(ReturningEngine):
+        async def start_anew(self) -> None:
+            await super().start_anew()
+            async with SGLangEngine(self.base_url) as engine:
+                await load(engine, CurrentVersion(1, str(run_dir / "weights" / "v1")))
+
+    monkeypatch.setattr(f"{PUBLISHING}.adapters._OTHERS_S", 0.02)
+    policy = load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(rank=2)))
+    disturb(policy, 1)
+    engine = CaughtUpEngine(engine_url, model_folder, dies_at="/load_lora_adapter")
+    with publisher(
+        policy, group, store, [engine], run_dir, model_folder, transport="lora", engine_wait_s=20
+    ) as out:
+        out.publish(version=1, step=1)
+    assert engine.asked.count("/load_lora_adapter") == 2 and "/unload_lora_adapter" not in engine.asked
+    assert_serves(engine_url, policy, 1, adapters=True)
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+def test_an_engine_that_does_not_come_back_ends_the_wait(
+    transport: str, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    engine = ReturningEngine(engine_url, model_folder, dies_at="/pause_generation", looks=None)
+    with publisher(
+        load_policy(model_folder, group), group, store, [engine], run_dir, model_folder,
+        transport=transport, engine_wait_s=0.3,
+    ) as out:  # fmt: skip
+        began = time.monotonic()
+        with pytest.raises(EngineUnavailable, match="not reachable"):
+            out.publish(version=1, step=1)
+        assert 0.3 < time.monotonic() - began < 5
+
+
+class KilledEngine(SGLangEngine):
+    """The client of a server that is killed at the second bucket, and started again a little later."""
+
+    def __init__(self, server: EngineProcess) -> None:
+        super().__init__(server.url)
+        self.buckets = 0
+        self.again = threading.Timer(0.5, server.start)
+        self._victim = server
+
+    async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
+        self.buckets += 1
+        call = asyncio.ensure_future(super().receive_weights(bucket, group=group, version=version, last=last))
+        if self.buckets == 2:
+            await asyncio.sleep(0)  # the request leaves, the broadcast begins
+            os.killpg(self._victim.pid, signal.SIGKILL)
+            self._victim.wait()
+            self.again.start()
+        await call
+
+
+@pytest.fixture
+def server(model_folder: Path) -> Iterator[EngineProcess]:
+    """An engine that can be killed, and started again where it was."""
+    (port,) = free_ports(1)
+    with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=port, **OPTIONS)) as engine:
+        yield engine
+
+
+def test_a_killed_engine_gets_the_version_by_a_broadcast_when_it_is_back(
+    group: Ranks, store: Store, server: EngineProcess, run_dir: Path, model_folder: Path
+) -> None:
+    policy = load_policy(model_folder, group)
+    engine = KilledEngine(server)
+    with publisher(
+        policy, group, store, [engine], run_dir, model_folder, transport="broadcast", engine_wait_s=60
+    ) as out:
+        for version in range(2):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and (published.left_out, published.repaired) == (0, 0)
+            assert published.publish_s < 60  # far below the time limits of 120 s and more
+            assert published.agreement == (None if version else 1.0)
+            assert_serves(server.url, policy, version)
+    assert not engine.again.is_alive() and engine.buckets > 4
