@@ -66,6 +66,8 @@ class EmbeddedEngineConfig(BaseModel):
 
 Colocate = Literal["none", "split", "sleep"]
 MEMORY_FRACTION = {"none": 0.0, "split": 0.4, "sleep": 0.6}
+STARTED_WITH = ("threads", "slots", "max_context", "dtype", "device")  # a running server has its own
+EMBEDDED_ONLY = ("slots",)
 OWN_ARGUMENTS = (
     "--model-path",
     "--model",
@@ -189,6 +191,12 @@ class EngineConfig(BaseModel):
     def static_memory(self) -> float:
         """The share of a GPU that SGLang is started with; 0 leaves it to SGLang."""
         return self.memory_fraction or MEMORY_FRACTION[self.colocate]
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """What was set and the engines do not heed: running servers are as they were started."""
+        unread = STARTED_WITH if self.urls else EMBEDDED_ONLY if self.kind == "sglang" else ()
+        return tuple(name for name in unread if name in self.model_fields_set)
 
     def _start_faults(self) -> Iterator[str]:
         if self.kind == "sglang" and not self.urls and not self.python:

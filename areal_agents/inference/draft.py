@@ -78,7 +78,7 @@ class Draft:
         self._decode = decode
         self._part: Completion | None = None  # what earlier attempts have brought
         self._chunks: list[TokenChunk] = []  # what this attempt has streamed
-        self._streamed = 0  # tokens in them, counted behind a seam
+        self._streamed = 0  # tokens in them
         self._handed = 0  # tokens that the caller was given
         self._least = -1  # no version of this attempt is below
         self._seam: _Seam | None = None
@@ -100,6 +100,11 @@ class Draft:
         return replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - self.kept)
 
     @property
+    def reached(self) -> int:
+        """How many tokens there are, those of the running attempt among them as far as they were streamed."""
+        return self.kept + self._streamed
+
+    @property
     def streams(self) -> bool:
         """Whether the caller wants pieces."""
         return self._on_tokens is not None
@@ -118,15 +123,18 @@ class Draft:
         if chunk.versions and UNSURE < chunk.versions[0] < self._least:
             raise OldVersion(f"tokens of version {chunk.versions[0]} came after version {self._least}")
         self._chunks.append(chunk)
+        before, self._streamed = self._streamed, self._streamed + len(chunk.token_ids)
         if self._seam is not None:
-            self._take_behind(self._seam, chunk)
+            self._take_behind(self._seam, chunk, before)
         elif self._on_tokens is not None:
             self._handed += len(chunk.token_ids)
             self._on_tokens(chunk)
 
-    def _take_behind(self, seam: _Seam, chunk: TokenChunk) -> None:
-        """Take a chunk of a later attempt; StopString once a stop string over the seam is whole."""
-        before, self._streamed = self._streamed, self._streamed + len(chunk.token_ids)
+    def _take_behind(self, seam: _Seam, chunk: TokenChunk, before: int) -> None:
+        """Take a chunk of a later attempt, `before` tokens behind the seam.
+
+        StopString once a stop string over the seam is whole.
+        """
         if self._cut is None:
             self._cut = seam.feed(before, chunk.token_ids)
             given = chunk if self._cut is None else _first(chunk, self._cut - before)

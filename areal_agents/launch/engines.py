@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn
@@ -29,6 +29,7 @@ from areal_agents.inference.sglang_server import (
     server_command,
     server_environment,
 )
+from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -118,14 +119,56 @@ def memory_to_release(config: Config) -> tuple[MemoryKind, ...]:
     return ("kv_cache", "weights") if config.engine.kind == "sglang" else ("kv_cache",)
 
 
-def check_running(config: Config) -> None:
+def wait_for_engines(
+    config: Config,
+    urls: Sequence[str],
+    *,
+    check: Callable[[], object],
+    say: Callable[[str], None],
+    warn: Callable[[str], None],
+) -> None:
+    """Return when the engines of a run serve: all that it starts, and of running servers at least one.
+
+    A running server that does not answer is left to the proxy, which brings it to the current version before
+    it gets a call.
+
+    Args:
+        urls: of the engines.
+        check: called before each look; what it raises ends the wait.
+        say: is told what is waited for; warn: of each running server that is not there.
+
+    Raises:
+        ArealAgentsError: not in time, or `check_running` of one that answers.
+    """
+    path, timeout_s = ready_path(config), config.engine.start_timeout_s
+    if not config.engine.urls:
+        for number, url in enumerate(urls, 1):
+            say("waiting for the inference engine" + (f" {number} of {len(urls)}" if len(urls) > 1 else ""))
+            wait_until_ready(url + path, check=check, timeout_s=timeout_s)
+        return
+    say("waiting for a running engine")
+    answering = wait_until_any_ready([url + path for url in urls], check=check, timeout_s=timeout_s)
+    ready = [url for url in urls if url + path in answering]
+    check_running(config, ready)
+    for url in urls:
+        if url not in ready:
+            warn(
+                f"engine.urls: {url} does not answer; the run begins without it, and takes it in when it does"
+            )
+
+
+def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
     """Ask running servers whether they were started with what this run needs of them.
+
+    Args:
+        config: of the run.
+        urls: of the servers, by default all of engine.urls.
 
     Raises:
         ConfigError: one was not; the message names the flag.
         EngineUnavailable: one does not answer.
     """
-    for url in config.engine.urls:
+    for url in config.engine.urls if urls is None else urls:
         try:
             info = httpx.get(url + "/get_server_info", timeout=INFO_TIMEOUT_S).json()
         except (httpx.HTTPError, ValueError) as error:

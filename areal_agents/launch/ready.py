@@ -1,9 +1,10 @@
-"""Waiting for an HTTP server to answer, while whoever it depends on is watched."""
+"""Waiting for HTTP servers to answer, while whoever they depend on is watched."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
@@ -34,6 +35,30 @@ def wait_until_ready(
                 return
             time.sleep(POLL_S)
     raise ArealAgentsError(f"{url} did not answer within {timeout_s:.0f} s; see the logs of the run")
+
+
+def wait_until_any_ready(
+    urls: Sequence[str], *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
+) -> tuple[str, ...]:
+    """Those of `urls` that answer 200, as soon as one does.
+
+    Args:
+        urls: what to ask, at least one.
+        check: called before each round; what it raises ends the wait.
+        timeout_s: longest wait for the first.
+
+    Raises:
+        ArealAgentsError: none answered in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    with httpx.Client(timeout=5.0) as client, ThreadPoolExecutor(len(urls)) as threads:
+        while time.monotonic() < deadline:
+            check()
+            answers = list(threads.map(lambda url: _answers(client, url), urls))
+            if any(answers):
+                return tuple(url for url, answered in zip(urls, answers, strict=True) if answered)
+            time.sleep(POLL_S)
+    raise ArealAgentsError(f"none of {', '.join(urls)} answered within {timeout_s:.0f} s")
 
 
 def _answers(client: httpx.Client, url: str) -> bool:

@@ -6,20 +6,21 @@ stopping it at any moment and starting it again goes on from the last checkpoint
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import httpx
 from rich.console import Console
 
 from areal_agents.config import Config, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.inference.server import free_ports
 from areal_agents.launch.children import Children
-from areal_agents.launch.engines import EnginePlan, check_running, engine_name, plan_engines, ready_path
+from areal_agents.launch.engine_busy import EngineBusy
+from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
 from areal_agents.launch.live import LiveView
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
@@ -29,6 +30,8 @@ from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
 from areal_agents.store import Store
 from areal_agents.training.trackers import check_trackers
+
+log = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
@@ -52,7 +55,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
     check_trackers(config.trainer.trackers)
-    plan = None if config.data.episodes else plan_engines(config)
+    plan = None if config.data.episodes else _plan(config)
     folder = RunFolder(Path(config.run_dir))
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
@@ -92,9 +95,8 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         raise ConfigError(
             "eval measures the weights of `model` in an engine that it starts; leave out engine.urls"
         )
-    plan = plan_engines(config)
-    # With a store of its own: the versions in the run's would be swapped in, in place of `model`.
-    config = config.model_copy(update={"store": config.store.model_copy(update={"url": None})})
+    config = without_trainer(config)
+    plan = _plan(config, trains=False)
     folder = RunFolder(Path(config.run_dir + "-eval"))
     folder.set_aside()
     with folder.locked(), interruptible():
@@ -105,6 +107,34 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
             return _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
+
+
+def without_trainer(config: Config) -> Config:
+    """`config` for engines that have their GPUs to themselves.
+
+    With a store of its own: the versions in the run's would be swapped in, in place of `model`.
+    """
+    engine = config.engine.model_copy(update={"colocate": "none"})
+    store = config.store.model_copy(update={"url": None})
+    return config.model_copy(update={"engine": engine, "store": store})
+
+
+def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
+    """How the engines are started; the log says what of `engine` changes nothing about them.
+
+    Args:
+        trains: whether a trainer runs beside them, which takes the first GPUs.
+    """
+    if names := config.engine.without_effect:
+        log.warning(
+            "no effect on %s: %s",
+            "running servers, which are as they were started" if config.engine.urls else "SGLang",
+            ", ".join(f"engine.{name}" for name in names),
+        )
+    if not trains:
+        on_the_cpu = config.trainer.model_copy(update={"device": "cpu"})
+        config = config.model_copy(update={"trainer": on_the_cpu})
+    return plan_engines(config)
 
 
 def _say_if_resumed(folder: RunFolder, console: Console) -> None:
@@ -170,17 +200,22 @@ def start_serving(config: Config, folder: RunFolder, children: Children, plan: E
 
 
 def wait_until_serving(
-    config: Config, endpoints: Endpoints, children: Children, say: Callable[[str], None]
+    config: Config,
+    endpoints: Endpoints,
+    children: Children,
+    say: Callable[[str], None],
+    warn: Callable[[str], None] | None = None,
 ) -> None:
-    """Return when engines and proxy answer. ChildDied if any process ends before that, ConfigError if a
-    running server was started without what the run needs of it."""
-    count = len(endpoints.engine_urls)
-    for number, url in enumerate(endpoints.engine_urls, 1):
-        say("waiting for the inference engine" + (f" {number} of {count}" if count > 1 else ""))
-        wait_until_ready(
-            url + ready_path(config), check=children.check, timeout_s=config.engine.start_timeout_s
-        )
-    check_running(config)
+    """Return when engines and proxy answer, of running servers one.
+
+    Args:
+        warn: is told of running servers that are not there; by default `say`.
+
+    Raises:
+        ChildDied: a process ended before that.
+        ConfigError: a running server was started without what the run needs of it.
+    """
+    wait_for_engines(config, endpoints.engine_urls, check=children.check, say=say, warn=warn or say)
     say("waiting for the proxy")
     wait_until_ready(endpoints.proxy_url + "/health", check=children.check)
 
@@ -201,7 +236,7 @@ def _run(
     # Each waits for what it needs, so that they load side by side.
     _start(children, folder, "trainer", ranks=config.trainer.ranks)
     _start(children, folder, "rollout", "--first-version", str(first))
-    wait_until_serving(config, endpoints, children, view.stage)
+    wait_until_serving(config, endpoints, children, view.stage, view.event)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
     room = room_of(config, folder)
@@ -237,49 +272,6 @@ def _run_recorded(
         metrics.update()
         view.update(metrics.rows, read_progress(store))
     return time.monotonic() - started, None
-
-
-class EngineBusy:
-    """The share of the training time in which the engines were not sampling, over all of them.
-
-    An engine that was started again counts from zero; one that does not answer is asked again later.
-    """
-
-    def __init__(self, urls: tuple[str, ...]) -> None:
-        self._urls = urls
-        self._counted = True  # whether engines count their busy time; a real SGLang does not
-        self._busy_s = 0.0
-        self._last: dict[str, float] = {}  # by URL
-        self._from: float | None = None
-        self._to = 0.0
-
-    def follow(self, done: int, steps: int) -> None:
-        """Note the counters while the trainer is between its first and its last step."""
-        if not (1 <= done < steps and self._counted):
-            return
-        for url in self._urls:
-            self._note(url)
-        self._to = time.monotonic()
-        self._from = self._from or self._to
-
-    def idle_share(self) -> float | None:
-        """Between 0 and 1; None where an engine does not count its busy time."""
-        if not self._counted or self._from is None or self._to <= self._from:
-            return None
-        return max(0.0, 1.0 - self._busy_s / (self._to - self._from) / len(self._urls))
-
-    def _note(self, url: str) -> None:
-        try:
-            info = httpx.get(url + "/get_server_info", timeout=2.0).json()
-        except (httpx.HTTPError, ValueError):
-            return
-        if "busy_s" not in info:
-            self._counted = False
-            return
-        now, before = float(info["busy_s"]), self._last.get(url)
-        if before is not None:
-            self._busy_s += now - before if now >= before else now
-        self._last[url] = now
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+import logging
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
 from areal_agents.inference import SGLangEngine
@@ -16,7 +17,10 @@ from areal_agents.inference.pool import (
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
+from areal_agents.store import Conflict, Store
+from areal_agents.store.trainer_lock import TrainerLock
+
+log = logging.getLogger(__name__)
 
 _UPDATE_TIMEOUT_S = 600.0  # a large model is read from its folder
 
@@ -73,10 +77,28 @@ def make_pool(
         engines,
         names=urls.engines,
         current=current,
+        without_trainer=lambda: without_trainer(store),
         decode=lambda ids: renderer.tokenizer.decode(list(ids)),
         router=router,
         limits=limits,
     )
+
+
+@contextlib.asynccontextmanager
+async def without_trainer(store: Store) -> AsyncIterator[bool]:
+    """Whether no trainer of the store lives; then none begins within, since one that starts waits for it."""
+    lock = TrainerLock(store.path)
+    try:
+        await asyncio.to_thread(lock.take)
+    except (Conflict, OSError) as error:
+        if isinstance(error, OSError):
+            log.warning("whether a trainer lives cannot be told: %s", error)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.let_go()
 
 
 def check_models(urls: Sequence[str]) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +33,6 @@ QUICK = PoolLimits(
     probe_every_s=0.05,
     probe_timeout_s=5.0,
     probe_again_s=0.02,
-    swap_grace_s=0.5,
     wait_s=30.0,
     load_again_s=0.05,
 )
@@ -155,12 +155,15 @@ class ReplicaServer:
         self.is_alive = False
         self._open = threading.Event()
         self._open.set()
+        self._thread: threading.Thread | None = None
         self.app: ScriptedApp
         self.url = ""
         self.start()
 
     def start(self, **options: Any) -> None:
         """Start it, at version "default"."""
+        if self._thread is not None:
+            self._thread.join(10)  # after a crash it may still be ending
         self.app = ScriptedApp.from_folder(MODEL, self._answer, **self._options | options)
         self.app.exchanges = self.exchanges
         listener = listen("127.0.0.1", self._port)
@@ -189,22 +192,26 @@ class ReplicaServer:
         self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
         self._thread.start()
         assert started.wait(10)
+        while not self._server.started:
+            assert self._thread.is_alive()
+            time.sleep(0.001)
         self.is_alive = True
 
     def kill(self) -> None:
         """End it as kill -9 does: every connection breaks off, and nobody listens."""
-        assert self._loop is not None
+        assert self._loop is not None and self._thread is not None
+        thread = self._thread  # it may be started again as soon as it is known to be dead
+        self._loop.call_soon_threadsafe(self.crash)
+        thread.join(10)
+        assert not thread.is_alive()
 
-        def end() -> None:
-            for server in self._server.servers:
-                server.close()
-            for connection in list(self._server.server_state.connections):
-                connection.transport.abort()
-            self._server.should_exit = self._server.force_exit = True
-
-        self._loop.call_soon_threadsafe(end)
-        self._thread.join(10)
-        assert not self._thread.is_alive()
+    def crash(self) -> None:
+        """End so of itself; on its event loop."""
+        for server in self._server.servers:
+            server.close()
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
+        self._server.should_exit = self._server.force_exit = True
         self.is_alive = False
 
     @contextmanager
@@ -240,10 +247,14 @@ class ReplicaServer:
 
 
 class Rows:
-    """What a store would say is published."""
+    """What a store would say is published, and whether the trainer of it lives."""
 
     def __init__(self) -> None:
         self.current: CurrentVersion | None = None
+        self.trainer_lives = True
+
+    def without_trainer(self) -> nullcontext[bool]:
+        return nullcontext(not self.trainer_lives)
 
     def publish(self, version: int) -> CurrentVersion:
         self.current = CurrentVersion(version, f"/weights/v{version}")
@@ -259,7 +270,16 @@ def pool_of(
     """A pool over real clients of them."""
     urls = [server.url for server in servers]
     engines = [SGLangEngine(url, control_timeout_s=5) for url in urls]
-    return EnginePool(engines, names=urls, current=rows or Rows(), decode=text_of, limits=limits, **options)
+    rows = rows or Rows()
+    return EnginePool(
+        engines,
+        names=urls,
+        current=rows,
+        without_trainer=rows.without_trainer,
+        decode=text_of,
+        limits=limits,
+        **options,
+    )
 
 
 def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Exchange]) -> None:

@@ -44,3 +44,18 @@ ATTACHED = {"kind": "sglang", "urls": ("http://gpu:1",)}
 def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         EngineConfig.model_validate(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        (ATTACHED, ()),
+        (ATTACHED | {"routed_experts": True, "start_timeout_s": 5, "colocate": "sleep"}, ()),
+        (ATTACHED | {"slots": 32, "device": "cuda", "max_context": 99}, ("slots", "max_context", "device")),
+        (ATTACHED | {"dtype": "float32", "threads": 0}, ("threads", "dtype")),  # as by default, but said
+        ({"kind": "sglang", "python": "p", "slots": 32, "threads": 2}, ("slots",)),
+        ({"slots": 32, "device": "cpu"}, ()),
+    ],
+)
+def test_what_is_set_and_changes_nothing_is_known(options: dict[str, object], names: tuple[str, ...]) -> None:
+    assert EngineConfig.model_validate(options).without_effect == names

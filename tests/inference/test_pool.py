@@ -186,19 +186,6 @@ async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
                 assert set(completion.versions) == {3}
 
 
-async def test_a_swap_that_the_trainer_never_finished_is_finished_here() -> None:
-    """It was lost after the row and the pause: the row is the truth, and nobody else would resume."""
-    with servers_of(2) as servers:
-        rows = Rows()
-        rows.publish(0)
-        async with serving(servers, rows) as pool:
-            await pool.model_info()
-            await asyncio.gather(*(replica.engine.pause("retract") for replica in pool.replicas))
-            rows.publish(1)
-            completion = await pool.generate("r", prompt_of(1), FORTY)
-            assert set(completion.versions) == {1}
-
-
 async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_old_weights() -> None:
     """Between two looks: only the version of its tokens tells."""
     with servers_of(1) as servers:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from pool_support import ReplicaServer, Rows, check_drawn, pool_of, prompt_of
+from pool_support import QUICK, ReplicaServer, Rows, check_drawn, pool_of, prompt_of
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
 from areal_agents.errors import EngineError
@@ -73,7 +74,8 @@ async def test_every_completion_is_what_the_engines_drew(seed: int, spans: bool)
         ReplicaServer(chunk_tokens=rng.choice([1, 3]), spans=spans, incremental=rng.random() < 0.5)
         for _ in range(REPLICAS)
     ]
-    pool = pool_of(servers, rows)
+    # An engine lives for half a second here, so that a request sees many deaths by chance.
+    pool = pool_of(servers, rows, replace(QUICK, suspect_after=1000, most_deaths=1000))
     trainer, done = Trainer(rng, pool, rows), asyncio.Event()
     sampling = SamplingParams(TOKENS, ignore_eos=True)
     seen: list[list[TokenChunk]] = [[] for _ in range(CALLS)]

@@ -14,13 +14,14 @@ import pytest
 from test_train import EXAMPLE
 
 from areal_agents.config import Config, load_config
-from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.errors import ArealAgentsError, ConfigError, EngineUnavailable
 from areal_agents.launch.engines import (
     adapter_rank,
     check_running,
     engine_name,
     memory_to_release,
     plan_engines,
+    wait_for_engines,
 )
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.launch.train import EngineBusy, choose_endpoints, threads_for
@@ -135,6 +136,39 @@ def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, fi
 def test_a_server_that_says_nothing_of_itself_is_unavailable() -> None:
     with pytest.raises(EngineUnavailable, match="does not say how it was started"):
         check_running(config("engine.kind=sglang", "engine.urls=[http://127.0.0.1:9]"))
+
+
+def waited_for(*urls: str, timeout_s: float = 20.0) -> list[str]:
+    """What a start warns of, that uses running servers."""
+    warned: list[str] = []
+    attached = config(
+        "engine.kind=sglang",
+        f"engine.urls=[{','.join(urls)}]",
+        f"engine.start_timeout_s={timeout_s}",
+        "trainer.lora.rank=4",
+    )
+    wait_for_engines(attached, urls, check=lambda: None, say=lambda text: None, warn=warned.append)
+    return warned
+
+
+def test_a_start_waits_for_one_running_server_and_names_those_that_are_not_there() -> None:
+    dead = "http://127.0.0.1:9"
+    with server_that_says({"enable_lora": True}) as url, server_that_says({"enable_lora": True}) as other:
+        assert waited_for(url, other) == []
+        (warning,) = waited_for(dead, url)
+        assert warning.startswith(f"engine.urls: {dead} does not answer; the run begins without it")
+    with (
+        server_that_says({"enable_lora": False}) as url,
+        pytest.raises(ConfigError, match=f"{url} was started without --enable-lora"),
+    ):
+        waited_for(dead, url)
+
+
+def test_a_start_without_any_running_server_ends_in_its_time() -> None:
+    with pytest.raises(
+        ArealAgentsError, match=r"none of .*:9/model_info, .*:10/model_info answered within 1 s"
+    ):
+        waited_for("http://127.0.0.1:9", "http://127.0.0.1:10", timeout_s=1)
 
 
 def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.proxy.workers.identity import WorkerSpec
 from areal_agents.proxy.workers.orders import Order
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
+from areal_agents.store import Conflict, Store
+from areal_agents.store.trainer_lock import TrainerLock
 
 TEXT = "The harbour opens at six, and the ferry leaves for the island when the tide is high enough to sail."
 
@@ -43,7 +45,7 @@ def says(text: str, **arrival: Any) -> Any:
 
 @contextmanager
 def proxy_of(
-    urls: list[str], renderer: ChatRenderer, path: Path, **limits: float
+    urls: list[str], renderer: ChatRenderer, path: Path, *, wait_s: float = 120.0
 ) -> Iterator[tuple[str, EnginePool]]:
     """A served proxy over a pool with quick looks."""
     with Store.open(path / "store.db") as store, listen("127.0.0.1", 0) as listener:
@@ -55,7 +57,7 @@ def proxy_of(
                 store=store,
                 renderer=renderer,
                 request_timeout_s=20,
-                limits=PoolLimits(probe_every_s=0.05, probe_again_s=0.02, **limits),
+                limits=PoolLimits(probe_every_s=0.05, probe_again_s=0.02, wait_s=wait_s),
             )
             made.append(pool)
             config = ProxyConfig(admin_key="admin")
@@ -177,6 +179,76 @@ def test_a_client_notices_nothing_of_a_death(streamed: bool, renderer: ChatRende
             assert len(turn["logprobs"]) == len(turn["token_ids"]) == len(turn["versions"])
 
 
+def test_a_request_that_engines_die_of_fails_and_its_episode_with_it(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """The client repeats what it takes for a failure of the moment, and no further engine dies of that."""
+    app, dead_until, deaths = scripted(), 0.0, 0
+
+    async def dying(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal dead_until, deaths
+        if scope["path"] == "/generate":
+            deaths, dead_until = deaths + 1, time.monotonic() + 0.3
+        if time.monotonic() < dead_until:
+            raise ConnectionResetError
+        await app(scope, receive, send)
+
+    with (
+        running(dying) as one,  # type: ignore[arg-type]
+        proxy_of([one], renderer, tmp_path) as (url, _),
+    ):
+        episode = open_episode(url)
+        with (
+            client_of(url, episode).with_options(max_retries=2) as client,
+            pytest.raises(InternalServerError, match="3 engines died while they ran it"),
+        ):
+            ask(client, "hello")
+        assert deaths == 3
+        done = httpx.post(
+            f"{url}/episodes/{episode['id']}/finish", json={}, headers={"Authorization": "Bearer admin"}
+        )
+        assert done.raise_for_status().json()["status"] == "failed"
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["a trainer", "no trainer"])
+async def test_the_pool_knows_whether_a_trainer_lives(
+    trains: bool, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """One that lives swaps, however long that takes; where none does, the pool finishes what it began."""
+    with Store.open(tmp_path / "store.db") as store, running(scripted()) as one:
+        limits = PoolLimits(probe_every_s=0.05)
+        pool = make_pool(
+            EngineUrls((one,)), store=store, renderer=renderer, request_timeout_s=20, limits=limits
+        )
+        store.become_trainer()
+        store.publish_version(0, step=0, path="v0")
+        pool.start()
+        try:
+            replica = pool.replicas[0]
+            await until(lambda: replica.is_serving)
+            await replica.engine.pause("retract")
+            store.publish_version(1, step=1, path="v1")
+            await until(lambda: replica.due == 1)
+            if trains:
+                await asyncio.sleep(0.2)  # four looks
+                assert replica.is_serving and pool.counts.catch_ups == 0
+                with pytest.raises(Conflict):  # nobody took it away
+                    TrainerLock(store.path).take()
+            else:
+                store._trainer.let_go()
+                await until(lambda: replica.version == 1 and not replica.may_be_paused)
+                TrainerLock(store.path).take()  # it was given back
+        finally:
+            await pool.aclose()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for something that is to become true."""
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
 def test_without_an_engine_it_is_not_ready_and_says_why(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running(scripted()) as one:
         pass
@@ -202,6 +274,6 @@ def test_engines_of_different_models_are_refused_before_anything_is_served(tmp_p
 def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
     engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
     spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "127.0.0.1", "secret")
-    order = Order(spec, "model", engines, "store", "process", {}, (3, 4), 5)
+    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, (3, 4), 5)
     assert Order.from_line(order.to_line()) == order
     assert engines.describe() == "http://a:1, http://b:2, through http://r:3"

@@ -2,7 +2,7 @@
 
 From the folder that the version's row names, so that it needs nobody but the replica itself. Several
 processes may find the same replica: each looks once more before it loads, and loading twice is no harm.
-It is never paused from here, since resuming it could cut into a swap of the trainer's.
+It is not paused for that, since resuming it could cut into a swap of the trainer's.
 """
 
 from __future__ import annotations

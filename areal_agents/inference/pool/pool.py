@@ -1,8 +1,9 @@
 """Several replicas of one model as one sampler: an episode stays on one, and no request is lost with one.
 
 A request whose replica dies, aborts it or answers garbage goes on elsewhere, on the exact ids that were
-sampled so far; see `draft.Draft`. With two replicas or more every request is streamed from the engine, so
-that what it had sampled when it died is known, token by token with its version.
+sampled so far; see `draft.Draft`. Only one that replicas die of is given up; see `suspects`. With two
+replicas or more every request is streamed from the engine, so that what it had sampled when it died is
+known, token by token with its version.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenIds
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.draft import Decode, Draft, OldVersion, StopString
 from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, Sampler
 from areal_agents.inference.pool.limits import PoolLimits
-from areal_agents.inference.pool.replica import CurrentVersion, Replica
+from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
 from areal_agents.inference.pool.router import is_routable
 from areal_agents.inference.pool.routing import Affinities
-from areal_agents.inference.pool.watching import Watch, unavailable
+from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived
+from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavailable
 from areal_agents.inference.resubmit import rid_of, stalled
 
 _MOST_GARBAGE = 3  # answers in a row that cannot be trusted, after which a replica rests
@@ -50,6 +53,8 @@ class EnginePool:
         engines: their clients, at least one; the pool closes them.
         names: their URLs, for people; by default their order.
         current: reads the version that was published last; None before the first. May block.
+        without_trainer: gives True where no trainer lives that swaps versions into the replicas, and then
+            none begins until it is left; by default one may live.
         decode: the text of ids, for stop strings over the seam of two attempts.
         router: a client that reaches all replicas through a router of their own: it chooses then, and the
             pool only watches them.
@@ -62,6 +67,7 @@ class EnginePool:
         *,
         names: Sequence[str] = (),
         current: Callable[[], CurrentVersion | None] = lambda: None,
+        without_trainer: WithoutTrainer = lambda: nullcontext(False),
         decode: Decode | None = None,
         router: Sampler | None = None,
         limits: PoolLimits | None = None,
@@ -80,12 +86,14 @@ class EnginePool:
         self._router = None if router is None else Replica("the router", engines[0], router, "serving")
         self._streams = len(engines) > 1
         self._affinities = Affinities()
+        self._suspects = Suspects(self._limits)
         self._drafts: dict[str, tuple[Draft, Replica | None]] = {}
         self._changed = asyncio.Event()
         self._is_closed = False
         self._watch = Watch(
             self.replicas,
             current=current,
+            without_trainer=without_trainer,
             limits=self._limits,
             on_change=self._changed.set,
             on_load=self._count_load,
@@ -104,11 +112,12 @@ class EnginePool:
 
         EngineUnavailable if no replica serves for `limits.wait_s`, if the request is broken off again and
         again without a token, or if it was streamed in part and cannot go on (grammars and penalties).
+        EngineError if it is given up because replicas die of it.
         """
         draft = Draft(input_ids, sampling, on_tokens, self._decode)
         self._drafts[rid] = draft, None
         try:
-            return await self._drawn(rid, draft, affinity)
+            return await self._drawn(rid, draft, self._suspects.case_of(input_ids, sampling), affinity)
         finally:
             del self._drafts[rid]
 
@@ -156,26 +165,14 @@ class EnginePool:
         routed = [self._router] if self._router is not None else []
         await asyncio.gather(*(replica.sampler.aclose() for replica in [*self.replicas, *routed]))
 
-    async def _drawn(self, rid: str, draft: Draft, affinity: str) -> Completion:
+    async def _drawn(self, rid: str, draft: Draft, case: Case, affinity: str) -> Completion:
         stalls, avoid = 0, None
         for attempt in itertools.count():
-            replica = self._route(affinity, draft, avoid) or await self._wait(affinity, draft, avoid)
-            before, failure = draft.kept, None
-            self._drafts[rid] = draft, replica
-            try:
-                completion = await self._attempt(replica, rid_of(rid, attempt), draft, affinity)
-                if completion.finish_reason != "abort" or draft.is_aborted:
-                    return draft.finished(completion)
-                whole = draft.broken_off(completion)
-                self.counts.continued += 1
-            except StopString:
-                return draft.stopped()
-            except EngineError as error:
-                if draft.is_aborted or not await self._may_go_on(replica, error):
-                    raise
-                failure = error
-                whole = draft.broken_off(None)
-                self.counts.failovers += 1
+            before = draft.kept
+            async with case.turn():
+                replica = self._route(affinity, draft, avoid) or await self._wait(affinity, draft, avoid)
+                self._drafts[rid] = draft, replica
+                whole, failure = await self._tried(replica, rid_of(rid, attempt), draft, case, affinity)
             if whole is not None:
                 return whole
             avoid = replica if failure is not None else None
@@ -183,10 +180,41 @@ class EnginePool:
             stalls = await stalled(stalls, brought=draft.kept - before, cause=failure)
         raise AssertionError("an endless loop has ended")
 
-    async def _attempt(self, replica: Replica, rid: str, draft: Draft, affinity: str) -> Completion:
+    async def _tried(
+        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
+    ) -> tuple[Completion | None, EngineError | None]:
+        """One attempt: the completion if that was all of it, and the error that broke the attempt off."""
+        try:
+            completion = await self._attempt(replica, rid, draft, case, affinity)
+            if completion.finish_reason != "abort" or draft.is_aborted:
+                return draft.finished(completion), None
+            whole = draft.broken_off(completion)
+            self.counts.continued += 1
+            return whole, None
+        except StopString:
+            return draft.stopped(), None
+        except EngineError as error:
+            if draft.is_aborted or not await self._may_go_on(replica, error):
+                raise
+            died, reached = await self._has_died(replica, error), draft.reached
+            whole = draft.broken_off(None)
+            if died and whole is None:
+                case.died(reached, error)
+            self.counts.failovers += 1
+            return whole, error
+
+    async def _attempt(
+        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
+    ) -> Completion:
         least = self._least_version(replica)
         draft.begin(rid, least_version=least)
         take = draft.take if self._streams or draft.streams else None
+        if case.is_tried:
+
+            def take(chunk: TokenChunk) -> None:
+                draft.take(chunk)
+                case.reached(draft.reached)
+
         async with replica.attempt():
             completion = await replica.sampler.generate(
                 rid, draft.input_ids, draft.sampling, take, affinity=affinity
@@ -215,6 +243,8 @@ class EnginePool:
                     "was published: it serves another run"
                 )
         replica.saw(newest)
+        if current is not None and newest == current.version:
+            replica.may_be_paused = False
 
     def _least_version(self, replica: Replica) -> int:
         """The oldest version that a request may be answered with: a lower one is of a server just started."""
@@ -265,6 +295,25 @@ class EnginePool:
             pause_s = min(2.0 ** (replica.garbage - _MOST_GARBAGE), self._limits.longest_pause_s)
             replica.rest(pause_s, f"it answered garbage: {error}")
         return True
+
+    async def _has_died(self, replica: Replica, error: EngineError) -> bool:
+        """Whether a failure was the end of the process that ran the request, not a stall or a broken line.
+
+        It is, if nobody can be reached there now, or one that was started again. Behind a router that holds
+        if it does for any of the replicas that were there until now.
+        """
+        if (
+            not isinstance(error, EngineUnavailable)
+            or isinstance(error, Unanswered)
+            or not has_arrived(error)
+        ):
+            return False
+        if replica is not self._router and replica.misses:
+            return True
+        behind = self.replicas if replica is self._router else (replica,)
+        there = [(other, other.version) for other in behind if not other.misses]
+        await asyncio.gather(*(self._watch.look_anew(other) for other, _ in there))
+        return any(other.misses or other.version < version for other, version in there)
 
     def _count_load(self) -> None:
         self.counts.catch_ups += 1

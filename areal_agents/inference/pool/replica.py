@@ -16,6 +16,10 @@ from areal_agents.inference.engine import Engine, ModelInfo, Sampler
 State = Literal["new", "serving", "doubtful", "late", "down", "refused"]
 
 
+class Unanswered(EngineUnavailable):
+    """A replica was lost because looks at it were not answered: it may be slow, or cut off."""
+
+
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
     """The version that was published last, and the folder of its weights or its adapter."""
@@ -41,7 +45,10 @@ class Replica:
         misses: looks in a row that it did not answer.
         garbage: answers in a row that could not be trusted.
         rests_until: it is not asked for completions before, by the event loop's clock.
-        swap_since: when it began to lag behind a version that the trainer is swapping in; None otherwise.
+        due: the version that the trainer is to swap in, since it served when that was published; None if
+        none.
+        may_be_paused: a trainer that is gone may have left it so. It was met as it is, or its swap was not
+            finished, and it has sampled nothing of the current version since.
         trouble: why it could not be brought to the current version the last time.
         wake: set to have it looked at now.
     """
@@ -58,7 +65,8 @@ class Replica:
     misses: int = 0
     garbage: int = 0
     rests_until: float = 0.0
-    swap_since: float | None = None
+    due: int | None = None
+    may_be_paused: bool = True
     trouble: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _attempts: set[asyncio.Timeout] = field(default_factory=set)
@@ -90,7 +98,7 @@ class Replica:
 
     def lose(self, why: str) -> None:
         """It is gone: whatever waits for it waits no longer."""
-        self.state, self.reason, self.info, self.version, self.swap_since = "down", why, None, -1, None
+        self.state, self.reason, self.info, self.version, self.due = "down", why, None, -1, None
         now = asyncio.get_running_loop().time()
         for attempt in self._attempts:
             attempt.reschedule(now)
@@ -98,7 +106,7 @@ class Replica:
 
     @asynccontextmanager
     async def attempt(self) -> AsyncIterator[None]:
-        """Have a request there; EngineUnavailable if the replica is lost meanwhile."""
+        """Have a request there; Unanswered if the replica is lost meanwhile."""
         self.running += 1
         try:
             async with asyncio.timeout(None) as attempt:
@@ -108,6 +116,6 @@ class Replica:
                 finally:
                     self._attempts.discard(attempt)
         except TimeoutError:
-            raise EngineUnavailable(f"{self.name} was lost: {self.reason}") from None
+            raise Unanswered(f"{self.name} was lost: {self.reason}") from None
         finally:
             self.running -= 1

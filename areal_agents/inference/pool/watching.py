@@ -1,8 +1,13 @@
 """Looks at the replicas again and again, and decides which of them serve.
 
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
-published and the trainer is still taken to be swapping it in. A paused replica answers a look, so a swap is
-never mistaken for a death.
+published and the trainer that swaps it in lives. How long a swap may take is the trainer's to limit; a
+replica that it left out is its own until the next version is published. A paused replica answers a look, so
+a swap is never mistaken for a death.
+
+No engine says whether it is paused. While a trainer lives nobody but it resumes one: each of its
+publications ends so. Where none lives, and none can begin meanwhile, a replica that may have been left
+paused is resumed from here, once it has the current version.
 """
 
 from __future__ import annotations
@@ -11,9 +16,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
-from areal_agents.errors import ArealAgentsError, EngineError, EngineUnavailable
+from areal_agents.errors import ArealAgentsError, EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import ModelInfo
 from areal_agents.inference.pool.agreement import difference_of, other_weights
 from areal_agents.inference.pool.limits import PoolLimits
@@ -22,6 +27,7 @@ from areal_agents.inference.pool.replica import CurrentVersion, Replica
 
 log = logging.getLogger(__name__)
 
+WithoutTrainer = Callable[[], AbstractAsyncContextManager[bool]]
 _SPREAD_S = 0.3  # over which several processes that found one late replica load it
 
 
@@ -32,6 +38,7 @@ class Watch:
         replicas: of the pool.
         current: reads what was published last, from another thread; None before the first version, and then
             replicas serve at any.
+        without_trainer: see EnginePool.
         limits: see PoolLimits.
         on_change: called whenever a state has changed, and after every look at a replica that serves.
         on_load: called when a replica was brought to the current version.
@@ -42,6 +49,7 @@ class Watch:
         replicas: Sequence[Replica],
         *,
         current: Callable[[], CurrentVersion | None],
+        without_trainer: WithoutTrainer,
         limits: PoolLimits,
         on_change: Callable[[], None],
         on_load: Callable[[], None],
@@ -50,6 +58,7 @@ class Watch:
         self.model: tuple[str, ModelInfo] | None = None  # what all must serve, and who said so first
         self._replicas = replicas
         self._read_current = current
+        self._without_trainer = without_trainer
         self._limits = limits
         self._on_change = on_change
         self._on_load = on_load
@@ -82,6 +91,13 @@ class Watch:
             look = self._looks[replica.name] = asyncio.create_task(self._look(replica))
         await asyncio.shield(look)
 
+    async def look_anew(self, replica: Replica) -> None:
+        """`look`, at what it is now: one that is under way may have had its answer a while ago."""
+        under_way = self._looks.get(replica.name)
+        if under_way is not None and not under_way.done():
+            await asyncio.wait([under_way])
+        await self.look(replica)
+
     async def _look(self, replica: Replica) -> None:
         before = replica.state, replica.reason
         try:
@@ -95,7 +111,11 @@ class Watch:
             is_read, goal = await self.refresh(), self.current
             # One that is ahead of what is known may be right: nothing is decided until the store is read.
             if is_read or goal is None or info.version <= goal.version:
-                self._answered(replica, info, await self._other_model(replica, info))
+                other_model = await self._other_model(replica, info)
+                self._answered(replica, info, other_model, await self._is_swapped(replica, info.version))
+                if is_read and goal is None:
+                    replica.may_be_paused = False  # nobody has trained yet
+                await self._resume_left(replica)
         if replica.is_serving or (replica.state, replica.reason) != before:
             self._on_change()  # also of one that a call had come to doubt meanwhile, and waits for now
         if replica.state != before[0]:
@@ -112,10 +132,9 @@ class Watch:
         if found is None or (self.current is not None and found.version == self.current.version):
             return True
         self.current = found
-        now = asyncio.get_running_loop().time()
         for replica in self._replicas:
-            if replica.is_serving and replica.swap_since is None:
-                replica.swap_since = now
+            if replica.state in ("serving", "doubtful") and replica.due is None:
+                replica.due = found.version
         return True
 
     async def _keep_looking(self, replica: Replica) -> None:
@@ -151,7 +170,7 @@ class Watch:
             return ""  # known, or its weights are the current version's once it serves
         return await other_weights(first.engine, self.model, replica.engine, info)
 
-    def _answered(self, replica: Replica, info: ModelInfo, other_model: str) -> None:
+    def _answered(self, replica: Replica, info: ModelInfo, other_model: str, is_swapped: bool) -> None:
         now = asyncio.get_running_loop().time()
         replica.misses = 0
         if other_model:
@@ -162,10 +181,11 @@ class Watch:
         replica.version = info.version
         goal = self.current
         if goal is None or info.version == goal.version:
-            replica.swap_since, replica.trouble = None, ""
+            replica.due, replica.trouble = None, ""
             self._admit(replica, now)
-        elif started_again or not self._is_swapped(replica, now):
+        elif started_again or not is_swapped:
             replica.state = "late"
+            replica.may_be_paused, replica.due = replica.may_be_paused or replica.due is not None, None
             replica.reason = f"it serves version {info.version}, and {goal.version} is current" + (
                 f"; {replica.trouble}" if replica.trouble else ""
             )
@@ -180,10 +200,35 @@ class Watch:
         else:
             replica.state, replica.reason = "serving", ""
 
-    def _is_swapped(self, replica: Replica, now: float) -> bool:
-        """Whether the trainer is taken to be swapping the current version in."""
-        since = replica.swap_since
-        return since is not None and now - since < self._limits.swap_grace_s
+    async def _is_swapped(self, replica: Replica, version: int) -> bool:
+        """Whether a replica that reports `version` is left to the trainer, which swaps the current one in."""
+        goal = self.current
+        if goal is None or replica.due is None or version == goal.version:
+            return False
+        if version >= replica.due:
+            replica.due = goal.version
+        if replica.due < goal.version:
+            return False  # it was left out of a swap before this
+        async with self._without_trainer() as alone:
+            return not alone
+
+    async def _resume_left(self, replica: Replica) -> None:
+        """Have a replica go on that was left paused, if there is nobody else to do it."""
+        goal = self.current
+        if not (replica.may_be_paused and replica.is_serving and goal and replica.version == goal.version):
+            return
+        async with self._without_trainer() as alone:
+            if not alone:
+                return
+            try:
+                async with asyncio.timeout(self._limits.probe_timeout_s):
+                    await replica.engine.resume()
+            except EngineRejected as error:
+                log.info("engine %s cannot be resumed, so it was not paused: %s", replica.name, error)
+            except (EngineError, TimeoutError) as error:
+                log.warning("engine %s may be paused, and could not be resumed: %s", replica.name, error)
+                return
+        replica.may_be_paused = False
 
     async def _bring_up(self, replica: Replica) -> None:
         """Load the current version until the replica serves it, or is late no longer."""
@@ -206,11 +251,8 @@ class Watch:
 
     async def _load(self, replica: Replica, goal: CurrentVersion) -> None:
         log.info("engine %s: loading version %d from %s", replica.name, goal.version, goal.path)
-        was_swapped = replica.swap_since is not None  # a look may come before the load has returned
         try:
             await load(replica.engine, goal)
-            if was_swapped:
-                await replica.engine.resume()  # the trainer was lost in its swap, and may have left it paused
         except EngineError as error:
             log.warning("engine %s does not take version %d: %s", replica.name, goal.version, error)
             replica.trouble = f"it does not take that: {error}"

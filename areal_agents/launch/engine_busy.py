@@ -1,0 +1,50 @@
+"""How long the engines of a run were sampling while it trained, as they count it themselves."""
+
+from __future__ import annotations
+
+import time
+
+import httpx
+
+
+class EngineBusy:
+    """The share of the training time in which the engines were not sampling, over all of them.
+
+    An engine that was started again counts from zero; one that does not answer is asked again later.
+    """
+
+    def __init__(self, urls: tuple[str, ...]) -> None:
+        self._urls = urls
+        self._counted = True  # whether engines count their busy time; a real SGLang does not
+        self._busy_s = 0.0
+        self._last: dict[str, float] = {}  # by URL
+        self._from: float | None = None
+        self._to = 0.0
+
+    def follow(self, done: int, steps: int) -> None:
+        """Note the counters while the trainer is between its first and its last step."""
+        if not (1 <= done < steps and self._counted):
+            return
+        for url in self._urls:
+            self._note(url)
+        self._to = time.monotonic()
+        self._from = self._from or self._to
+
+    def idle_share(self) -> float | None:
+        """Between 0 and 1; None where an engine does not count its busy time."""
+        if not self._counted or self._from is None or self._to <= self._from:
+            return None
+        return max(0.0, 1.0 - self._busy_s / (self._to - self._from) / len(self._urls))
+
+    def _note(self, url: str) -> None:
+        try:
+            info = httpx.get(url + "/get_server_info", timeout=2.0).json()
+        except (httpx.HTTPError, ValueError):
+            return
+        if "busy_s" not in info:
+            self._counted = False
+            return
+        now, before = float(info["busy_s"]), self._last.get(url)
+        if before is not None:
+            self._busy_s += now - before if now >= before else now
+        self._last[url] = now

@@ -1,0 +1,147 @@
+"""Requests that engines die of, those that run beside them, and those whose engines die of something else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from pool_support import QUICK, ReplicaServer, check_drawn, prompt_of
+from test_pool import LONG, serving, until
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.pool import EnginePool, PoolLimits
+from areal_agents.inference.pool.suspects import has_arrived
+
+PROMPT = prompt_of(0)
+HUNDRED = SamplingParams(100, ignore_eos=True)
+AGAIN_S = 0.1  # after which a dead engine is started again
+
+
+class DeadlyServer(ReplicaServer):
+    """Dies of requests named poison, when one of them is to get the token after its first `at`."""
+
+    def __init__(self, at: int = 0) -> None:
+        self.deaths = 0
+        self._at = at
+        self._had: dict[str, int] = {}  # tokens of a completion that came with its prompt, by request
+        super().__init__()
+        self.spoil = self._sent
+
+    def _answer(self, call: Any) -> Any:
+        self._had[call.body["rid"]] = len(call.input_ids) - len(PROMPT)
+        return super()._answer(call)
+
+    def _sent(self, chunk: dict[str, Any]) -> bytes:
+        rid, count = chunk["meta_info"]["id"], chunk["meta_info"]["completion_tokens"]
+        if rid.startswith("poison") and self._had[rid] + count > self._at:
+            if self.is_alive:
+                self.deaths += 1
+                self.crash()
+            raise ConnectionResetError
+        return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+@asynccontextmanager
+async def pool_over(
+    servers: Sequence[ReplicaServer], limits: PoolLimits = QUICK
+) -> AsyncIterator[EnginePool]:
+    """A pool over servers that are started again a moment after they died."""
+
+    async def keep(server: ReplicaServer) -> None:
+        while True:
+            await asyncio.sleep(0.01)
+            if not server.is_alive:
+                await asyncio.sleep(AGAIN_S)
+                server.start()
+
+    keepers = [asyncio.create_task(keep(server)) for server in servers]
+    try:
+        async with serving(list(servers), limits=limits) as pool:
+            yield pool
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.wait(keepers)
+        for server in servers:
+            if server.is_alive:
+                server.kill()
+
+
+async def grown(seen: list[TokenChunk]) -> None:
+    """Wait for twenty more chunks."""
+    known = len(seen)
+    await until(lambda: len(seen) > known + 20)
+
+
+async def ended(call: Any) -> Completion | EngineError:
+    try:
+        return await call
+    except EngineError as error:
+        return error
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("at", [0, 30], ids=["at once", "later"])
+async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(replicas: int, at: int) -> None:
+    servers = [DeadlyServer(at) for _ in range(replicas)]
+    async with pool_over(servers) as pool:
+        seen: list[TokenChunk] = []
+        calls = [pool.generate(f"r{n}", prompt_of(n), HUNDRED, seen.append) for n in range(1, 7)]
+        poison = pool.generate("poison", PROMPT, HUNDRED, seen.append)
+        *innocents, guilty = await asyncio.gather(*map(ended, [*calls, poison]))
+        assert isinstance(guilty, EngineError) and "3 engines died while they ran it; the last" in str(guilty)
+        assert not isinstance(guilty, EngineUnavailable)  # which clients would repeat
+        for number, completion in enumerate(innocents, 1):
+            assert isinstance(completion, Completion), completion
+            check_drawn(prompt_of(number), completion, [e for server in servers for e in server.exchanges])
+        assert sum(server.deaths for server in servers) == 3
+        with pytest.raises(EngineError, match="given up less than 10 minutes ago: 3 engines died"):
+            await pool.generate("poison, asked for again", PROMPT, replace(HUNDRED, seed=1))
+        assert sum(server.deaths for server in servers) == 3
+        assert not any(replica.running for replica in pool.replicas)
+
+
+async def test_of_a_group_with_one_deadly_prompt_only_one_is_tried() -> None:
+    servers = [DeadlyServer() for _ in range(2)]
+    async with pool_over(servers) as pool:
+        calls = [ended(pool.generate(f"poison {n}", PROMPT, HUNDRED)) for n in range(12)]
+        assert all(isinstance(call, EngineError) for call in await asyncio.gather(*calls))
+        assert sum(server.deaths for server in servers) < 12  # each of them would need one of its own
+
+
+async def test_a_request_whose_engines_die_by_chance_goes_on_and_not_for_ever() -> None:
+    servers = [ReplicaServer() for _ in range(2)]
+    async with pool_over(servers, replace(QUICK, most_deaths=4)) as pool:
+        for deaths in (3, 4):
+            seen: list[TokenChunk] = []
+            call = asyncio.create_task(pool.generate("r", PROMPT, LONG, seen.append))
+            for _ in range(deaths):
+                await grown(seen)
+                running = next(s for s, r in zip(servers, pool.replicas, strict=True) if r.running)
+                await asyncio.to_thread(running.kill)
+            if deaths == 3:
+                check_drawn(PROMPT, await call, servers[0].exchanges + servers[1].exchanges)
+            else:
+                with pytest.raises(EngineError, match="4 engines died while they ran it"):
+                    await call
+
+
+async def test_a_request_that_found_nobody_has_not_run() -> None:
+    server = ReplicaServer()
+    async with SGLangEngine(server.url, vocab_size=2048) as engine:
+        call = asyncio.create_task(engine.generate("r", PROMPT, LONG))
+        while not server.app._running:
+            await asyncio.sleep(0.005)
+        await asyncio.to_thread(server.kill)
+        with pytest.raises(EngineUnavailable) as broken:
+            await call
+        with pytest.raises(EngineUnavailable) as refused:
+            await engine.generate("s", PROMPT, LONG)
+    assert has_arrived(broken.value) and not has_arrived(refused.value)

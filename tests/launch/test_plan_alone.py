@@ -1,0 +1,68 @@
+"""What is said and refused before a run or an evaluation starts anything."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_train import EXAMPLE
+
+from areal_agents.config import Config, load_config
+from areal_agents.errors import ConfigError
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.train import evaluate, train, without_trainer
+
+ONE_GPU = """#!/bin/sh
+echo '{"sglang": "0.5.21", "gpus": 1, "error": null}'
+"""
+
+
+@pytest.fixture
+def sglang(tmp_path: Path) -> str:
+    """What says of itself, when it is asked, that it is the Python of a SGLang that sees one GPU."""
+    path = tmp_path / "python"
+    path.write_text(ONE_GPU)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    """A run folder that another process uses, as does the one of its evaluation: nothing starts there."""
+    run = tmp_path / "run"
+    with RunFolder(run).locked(), RunFolder(Path(f"{run}-eval")).locked():
+        yield run
+
+
+def config(run_dir: Path, *settings: str) -> Config:
+    return load_config(EXAMPLE, ["engine.kind=sglang", f"run_dir={run_dir}", *settings])
+
+
+def test_an_evaluation_leaves_no_gpu_to_a_trainer(sglang: str, run_dir: Path) -> None:
+    given = config(run_dir, f"engine.python={sglang}")
+    with pytest.raises(ConfigError, match="from GPU 1 on, need 2 GPUs, besides the trainer's 1"):
+        train(given, console=Console(quiet=True))
+    with pytest.raises(ConfigError, match="another process is using the run folder"):  # so it was planned
+        evaluate(given, console=Console(quiet=True))
+
+
+def test_an_evaluation_shares_no_memory_with_a_trainer(sglang: str, run_dir: Path) -> None:
+    given = config(run_dir, f"engine.python={sglang}", "engine.colocate=split")
+    assert (given.engine.static_memory, without_trainer(given).engine.static_memory) == (0.4, 0.0)
+    chosen = config(run_dir, f"engine.python={sglang}", "engine.colocate=sleep", "engine.memory_fraction=0.5")
+    assert without_trainer(chosen).engine.static_memory == 0.5
+
+
+def test_settings_that_running_servers_do_not_heed_are_named_once(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = config(run_dir, "engine.urls=[http://gpu:1]", "engine.device=cuda")
+    with pytest.raises(ConfigError, match="another process is using the run folder"):
+        train(given, console=Console(quiet=True))
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [
+        "no effect on running servers, which are as they were started: engine.slots, engine.device"
+    ]  # slots are the example's
