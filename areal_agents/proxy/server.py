@@ -29,7 +29,16 @@ from areal_agents.proxy.workers.identity import Workers
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Retention, Store, StoreConfig
 
-__all__ = ["build_server", "listen", "make_renderer", "serve", "serve_app", "serve_with_engines", "url_of"]
+__all__ = [
+    "build_server",
+    "listen",
+    "make_renderer",
+    "retention_of",
+    "serve",
+    "serve_app",
+    "serve_with_engines",
+    "url_of",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -82,7 +91,6 @@ def serve(
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
         engines = EngineUrls(tuple(engine_urls), router_url, adapters)
-        retention = None if settings.retain.versions is None else Retention(opened, settings.retain)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         serve_with_engines(
             listener,
@@ -90,7 +98,7 @@ def serve(
             store=opened,
             renderer=renderer,
             config=config,
-            retention=retention,
+            retention=retention_of(opened, settings),
         )
 
 
@@ -102,6 +110,11 @@ def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
     renderer = ChatRenderer.from_folder(model, family=config.family, options=options)
     _logger.info("chat format: %s", renderer.describe())
     return renderer
+
+
+def retention_of(store: Store, settings: StoreConfig) -> Retention | None:
+    """What gives up the turns that are not to be kept; None where all are."""
+    return None if settings.retain.versions is None else Retention(store, settings.retain)
 
 
 def serve_with_engines(

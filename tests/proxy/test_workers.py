@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from proxy_support import MODEL, SEARCH
+from workers_support import Serving, is_running, wait_for, workers_of
 
 from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, by_prompt, running
 from areal_agents.store import Store
@@ -51,39 +47,6 @@ class Engine:
     url: str
 
 
-class Serving:
-    """`areal-agents serve --workers 2` as a process."""
-
-    def __init__(self, engine_url: str, store: Path) -> None:
-        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--port", "0"]
-        command += ["--engine-url", engine_url, "--store", str(store), "--workers", "2"]
-        self.store = store
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        self.url, _, *self.own = re.findall(r"http://[0-9.]+:\d+", line)
-
-    def pid(self, index: int) -> int:
-        """The process of a worker, once it lives."""
-        name = f"*.{index}.*.lock"
-        folder = self.store.with_name(self.store.name + ".workers")
-        wait_for(lambda: len(list(folder.glob(name))) > 0)
-        newest = max(folder.glob(name), key=lambda path: int(path.name.split(".")[2]))
-        return int(newest.read_text())
-
-    def kill(self, index: int) -> None:
-        """kill -9."""
-        os.kill(self.pid(index), signal.SIGKILL)
-
-    def end(self) -> int:
-        """SIGTERM; the exit code."""
-        self.process.terminate()
-        code = self.process.wait(30)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return code
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     script = Script()
@@ -99,22 +62,6 @@ def serving(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield started
     finally:
         assert started.end() == 0
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Return when something holds that another process brings about."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether there is such a process, zombies left out."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def open_episode(url: str, **body: Any) -> dict[str, Any]:
@@ -330,21 +277,6 @@ def test_kill_9_during_a_forwarded_call(serving: Serving, engine: Engine) -> Non
     check_exact(serving, opened["id"], talk.ids)
     with Store.open(serving.store) as store:
         assert ".0." in str(store.episode_row(opened["id"]).owner)
-
-
-@contextmanager
-def workers_of(engine_url: str, store: Path) -> Iterator[tuple[Serving, list[int]]]:
-    started = Serving(engine_url, store)
-    pids = [started.pid(index) for index in range(2)]
-    try:
-        yield started, pids
-    finally:
-        for pid in (started.process.pid, *pids):
-            if is_running(pid):
-                os.kill(pid, signal.SIGKILL)
-        started.process.wait(10)
-        assert started.process.stdout is not None
-        started.process.stdout.close()
 
 
 def test_sigterm_ends_all_and_a_later_run_goes_on(engine: Engine, tmp_path: Path) -> None:

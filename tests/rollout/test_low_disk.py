@@ -32,7 +32,7 @@ class Disk:
 
 
 async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="areal_agents.rollout.collector")
+    caplog.set_level(logging.INFO, logger="areal_agents.rollout.submission")
     disk, submitted = Disk(), []
     tasks = served.folder / "tasks.jsonl"
     tasks.write_text("\n".join(json.dumps({"id": f"t{n}", "n": n}) for n in range(9)))
@@ -55,5 +55,5 @@ async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptu
         )
     assert disk.looks == LOOKS + 1 and submitted == [1, 2, 3]
     assert served.store.group_counts()["trained"] == STEPS
-    said = [r.getMessage() for r in caplog.records if r.name.endswith("collector")]
+    said = [r.getMessage() for r in caplog.records if r.name.endswith("submission")]
     assert said == ["the disk is full", "groups are submitted again"]

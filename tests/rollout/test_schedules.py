@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_support import World, setting_of
 
-from areal_agents.rollout import collector
+from areal_agents.rollout import control_calls, reconciling, settling
 
 STEPS = 3
 
@@ -22,8 +22,9 @@ STEPS = 3
 def at_once() -> Iterator[None]:
     """No pauses between attempts, nor between looks for late rewards."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collector, "backoff_s", lambda failures: 0.0)
-        patch.setattr(collector, "UNREWARDED_PERIOD_S", 0.0)
+        for module in (control_calls, reconciling, settling):
+            patch.setattr(module, "backoff_s", lambda failures: 0.0)
+        patch.setattr(reconciling, "UNREWARDED_PERIOD_S", 0.0)
         yield
 
 

@@ -23,6 +23,7 @@ class Order:
         model: the model folder.
         engines: the running engines.
         store, durability: how to open the store.
+        retain: what of it is kept, as plain data; all, where that is another worker's to carry out.
         config: the proxy's settings, as plain data.
         listen_fds: inherited sockets that listen.
         ready_fd: inherited pipe; `READY` is written into it once, and it closes when the worker ends.
@@ -33,6 +34,7 @@ class Order:
     engines: EngineUrls
     store: str
     durability: str
+    retain: dict[str, Any]
     config: dict[str, Any]
     listen_fds: tuple[int, ...]
     ready_fd: int

@@ -18,7 +18,7 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.server import make_renderer, serve_with_engines
+from areal_agents.proxy.server import make_renderer, retention_of, serve_with_engines
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.store import Store, StoreConfig
@@ -31,7 +31,7 @@ def serve_worker(order: Order) -> None:
     """Serve until SIGTERM. ConfigError or StoreError if it cannot."""
     config = ProxyConfig.model_validate(order.config)
     workers = Workers(order.spec)
-    durability = StoreConfig.model_validate({"durability": order.durability}).durability
+    settings = StoreConfig.model_validate({"durability": order.durability, "retain": order.retain})
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
         listeners = [stack.enter_context(socket.socket(fileno=number)) for number in order.listen_fds]
@@ -39,7 +39,7 @@ def serve_worker(order: Order) -> None:
         renderer = make_renderer(order.model, config)
         # Before the store, so that nobody takes an episode over while writes of it may still be queued here.
         stack.enter_context(workers.living())
-        store = stack.enter_context(Store.open(order.store, durability))
+        store = stack.enter_context(Store.open(order.store, settings.durability))
         serve_with_engines(
             *listeners,
             engines=order.engines,
@@ -47,6 +47,7 @@ def serve_worker(order: Order) -> None:
             renderer=renderer,
             config=config,
             workers=workers,
+            retention=retention_of(store, settings),
             on_ready=lambda: _tell(order.ready_fd),
         )
 

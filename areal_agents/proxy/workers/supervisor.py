@@ -30,7 +30,7 @@ from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_ac
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.identity import WorkerSpec, forget_dead, locks_beside
 from areal_agents.proxy.workers.orders import READY, Order
-from areal_agents.store import Store, StoreConfig
+from areal_agents.store import RetainConfig, Store, StoreConfig
 
 _logger = logging.getLogger(__name__)
 
@@ -89,6 +89,7 @@ def serve_workers(
                 engines=engines,
                 store=str(store),
                 durability=settings.durability,
+                retain=_retained(settings.retain, index).model_dump(),
                 config=_shared(config, workers).model_dump(),
                 listen_fds=(own[index].fileno(), main.fileno()),
                 ready_fd=ready_fd,
@@ -251,6 +252,14 @@ def _shared(config: ProxyConfig, workers: int) -> ProxyConfig:
             "max_queued": math.ceil(config.max_queued / workers),
         }
     )
+
+
+def _retained(retain: RetainConfig, index: int) -> RetainConfig:
+    """What one worker keeps: the first gives up what is due, so that nothing is exported twice.
+
+    One life of it ends before the next begins.
+    """
+    return retain if index == 0 else RetainConfig()
 
 
 def _loopback(host: str) -> str:

@@ -1,0 +1,106 @@
+"""Two workers of a proxy as processes, and what can be seen of them from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from proxy_support import MODEL
+
+SERVE = """
+import json, sys
+from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.workers.supervisor import serve_workers
+from areal_agents.store import StoreConfig
+model, engine_url, store, config, kept = sys.argv[1:]
+serve_workers(
+    model, ProxyConfig(**json.loads(config)), workers=2, store=store, engine_urls=[engine_url],
+    durability=StoreConfig(retain=json.loads(kept)), announce=lambda line: print(line, flush=True),
+)
+"""
+
+
+class Serving:
+    """`areal-agents serve --workers 2` as a process; with `retain` what it calls, which is given that too.
+
+    `config` are settings of the proxy.
+    """
+
+    def __init__(
+        self, engine_url: str, store: Path, *, retain: dict[str, Any] | None = None, **config: Any
+    ) -> None:
+        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--port", "0"]
+        command += ["--engine-url", engine_url, "--store", str(store), "--workers", "2"]
+        command += [f"{name}={value}" for name, value in config.items()]
+        if retain is not None:
+            settings = map(json.dumps, (config, retain))
+            command = [sys.executable, "-c", SERVE, str(MODEL), engine_url, str(store), *settings]
+        self.store = store
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.url, _, *self.own = re.findall(r"http://[0-9.]+:\d+", line)
+
+    def lock(self, index: int) -> Path:
+        """The file that a worker's newest life holds, once it lives; it is named after the owner."""
+        name = f"*.{index}.*.lock"
+        folder = self.store.with_name(self.store.name + ".workers")
+        wait_for(lambda: len(list(folder.glob(name))) > 0)
+        return max(folder.glob(name), key=lambda path: int(path.name.split(".")[2]))
+
+    def pid(self, index: int) -> int:
+        """The process of a worker, once it lives."""
+        return int(self.lock(index).read_text())
+
+    def kill(self, index: int) -> None:
+        """kill -9."""
+        os.kill(self.pid(index), signal.SIGKILL)
+
+    def end(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.terminate()
+        code = self.process.wait(30)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Return when something holds that another process brings about."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come about in time"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, zombies left out."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def workers_of(engine_url: str, store: Path, **settings: Any) -> Iterator[tuple[Serving, list[int]]]:
+    """`Serving` and its workers' processes, which are killed in the end."""
+    started = Serving(engine_url, store, **settings)
+    pids = [started.pid(index) for index in range(2)]
+    try:
+        yield started, pids
+    finally:
+        for pid in (started.process.pid, *pids):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        started.process.wait(10)
+        assert started.process.stdout is not None
+        started.process.stdout.close()
