@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from real_tokenizers import qwen_folder
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from areal_agents.rendering import ChatRenderer
@@ -53,3 +54,15 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def renderer(model_folder: Path) -> ChatRenderer:
     return ChatRenderer.from_folder(model_folder)
+
+
+@pytest.fixture(scope="session")
+def qwen25() -> ChatRenderer:
+    """The real vocabulary, read once: it takes seconds."""
+    return ChatRenderer.from_folder(qwen_folder("qwen2"))
+
+
+@pytest.fixture(scope="session")
+def qwen3() -> ChatRenderer:
+    """The same with a format of its own."""
+    return ChatRenderer.from_folder(qwen_folder("qwen3"))

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import xgrammar
 from family_models import family_renderer
-from real_tokenizers import qwen_folder
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message
@@ -143,8 +142,8 @@ def test_the_shipped_model_is_forced() -> None:
     check(ChatRenderer.from_folder(EXAMPLE), named="search", parallel=False, walks=15)
 
 
-def test_the_real_vocabulary_is_forced() -> None:
-    check(ChatRenderer.from_folder(qwen_folder("qwen3")), named=None, parallel=True, walks=8)
+def test_the_real_vocabulary_is_forced(qwen3: ChatRenderer) -> None:
+    check(qwen3, named=None, parallel=True, walks=8)
 
 
 def accepts(

@@ -26,16 +26,6 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def qwen25() -> ChatRenderer:
-    return ChatRenderer.from_folder(qwen_folder("qwen2"))
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> ChatRenderer:
-    return ChatRenderer.from_folder(qwen_folder("qwen3"))
-
-
-@pytest.fixture(scope="module")
 def qwen3_by_template() -> ChatRenderer:
     return ChatRenderer.from_folder(qwen_folder("qwen3"), family="template")
 
@@ -210,6 +200,6 @@ def test_a_streamed_reply_of_a_template_is_the_whole_reply(qwen25: ChatRenderer)
     assert [delta.call.arguments for delta in deltas if delta.call] == ['{"a": "é"}']
 
 
-def test_a_renderer_says_what_it_can_extend() -> None:
-    assert "tool" in ChatRenderer.from_folder(qwen_folder("qwen2")).describe()
-    assert ChatRenderer.from_folder(qwen_folder("qwen3")).describe() == "qwen3 of the renderers library"
+def test_a_renderer_says_what_it_can_extend(qwen3: ChatRenderer, qwen25: ChatRenderer) -> None:
+    assert "tool" in qwen25.describe()
+    assert qwen3.describe() == "qwen3 of the renderers library"

@@ -9,7 +9,6 @@ import pytest
 from family_models import SPECIAL_TOKENS, family_renderer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from real_tokenizers import qwen_folder
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
@@ -144,8 +143,8 @@ def test_text_and_markers_in_any_order_join_to_what_parse_reads(
     check_stream(renderer, prompt, renderer.tokenizer.encode(text), random.Random(len(text)))
 
 
-def test_a_template_of_its_own_streams_too() -> None:
-    renderer = ChatRenderer.from_folder(qwen_folder("qwen2"))
+def test_a_template_of_its_own_streams_too(qwen25: ChatRenderer) -> None:
+    renderer = qwen25
     assert renderer.family == "template"
     prompt = renderer.render(QUESTION, TOOLS)
     for seed in range(60):

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 from family_models import SPECIAL_TOKENS, family_renderer
-from real_tokenizers import qwen_folder
 from test_streaming import TOOLS, any_reply, meaning
 
 from areal_agents.core.completion import TokenIds
@@ -73,8 +72,8 @@ def test_with_all_reasoning_kept_too(family: str) -> None:
     check(family_renderer(family, thinking_retention="all"), range(15))
 
 
-def test_the_same_over_the_real_vocabulary() -> None:
-    check(ChatRenderer.from_folder(qwen_folder("qwen3")), range(15))
+def test_the_same_over_the_real_vocabulary(qwen3: ChatRenderer) -> None:
+    check(qwen3, range(15))
 
 
 def test_the_end_of_a_long_prompt_is_short(renderer: ChatRenderer) -> None:
