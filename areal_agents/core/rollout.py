@@ -15,6 +15,9 @@ EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
 RewardScope = Literal["episode", "turn", "branch"]
 OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/staleness.py
 
+# Metadata of the episodes that our runner opened: restarted, it knows its own by that.
+OPENED_BY_RUNNER: Mapping[str, str] = {"source": "rollout"}
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -46,6 +46,7 @@ class Housekeeping:
         self._retention = retention
         self._last_used: dict[str, float] = {}
         self._unrewarded: dict[str, float] = {}  # when each was first met
+        self._abandoned: dict[str, float] = {}  # groups, likewise
 
     async def run(self) -> None:
         """Sweep until cancelled. Whatever fails in one sweep is logged, and the next one comes."""
@@ -68,6 +69,7 @@ class Housekeeping:
         """Close, fail and forget what is due now."""
         await self._close_idle()
         await self._fail_unrewarded()
+        await self._drop_abandoned()
         self._sessions.forget_idle(_MEMORY_IDLE_S)
         if self._retention is not None:
             await asyncio.to_thread(self._retention.go)
@@ -82,6 +84,18 @@ class Housekeeping:
             return
         for episode_id in await asyncio.wrap_future(self._store.fail_unrewarded(due)):
             _logger.warning("episode %s failed: no reward within %g s", episode_id, limit_s)
+
+    async def _drop_abandoned(self) -> None:
+        """Groups whose owner has left: the gate counts them, and a trainer that waits would wait for them."""
+        now, limit_s = time.monotonic(), self._config.idle_timeout_s
+        found = await asyncio.to_thread(self._store.abandoned_groups)
+        self._abandoned = {group_id: self._abandoned.get(group_id, now) for group_id in found}
+        for group_id, since in self._abandoned.items():
+            if now - since > limit_s:
+                reason = f"no episode of it was open for {limit_s:g} s, and it is not complete"
+                with contextlib.suppress(Conflict):  # it was completed in the meantime
+                    await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
+                    _logger.warning("group %s is dropped: %s", group_id, reason)
 
     async def _close_idle(self) -> None:
         now = time.monotonic()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_agents.client import AsyncClient, OpenedEpisode
-from areal_agents.core.rollout import Split, Task
+from areal_agents.core.rollout import OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode, checked_reward
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agent import Agent
@@ -22,9 +22,6 @@ _FIRST_PROMPT = (
     "its first prompt is beyond the limits of the episode; raise rollout.limits or the first of "
     "rollout.context_stages"
 )
-
-# Marks the episodes that a runner opened, so that a restarted one knows which are its own.
-SOURCE = {"source": "rollout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
             surplus=attempt.surplus,
             index=attempt.index,
             split=attempt.split,
-            metadata={**SOURCE, **attempt.metadata},
+            metadata={**OPENED_BY_RUNNER, **attempt.metadata},
             limits=limits.model_dump(exclude_none=True),
             sampling=attempt.sampling,
         )

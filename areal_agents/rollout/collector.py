@@ -8,7 +8,7 @@ and their failures are read back from the store.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from areal_agents.client import AsyncClient
 from areal_agents.errors import RequestError
@@ -80,13 +80,19 @@ class Collector:
             while True:
                 self._changed.clear()
                 await self._reconciler.look_at_unrewarded()
-                while self._groups.running < self._capacity and (self._groups.has_vacant or self._submit()):
+                held_back = self._submission.held_back()
+                while self._groups.running < self._capacity and self._may_fill(held_back):
                     group, index = self._groups.take()
                     task = members.create_task(self._fill(group, index), name=f"{group.id}[{index}]")
                     self._groups.note_running(group, index, task)
                 if self._groups.is_idle:
                     self._submission.check_data()
                 await self._changed.wait()
+
+    def _may_fill(self, held_back: Collection[str]) -> bool:
+        """Whether there is a place to fill, of a new group if need be. Those held back are the youngest."""
+        first = self._groups.first_vacant
+        return self._submit() if first is None else first not in held_back
 
     def _submit(self) -> bool:
         """Submit one more group if that is allowed; whether it was."""

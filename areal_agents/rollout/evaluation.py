@@ -8,11 +8,10 @@ from collections import deque
 from collections.abc import Sequence
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import Task
+from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agent import Agent
 from areal_agents.rollout.attempt import (
-    SOURCE,
     Attempt,
     Patience,
     abort_episodes,
@@ -88,6 +87,6 @@ async def abort_open(
     client: AsyncClient, store: Store, *, split: str | None = None, label: str | None = None
 ) -> None:
     """Abort the open episodes of runners, for example of one that was killed."""
-    metadata = SOURCE if label is None else {**SOURCE, "eval": label}
+    metadata = OPENED_BY_RUNNER if label is None else {**OPENED_BY_RUNNER, "eval": label}
     left = store.episodes(split=split, status="open", metadata=metadata)
     await abort_episodes(client, [episode.id for episode in left], "nobody runs it any more")

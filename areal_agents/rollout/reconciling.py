@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from areal_agents.rollout.attempt import SOURCE, Patience, backoff_s
+from areal_agents.core.rollout import OPENED_BY_RUNNER
+from areal_agents.rollout.attempt import Patience, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups import GroupRun, Place, read_places
@@ -99,7 +100,7 @@ def _places(found: OpenGroup) -> list[Place]:
 
 def _is_ours(group: OpenGroup) -> bool:
     return any(
-        attempt.metadata.get("source") == SOURCE["source"]
+        attempt.metadata.items() >= OPENED_BY_RUNNER.items()
         for attempts in group.attempts.values()
         for attempt in attempts
     )

@@ -47,10 +47,8 @@ class Submission:
         Args:
             unregistered: groups that are begun and have no row in the store yet.
         """
-        counts = self._store.group_counts("train")
-        submitted = counts["pending"] + counts["complete"] + counts["leased"] + unregistered
         if not admissible_groups(
-            submitted=submitted,
+            submitted=self._submitted() + unregistered,
             groups=self._config.groups,
             max_staleness=self._config.max_staleness,
             needed=self._needed(),
@@ -64,6 +62,19 @@ class Submission:
             return None
         return task, epoch
 
+    def held_back(self) -> frozenset[str]:
+        """The groups no place of which may be filled now: before each are as many as the gate admits.
+
+        After a resume the groups of the lost steps come back before those that were begun since, and a
+        smaller batch leaves some over. What these sample now would be too old when their turn comes.
+        """
+        if self._config.max_staleness is None:
+            return frozenset()
+        admitted = (self._config.max_staleness + 1) * self._config.groups
+        if self._submitted() <= admitted:
+            return frozenset()
+        return frozenset(group.id for group in self._store.untrained_groups()[admitted:])
+
     def check_data(self) -> None:
         """DataError if the data has ended and what is left makes no batch; for when no group is under way."""
         if not self._exhausted:
@@ -75,6 +86,11 @@ class Submission:
                 f"the data ended: {counts['trained']} groups were trained and {counts['dropped']} dropped, "
                 f"and the {left} left make no batch of {self._config.groups}; raise data.epochs"
             )
+
+    def _submitted(self) -> int:
+        """Groups in the store that are neither trained nor dropped."""
+        counts = self._store.group_counts("train")
+        return counts["pending"] + counts["complete"] + counts["leased"]
 
     def _lacks(self) -> bool:
         """Whether the run lacks something; the log says when that begins and ends."""

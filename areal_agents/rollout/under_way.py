@@ -44,9 +44,9 @@ class GroupsUnderWay:
         return len(self._running)
 
     @property
-    def has_vacant(self) -> bool:
-        """Whether a place waits to be filled."""
-        return bool(self._queue)
+    def first_vacant(self) -> str | None:
+        """The oldest group of which a place waits to be filled."""
+        return self._queue[0][2].id if self._queue else None
 
     @property
     def unregistered(self) -> int:

@@ -12,6 +12,7 @@ from areal_agents.store.rows import (
     NewEpisode,
     OpenEpisode,
     OpenGroup,
+    UntrainedGroup,
     VersionRow,
     WaitingGroup,
 )
@@ -34,5 +35,6 @@ __all__ = [
     "Store",
     "StoreConfig",
     "VersionRow",
+    "UntrainedGroup",
     "WaitingGroup",
 ]

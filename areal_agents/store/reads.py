@@ -22,7 +22,6 @@ from areal_agents.store.rows import (
     OpenEpisode,
     OpenGroup,
     TurnTime,
-    WaitingGroup,
 )
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
 
@@ -185,19 +184,6 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
             attempts={index: tuple(tried) for index, tried in attempts[row.id].items()},
         )
         for row in pending
-    ]
-
-
-def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
-    """The training groups that are pending, or complete and not taken, in the order of submission."""
-    query = sa.select(groups.c.id, groups.c.state, groups.c.version).where(
-        groups.c.state.in_(("pending", "complete")),
-        groups.c.split == "train",
-        ~sa.exists().where(leases.c.group_id == groups.c.id),
-    )
-    return [
-        WaitingGroup(row.id, row.state, row.version or 0)
-        for row in connection.execute(query.order_by(groups.c.seq))
     ]
 
 

@@ -142,12 +142,20 @@ class TurnTime:
 
 
 @dataclass(frozen=True, slots=True)
+class UntrainedGroup:
+    """A training group that is neither trained nor dropped; is_pending: it is not complete yet."""
+
+    id: str
+    is_pending: bool
+
+
+@dataclass(frozen=True, slots=True)
 class WaitingGroup:
     """A training group that was submitted and not yet taken by the trainer.
 
     Attributes:
         state: "pending" or "complete".
-        version: no token of it is older; 0 where an earlier release did not note it.
+        version: no token of it is of an earlier step; 0 where an earlier release did not note it.
     """
 
     id: str

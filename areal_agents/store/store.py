@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from areal_agents.core.rollout import Episode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
-from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions
+from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions, waiting
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
 from areal_agents.store.database import Database, store_url
@@ -31,6 +31,7 @@ from areal_agents.store.rows import (
     OpenEpisode,
     OpenGroup,
     TurnTime,
+    UntrainedGroup,
     VersionRow,
     WaitingGroup,
 )
@@ -267,7 +268,17 @@ class Store:
     def waiting_groups(self) -> list[WaitingGroup]:
         """The training groups that the trainer has not taken yet, oldest first: pending and complete."""
         with self._database.read() as connection:
-            return reads.waiting_groups(connection)
+            return waiting.waiting_groups(connection)
+
+    def untrained_groups(self) -> list[UntrainedGroup]:
+        """The training groups that are neither trained nor dropped, oldest first."""
+        with self._database.read() as connection:
+            return waiting.untrained_groups(connection)
+
+    def abandoned_groups(self) -> list[str]:
+        """Pending training groups that others than our runner began, and in which nothing is under way."""
+        with self._database.read() as connection:
+            return waiting.abandoned_groups(connection)
 
     def episodes(
         self,

@@ -38,7 +38,9 @@ def wait_until_whole(
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        if not counts["pending"]:
+        # What a resume or a smaller batch has left beyond the gate is held back, so it is not in the making.
+        admitted = store.untrained_groups()[: 2 * groups]
+        if not any(group.is_pending for group in admitted):
             if no_more or counts["complete"] >= groups:
                 return
             if data_ended():

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -79,10 +80,14 @@ class Setting:
 
 @dataclass(eq=False)
 class Run:
-    """An episode that an agent is at; `began` is the version at which its generation under way began."""
+    """An episode that an agent is at; `began` is the version at which its generation under way began.
+
+    bad: all that is tried fails; long: more is sampled than a micro-batch takes; slow: others go first.
+    """
 
     id: str
     bad: bool
+    long: bool
     slow: bool
     began: int
     end: asyncio.Future[float | None]
@@ -98,9 +103,11 @@ class Network:
 
     async def open_episode(self, task: Mapping[str, Any], **fields: Any) -> OpenedEpisode:
         await self._travel()
+        begun = len(self._store.task_ids_started())
         body = {"task": task, **{name: value for name, value in fields.items() if value is not None}}
         row = self._do(self._store.open_episode, new_episode(body, secrets.token_hex(8), 1))
-        self._world.check_gate()
+        if len(self._store.task_ids_started()) > begun:
+            self._world.check_gate()
         await self._travel()
         return OpenedEpisode(row.id, "key", "http://nowhere/v1")
 
@@ -153,7 +160,7 @@ class Agents:
     async def run(self, task: Mapping[str, Any], ep: Any) -> float | None:
         end = asyncio.get_running_loop().create_future()
         slow = self._world.random.random() < 0.25
-        run = Run(ep.id, bool(task.get("bad")), slow, self._world.engine, end)
+        run = Run(ep.id, bool(task.get("bad")), bool(task.get("long")), slow, self._world.engine, end)
         self._world.running.append(run)
         try:
             return await end
@@ -178,7 +185,8 @@ class World:
     saved_step: int = 0
     steps: int = 0
     deaths: int = 0
-    undisturbed: bool = True  # one life, and one batch size
+    unchanged: bool = True  # one bound, and one batch size
+    step_of: dict[int, int] = field(default_factory=dict)  # by version
     calls: int = 0
     running: list[Run] = field(default_factory=list)
     unrewarded: list[str] = field(default_factory=list)
@@ -188,7 +196,9 @@ class World:
     def __post_init__(self) -> None:
         self.rollout = self.setting.rollout
         self.algorithm = AlgorithmConfig(refill_equal_groups=self.setting.refill_equal_groups)
-        self.tasks = TaskSource(tuple(Task(f"t{i}", {"bad": i == 5}) for i in range(6)), seed=1)
+        self.tasks = TaskSource(
+            tuple(Task(f"t{i}", {"bad": i == 5, "long": i == 4}) for i in range(6)), seed=1
+        )
         self.store = DrivenStore.open(self.folder / "store.db")  # type: ignore[assignment]
         self.store.world = self
         self.loop = asyncio.new_event_loop()
@@ -211,7 +221,7 @@ class World:
             try:
                 self._one_step()
             except Died:
-                self.undisturbed = False
+                self.kill_collector()  # whose supervisor ends it
                 self.resume()
             else:
                 self._maybe_change()
@@ -222,7 +232,7 @@ class World:
         self.store.return_leases(self.step)
         self.trained = {group: step for group, step in self.trained.items() if step <= self.step}
         self.version = self.store.max_version() + 1
-        self.store.publish_version(self.version, step=self.step, path="nowhere")
+        self._publish(self.version, self.step)
         self.engine = self.version
         if self.collecting is None:
             self.start_collector()
@@ -242,8 +252,8 @@ class World:
                 self.store, groups=rollout.groups, data_ended=lambda: False, timeout_s=NEVER_S,
                 stop=threading.Event(),
             )  # fmt: skip
-            assert self.store.group_counts()["pending"] == 0
-        self.store.publish_version(self.version + 1, step=step, path="nowhere")
+            assert not self.running, self.describe()
+        self._publish(self.version + 1, step)
         if not self.setting.swap_between_batches:
             self._meanwhile()
         self.engine = self.version + 1
@@ -257,6 +267,10 @@ class World:
             self.store.commit_checkpoint(step)
             self.saved_step = step
 
+    def _publish(self, version: int, step: int) -> None:
+        self.store.publish_version(version, step=step, path="nowhere")
+        self.step_of[version] = step
+
     def _meanwhile(self) -> None:
         for _ in range(self.random.randrange(8)):
             self.advance(deadly=True)
@@ -265,9 +279,11 @@ class World:
         if not self.setting.changes or self.random.random() > 0.2:
             return
         groups, bound = self.random.randint(1, 3), self.random.choice([0, 1, 2])
+        if self.setting.swap_between_batches:
+            bound = 1
         self.kill_collector()
         self.rollout = self.rollout.model_copy(update={"groups": groups, "max_staleness": bound})
-        self.undisturbed = False
+        self.unchanged = False
         self.saved_step = self.step  # a run that is stopped saves
         self.resume()
 
@@ -351,6 +367,7 @@ class World:
     def _turn(self, run: Run) -> None:
         """Generation went on over every swap since it began, if there was one."""
         versions = [*range(run.began, self.engine + 1), self.engine]
+        versions += [self.engine] * (LIMITS.microbatch_tokens * run.long)  # too long to be trained on
         count = len(versions)
         turn = Turn(
             id=f"{run.id}-{run.turns}",
@@ -392,9 +409,8 @@ class World:
         return counts["pending"] + counts["complete"] + counts["leased"]
 
     def check_gate(self) -> None:
-        """After an episode was opened, so perhaps a group: unless this is a place of an old one, which a
-        change of the bound may have left."""
-        if self.rollout.max_staleness is not None and self.undisturbed:
+        """After a group was begun."""
+        if self.rollout.max_staleness is not None:
             assert self.in_flight() <= (self.rollout.max_staleness + 1) * self.rollout.groups, self.describe()
 
     def check_capacity(self) -> None:
@@ -419,8 +435,17 @@ class World:
         assert sorted(trained) == sorted(batch.staleness.staleness)
         if rollout.on_stale == "drop":
             assert batch.staleness.masked_tokens == 0
-        if self.undisturbed and (rollout.on_stale == "wait" or self.setting.swap_between_batches):
+        if rollout.max_staleness is not None:
+            assert Counter(batch.staleness.staleness.tolist()) <= self._ages(batch.group_ids)
+        if self.unchanged and (rollout.on_stale == "wait" or self.setting.swap_between_batches):
             assert (batch.staleness.masked_tokens, batch.stale_groups) == (0, 0)
+
+    def _ages(self, group_ids: Sequence[str]) -> Counter[int]:
+        """How many tokens of the groups are how many steps off, by the record of this world."""
+        rollouts = [rollout for id in group_ids for rollout in self.store.load_group(id).rollouts]
+        turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
+        versions = [version for turn in turns for version in turn.completion.versions.tolist()]
+        return Counter(abs(self.step - self.step_of[version]) for version in versions)
 
 
 def setting_of(**changes: Any) -> Setting:

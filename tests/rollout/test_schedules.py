@@ -31,6 +31,8 @@ def at_once() -> Iterator[None]:
 def play(seed: int, *, steps: int = STEPS, **changes: Any) -> World:
     if changes.get("group_size") == 1:  # all of them have equal scores
         changes["refill_equal_groups"] = False
+    if changes.get("swap_between_batches"):
+        changes["max_staleness"] = 1
     with tempfile.TemporaryDirectory() as folder:
         world = World(Path(folder), setting_of(**changes), Random(seed))
         try:
@@ -53,6 +55,7 @@ SCHEDULES = st.fixed_dictionaries(
         "over_sample": st.integers(0, 1),
         "on_failed": st.sampled_from(["refill", "drop"]),
         "refill_equal_groups": st.booleans(),
+        "swap_between_batches": st.booleans(),
     }
 )
 

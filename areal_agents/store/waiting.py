@@ -1,0 +1,53 @@
+"""Which training groups wait: for the trainer, for older ones, or for nobody any more."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from areal_agents.core.rollout import OPENED_BY_RUNNER
+from areal_agents.store.rows import SCORED, UntrainedGroup, WaitingGroup
+from areal_agents.store.schema import episodes, groups, leases, rewards, versions
+
+_TRAINING = sa.and_(groups.c.split == "train", groups.c.state.in_(("pending", "complete")))
+
+
+def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
+    """The training groups that are pending, or complete and not taken, in the order of submission."""
+    # A resume publishes an earlier step than the versions before it were of.
+    oldest = (
+        sa.select(versions.c.version)
+        .where(versions.c.version >= groups.c.version)
+        .order_by(versions.c.step, versions.c.version)
+        .limit(1)
+        .scalar_subquery()
+    )
+    query = sa.select(
+        groups.c.id, groups.c.state, sa.func.coalesce(oldest, groups.c.version, 0).label("version")
+    ).where(_TRAINING, ~sa.exists().where(leases.c.group_id == groups.c.id))
+    return [WaitingGroup(*row) for row in connection.execute(query.order_by(groups.c.seq))]
+
+
+def untrained_groups(connection: sa.Connection) -> list[UntrainedGroup]:
+    """The training groups that are neither trained nor dropped, in the order of submission."""
+    done = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state != "leased")
+    query = sa.select(groups.c.id, (groups.c.state == "pending").label("is_pending")).where(_TRAINING, ~done)
+    return [
+        UntrainedGroup(row.id, bool(row.is_pending))
+        for row in connection.execute(query.order_by(groups.c.seq))
+    ]
+
+
+def abandoned_groups(connection: sa.Connection) -> list[str]:
+    """The pending training groups that no runner of ours began, and in which nothing is under way: no episode
+    is open, and none waits for its reward. In the order of submission."""
+    is_runners = sa.and_(
+        *(episodes.c.metadata[key].as_string() == value for key, value in OPENED_BY_RUNNER.items())
+    )
+    is_rewarded = sa.exists().where(rewards.c.episode_id == episodes.c.id)
+    is_under_way = (episodes.c.status == "open") | (episodes.c.status.in_(SCORED) & ~is_rewarded)
+    query = sa.select(groups.c.id).where(
+        groups.c.split == "train",
+        groups.c.state == "pending",
+        ~sa.exists().where(episodes.c.group_id == groups.c.id, is_runners | is_under_way),
+    )
+    return list(connection.execute(query.order_by(groups.c.seq)).scalars())
