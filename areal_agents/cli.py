@@ -220,6 +220,17 @@ def export_model(
 
 
 @app.command()
+def verify(
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a run that is under way.", metavar="RUN")],
+) -> None:
+    """Compare the weights that a run's engines hold with those that were published, by their checksums."""
+    from areal_agents.launch.verify import run
+
+    if not run(run_dir, Console(soft_wrap=True, highlight=False)):
+        raise typer.Exit(1)
+
+
+@app.command()
 def simulate(
     overrides: Annotated[
         list[str] | None,
@@ -294,6 +305,19 @@ def bench_async(
         from areal_agents.bench.asynchrony import run
 
         run(json=as_json, quick=quick)
+
+
+@bench_app.command("simulator")
+def bench_simulator(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    save: Annotated[
+        Path | None, typer.Option(help="A file to keep the measurements and the trace in.")
+    ] = None,
+) -> None:
+    """What the simulator foretells from the trace of one run, against runs at several bounds on staleness."""
+    from areal_agents.bench.simulator import run
+
+    run(json=as_json, save=save)
 
 
 @bench_app.command("store")

@@ -57,8 +57,8 @@ class PauseFigures:
 
     @property
     def over_floor(self) -> float:
-        """(pause − 20 ms) / floor."""
-        return max(0.0, self.pause_s - ALLOWED_S) / self.floor_s
+        """(pause − 20 ms) / floor; below 0 for a pause of less than 20 ms."""
+        return (self.pause_s - ALLOWED_S) / self.floor_s
 
 
 @dataclass(slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from areal_agents.config import Config
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.training.publishing.config import versions_folder
 
 GB = 1e9
 
@@ -72,10 +73,9 @@ def room_of(config: Config, folder: RunFolder) -> Room:
     """The disks of a run: its folder, and a store elsewhere."""
     store = folder.store_at(config.store.url)
     elsewhere = [] if "://" in str(store) else [Path(store).absolute().parent]
-    weights = config.trainer.publish.folder  # of several runs: the newest of them is taken for one version
     return Room(
         [folder.root, *elsewhere],
-        kept=[folder.root / "checkpoints", Path(weights) if weights else folder.root / "weights"],
+        kept=[folder.root / "checkpoints", versions_folder(config.trainer.publish.folder, folder.root)],
         min_free_gb=config.store.min_free_gb,
     )
 

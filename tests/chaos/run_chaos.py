@@ -50,11 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             settings=["store.durability=power"],
         )  # fmt: skip
         show("slow disk", found["slow disk"])
+    not_run = sorted({"full disk", "slow disk"} - found.keys())  # no right to mount; no C compiler
+    for name in not_run:
+        print(f"{name}: NOT RUN on this machine")
     if options.keep is None:
         shutil.rmtree(root, ignore_errors=True)
     faults = {name: counts.faults for name, counts in found.items() if counts.faults}
     if options.json:
-        print(json.dumps({**{name: asdict(counts) for name, counts in found.items()}, "faults": faults}))
+        counts_of = {name: asdict(counts) for name, counts in found.items()}
+        print(json.dumps({**counts_of, "faults": faults, "not_run": not_run}))
     return 1 if faults else 0
 
 

@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_agents.config import load_config
 from areal_agents.launch.live import LiveView
-from areal_agents.launch.room import Room
+from areal_agents.launch.room import Room, room_of
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.training.publishing.config import versions_folder
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
 Usage = namedtuple("Usage", "total used free")
 
 
@@ -75,3 +79,16 @@ def test_the_user_sees_it_once_and_when_it_is_over() -> None:
         view.warn(text)
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
     assert lines == ["warning: the disk is low", "the warning is over: the run goes on"]
+
+
+def test_of_a_folder_for_the_weights_of_several_runs_only_ones_own_count(
+    tmp_path: Path, free: dict[str, float]
+) -> None:
+    shared, run = tmp_path / "shm", tmp_path / "run"
+    config = load_config(EXAMPLE, [f"run_dir={run}", f"trainer.publish.folder={shared}"])
+    room = room_of(config, RunFolder(run))
+    folder_of(shared, "of-another-run", 5_000_000_000)
+    free["gb"] = 1.5
+    assert room.lack() is None
+    folder_of(versions_folder(str(shared), run), "v7", 1_000_000_000)
+    assert "the run keeps 2.0 GB" in str(room.lack())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
 from areal_agents.errors import StoreError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.housekeeping import Housekeeping
@@ -44,3 +46,29 @@ async def test_sweeps_go_on_after_a_bug_and_say_so(tmp_path: Path, caplog: pytes
     bug, lost = (record for record in caplog.records if record.name.endswith("housekeeping"))
     assert bug.levelname == "ERROR" and bug.exc_info is not None and "a bug" in str(bug.exc_info[1])
     assert lost.levelname == "WARNING" and "the disk is full" in lost.getMessage()
+
+
+async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> None:
+    """The gate counts it, so a run would stand still for ever."""
+    config = ProxyConfig(idle_timeout_s=0.05)
+    with Store.open(tmp_path / "store.db") as store:
+        sessions = Sessions(store)
+        implicit = ImplicitEpisodes(store, sessions, split="eval")
+        housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+
+        async def begin(name: str, *, metadata: Mapping[str, str] | None = None, fails: bool = True) -> None:
+            task = Task(name, {})
+            new = NewEpisode(name, f"hash of {name}", task, name, 2, metadata=dict(metadata or {}))
+            await sessions.open(new)
+            if fails:
+                await sessions.seal(name, "failed", error="its client has died")
+
+        await begin("left")
+        await begin("of our runner", metadata=OPENED_BY_RUNNER)
+        await housekeeping.sweep()
+        assert store.group_counts()["dropped"] == 0  # others may yet be opened
+        await asyncio.sleep(0.06)
+        await begin("open", fails=False)
+        await housekeeping.sweep()
+        assert store.group_counts()["dropped"] == 1
+        assert [group.id for group in store.waiting_groups()] == ["of our runner", "open"]

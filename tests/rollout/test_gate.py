@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_agents.core.rollout import Task
+from areal_agents.rollout.config import RolloutConfig
+from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.gate import admissible_groups
+from areal_agents.rollout.submission import Submission
+from areal_agents.store import NewEpisode, Store
 
 
 @pytest.mark.parametrize(
@@ -51,3 +58,18 @@ def test_in_order_completion_is_never_staler_than_eta(
             complete -= groups
             assert all(version - submitted <= max_staleness for submitted in batch)
             version += 1
+
+
+@pytest.mark.parametrize(("max_staleness", "held"), [(0, 3), (1, 1), (2, 0), (None, 0)])
+def test_what_is_beyond_the_gate_is_held_back(tmp_path: Path, max_staleness: int | None, held: int) -> None:
+    """As a resume leaves it, or a smaller batch: the youngest wait, whatever they are."""
+    config = RolloutConfig(groups=2, group_size=1, max_staleness=max_staleness)
+    source = TaskSource((Task("t", {}),), seed=0)
+    with Store.open(tmp_path / "store.db") as store:
+        for number in range(5):
+            name = f"g{number}"
+            store.open_episode(NewEpisode(name, f"hash of {name}", Task(name, {}), name, 1)).result()
+        store.drop_open_group("g1", "it is none of them").result()
+        store.open_episode(NewEpisode("h", "hash of h", Task("h", {}), "h", 1)).result()
+        submission = Submission(store=store, source=source, config=config, steps=9, lack=lambda: None)
+        assert submission.held_back() == frozenset(["g0", "g2", "g3", "g4", "h"][5 - held :])

@@ -351,8 +351,8 @@ async def test_a_killed_runner_goes_on_where_it_was(served: Any) -> None:
     assert counts["trained"] == STEPS * 2 and counts["dropped"] == 0
     episodes = served.store.episodes(split="train")
     for group in partial:  # taken up again, not begun anew
-        members = [e for e in episodes if e.group_id == group.id and e.status == "finished"]
-        assert [m for m in members if m.created_at < min(e.created_at for e in episodes[-1:])]
+        scored = {e.id for tried in group.attempts.values() for e in tried if e.status == "finished"}
+        assert scored <= {rollout.episode.id for rollout in served.store.load_group(group.id).rollouts}
     groups = [e.group_id for e in episodes if e.index == 0 and e.status == "finished"]
     assert len(groups) == len(set(groups))
     assert {task for task, _ in served.store.task_ids_started()} <= {f"train/{i}" for i in range(10)}

@@ -78,3 +78,14 @@ def test_a_group_knows_a_version_that_none_of_its_tokens_is_older_than(store: St
     assert [group.state for group in store.waiting_groups()] == ["complete"] * 3
     open_episode(store, "open", "pending@0")
     assert store.waiting_groups()[-1].state == "pending"
+
+
+def test_after_a_resume_a_waiting_group_may_get_tokens_of_an_earlier_step(store: Store) -> None:
+    for step in range(4):
+        store.publish_version(step, step=step, path="nowhere")
+    open_episode(store, "e", "t@0", 1)
+    assert [group.version for group in store.waiting_groups()] == [2]  # 3 may not be swapped in yet
+    store.publish_version(4, step=1, path="nowhere")  # resumed
+    store.publish_version(5, step=2, path="nowhere")
+    open_episode(store, "f", "u@0", 1)
+    assert [group.version for group in store.waiting_groups()] == [4, 4]

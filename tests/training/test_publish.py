@@ -20,6 +20,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.lora import LoraOptions
 from areal_agents.training.model import ModelOptions, Policy, load_policy
 from areal_agents.training.publishing.disk import swap
+from areal_agents.training.publishing.verifying import Verified, verify
 
 
 @pytest.fixture
@@ -31,6 +32,11 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred buckets where there would be one."""
     monkeypatch.setattr("areal_agents.training.publishing.transports.MB", 1_000)
+
+
+async def verified(url: str, store: Store, *, base: Path | None = None) -> Verified:
+    async with SGLangEngine(url) as engine:
+        return await verify(engine, store, base=base)
 
 
 @pytest.mark.parametrize("transport", WHOLE)
@@ -58,9 +64,11 @@ def test_the_engine_serves_the_trainers_weights(
             assert 0 < published.pause_s < published.publish_s
             assert 0 < published.assemble_s < published.publish_s
             assert_serves(served_url, policy, version)
-        assert out.verify(2) == 1.0
+        found = asyncio.run(verified(served_url, store))
+        assert found.version == 2 and found.agreement is not None
+        assert found.agreement.compared == found.agreement.tensors
         with pytest.raises(EngineError, match=rf"{served_url} serves other weights.*norm.*differs"):
-            out.verify(1)
+            asyncio.run(verified(served_url, store, base=run_dir / "weights" / "v1"))
     weights = policy.full_state_dict()
     folder = load_file(run_dir / "weights" / "v2" / "model.safetensors")
     assert folder.keys() == weights.keys()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -25,6 +26,7 @@ from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import Policy, load_policy
 
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
 OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256, "port": 0}
 
 
@@ -197,8 +199,10 @@ def test_an_engine_of_another_model_is_refused_before_it_is_paused(
 
     wide = build_model(tmp_path / "other") / "config.json"
     wide.write_text(wide.read_text().replace('"hidden_size": 32', '"hidden_size": 64'))
-    changes = [{"vocab_size": 128}, {"model_path": str(wide.parent)}]
-    faults = ["a vocabulary of 128, not 96", "hidden_size 64, not 32"]
+    turned = build_model(tmp_path / "turned") / "config.json"
+    turned.write_text(json.dumps(json.loads(turned.read_text()) | ROPE))
+    changes = [{"vocab_size": 128}, {"model_path": str(wide.parent)}, {"model_path": str(turned.parent)}]
+    faults = ["a vocabulary of 128, not 96", "hidden_size 64, not 32", "rope_parameters .*12345"]
     with publisher(policy, group, store, [Foreign(engine_url)], run_dir, model_folder) as out:
         for version, fault in enumerate(faults):
             with pytest.raises(EngineError, match=f"another model than is trained: {fault}"):
@@ -226,19 +230,34 @@ def test_an_engine_without_checksums_is_served_and_said_to_be_not_compared(
     assert "are not compared: 404" in caplog.text
 
 
-def test_one_of_several_engines_with_other_weights_is_found_out_on_demand(
+def test_an_engine_that_comes_later_is_compared_when_it_has_come(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
-    class Other(SGLangEngine):
+    class Late(SGLangEngine):
+        is_there = False
+
+        @property
+        def base_url(self) -> str:
+            return "http://late"
+
+        async def model_info(self) -> ModelInfo:
+            if not self.is_there:
+                raise EngineUnavailable("it is not there yet")
+            return await super().model_info()
+
         async def checksum(self) -> WeightsChecksum:
             (held,) = (await super().checksum()).ranks
             return WeightsChecksum(({**held, "model.norm.weight": "0" * 16},))
 
-    engines = [SGLangEngine(engine_url), Other(engine_url)]
-    with publisher(policy, group, store, engines, run_dir, model_folder, verify="off") as out:
-        out.publish(version=0, step=0)
-        with pytest.raises(EngineError, match=r"serves other weights.*model\.norm\.weight differs"):
-            out.verify(0)
+    late = Late(engine_url)
+    with publisher(policy, group, store, [SGLangEngine(engine_url), late], run_dir, model_folder) as out:
+        for version in (0, 1):
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.left_out == 1
+            assert published.agreement == (1.0 if version == 0 else None)
+        late.is_there = True
+        with pytest.raises(EngineError, match=r"http://late serves other weights.*norm\.weight differs"):
+            out.publish(version=2, step=2)
 
 
 def test_an_old_folder_that_cannot_be_removed_is_removed_later(

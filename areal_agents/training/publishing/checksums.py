@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,23 +124,38 @@ class Checksums:
 
 
 class Comparison:
-    """The comparison of several engines with one folder."""
+    """The comparison of several engines with one folder.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        known: base URLs of engines that need none.
+
+    Attributes:
+        compared: base URLs of those whose weights agree, or that have no checksums.
+    """
+
+    def __init__(self, folder: Path, *, known: Collection[str] = ()) -> None:
+        self.compared: set[str] = set()
+        self._known = known
         self._checksums = Checksums(folder)
         self._agreements: list[Agreement] = []
         self._difference: EngineError | None = None
 
     async def __call__(self, engine: Engine) -> None:
         """Compare one. EngineError if it holds other weights; one that cannot answer is not compared."""
+        if engine.base_url in self._known:
+            return
         try:
             agreement = await self._checksums.check(engine)
-        except (EngineRejected, EngineUnavailable) as error:
+        except EngineUnavailable as error:
+            log.warning("the weights of %s are not compared now: %s", engine.base_url, error)
+        except EngineRejected as error:  # it will not learn to
             log.warning("the weights of %s are not compared: %s", engine.base_url, error)
+            self.compared.add(engine.base_url)
         except EngineError as error:
             self._difference = self._difference or error
             raise
         else:
+            self.compared.add(engine.base_url)
             if agreement is not None:
                 self._agreements.append(agreement)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -38,8 +40,9 @@ class PublishConfig(BaseModel):
     )
     verify: Verify = Field(
         default="first",
-        description="After which publications of a trainer's life each engine's checksum of its weights is "
-        "compared with that of what was published.",
+        description="When an engine's checksum of its weights is compared with that of what was published. "
+        "first: after the first version that it takes in a life of the trainer. On demand: areal-agents "
+        "verify.",
     )
     backend: Backend = Field(
         default="auto",
@@ -84,3 +87,11 @@ class PublishConfig(BaseModel):
                 f"publish: backend and address belong to transport: broadcast, not to {self.transport}"
             )
         return self
+
+
+def versions_folder(folder: str, run_dir: Path) -> Path:
+    """Where a run's versions lie: in its own folder, or in `folder` under a name that is this run's alone."""
+    if not folder:
+        return run_dir / "weights"
+    run = run_dir.resolve()
+    return Path(folder) / f"{run.name}-{sha256(str(run).encode()).hexdigest()[:8]}"

@@ -6,7 +6,6 @@ import logging
 import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 
@@ -137,14 +136,6 @@ def write_policy_adapter(
         density.add(name, tensor)
     write_adapter(weights, path, policy.lora, base=str(base.resolve()))
     return Written(sum(tensor.nbytes for tensor in weights.values()), density.share)
-
-
-def versions_folder(folder: str, run_dir: Path) -> Path:
-    """Where a run's versions lie: in its own folder, or in `folder` under a name that is this run's alone."""
-    if not folder:
-        return run_dir / "weights"
-    run = run_dir.resolve()
-    return Path(folder) / f"{run.name}-{sha256(str(run).encode()).hexdigest()[:8]}"
 
 
 def version_folder(folder: Path, version: int) -> Path:

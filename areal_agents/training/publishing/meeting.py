@@ -6,14 +6,12 @@ Where none is, the version waits: whoever started them starts them again.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine, ModelInfo
@@ -23,13 +21,14 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 
-_SIZES = (
-    "num_hidden_layers",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+# What the weights' shapes do not show, or show only when it is too late, and what is computed follows from.
+_DECISIVE = (
+    "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "layer_norm_eps", "rope_parameters",
+    "partial_rotary_factor", "sliding_window", "layer_types", "attention_bias", "tie_word_embeddings",
+    "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "norm_topk_prob",
+)  # fmt: skip
 
 
 class Patience:
@@ -98,17 +97,16 @@ async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> M
 
 def _other_model(info: ModelInfo, trained: PretrainedConfig) -> str | None:
     """What shows that an engine serves another model; None if nothing does. A real server would end itself
-    over weights of other shapes."""
+    over weights of other shapes, and compute something else from these with another rope or norm."""
     trained = trained.get_text_config()
     if info.vocab_size != trained.vocab_size:
         return f"a vocabulary of {info.vocab_size}, not {trained.vocab_size}"
     try:
-        served = json.loads((Path(info.model_path) / "config.json").read_text())
-    except (OSError, ValueError):  # on another machine
+        served = AutoConfig.from_pretrained(info.model_path, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError):  # on another machine, or of no kind that is known here
         return None
-    served = served.get("text_config") or served
-    for name in _SIZES:
-        have, want = served.get(name), getattr(trained, name, None)
+    for name in _DECISIVE:
+        have, want = getattr(served, name, None), getattr(trained, name, None)
         if have is not None and want is not None and have != want:
             return f"{name} {have}, not {want}"
     return None

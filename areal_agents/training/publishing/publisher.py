@@ -18,13 +18,12 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import Policy
 from areal_agents.training.model_folder import remove_unfinished
 from areal_agents.training.publishing.checksums import Comparison
-from areal_agents.training.publishing.config import PublishConfig
+from areal_agents.training.publishing.config import PublishConfig, versions_folder
 from areal_agents.training.publishing.fleet import Fleet, Loop
 from areal_agents.training.publishing.folders import (
     Written,
     forget_before,
     version_folder,
-    versions_folder,
     write_version,
 )
 from areal_agents.training.publishing.old_adapters import OldAdapters
@@ -95,7 +94,7 @@ class Publisher:
         self._store, self._engines = store, tuple(engines)
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
-        self._verified = False
+        self._verified: set[str] = set()  # engines, by base URL
         self._loop = Loop() if engines else None
         self._transport = make_transport(config, policy, ranks, self._loop)
         self._swapper = Swapper(
@@ -123,10 +122,10 @@ class Publisher:
         path = version_folder(self._weights, version)
         written = self._together(lambda: self._write(version))
         assemble_s = time.monotonic() - started
-        checks = self._together(lambda: Comparison(self._compared(path)) if self._verifies else None)
+        checks = self._together(lambda: self._comparison(path))
         self._together(lambda: self._record(version, step, path))
         fleet, delivered = self._swapper.swap(version, path, checks)
-        self._verified = self._verified or checks is not None
+        self._verified |= checks.compared if checks is not None else set()
         if self._loop is None or written is None:
             return None
         return Published(
@@ -142,19 +141,6 @@ class Publisher:
             busy_s=self._loop.run(self._afterwards(fleet)),
             publish_s=time.monotonic() - started,
         )
-
-    def verify(self, version: int) -> float | None:
-        """Compare what every engine holds with a published version that is still kept, on demand; the share
-        of it that could be compared, None if no engine could answer. On the first rank alone.
-
-        Raises:
-            EngineError: an engine holds other weights.
-        """
-        assert self._loop is not None, "only the first rank talks to engines"
-        checks = Comparison(self._compared(version_folder(self._weights, version)))
-        self._loop.run(Fleet(self._engines, version).each(checks))
-        checks.raise_difference()  # of one engine among several too
-        return checks.share
 
     @contextmanager
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
@@ -182,10 +168,12 @@ class Publisher:
         self._loop.run(_close(self._engines))
         self._loop.close()
 
-    @property
-    def _verifies(self) -> bool:
-        first = self._config.verify == "first" and not self._verified
-        return bool(self._engines) and (first or self._config.verify == "every")
+    def _comparison(self, path: Path) -> Comparison | None:
+        """With the folder of a version: of every engine, or of those that were not compared in this life."""
+        known = self._verified if self._config.verify == "first" else set()
+        if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
+            return None
+        return Comparison(self._compared(path), known=known)
 
     def _compared(self, path: Path) -> Path:
         """The folder of the weights that an engine's checksum is of; adapters are not in it."""

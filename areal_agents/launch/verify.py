@@ -1,0 +1,50 @@
+"""`areal-agents verify`: do the engines of a run hold the weights that were published?"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from rich.console import Console
+
+from areal_agents.config import load_config
+from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.inference import SGLangEngine
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.store import Store
+from areal_agents.training.publishing.verifying import verify
+
+
+def run(folder: Path, console: Console) -> bool:
+    """Look at every engine of the run that lives in `folder`, and say what it holds; whether all agree.
+
+    ConfigError if that is no run, or none that was started.
+    """
+    found = RunFolder(folder)
+    if not found.config.is_file():
+        raise ConfigError(f"{folder} is not the folder of a run (no {found.config.name} in it)")
+    config = load_config(found.config)
+    try:
+        urls = found.read_endpoints().engine_urls
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: the run has no engines yet; start it first") from None
+    base = Path(config.model) if config.trainer.publish.transport == "lora" else None
+    with Store.open(found.store_at(config.store.url)) as store:
+        return asyncio.run(_verify_all(urls, store, base, console))
+
+
+async def _verify_all(urls: tuple[str, ...], store: Store, base: Path | None, console: Console) -> bool:
+    agree = True
+    for url in urls:
+        async with SGLangEngine(url) as engine:
+            try:
+                one = await verify(engine, store, base=base)
+            except ArealAgentsError as error:
+                agree = False
+                console.print(f"{url}: {error}", markup=False)
+            else:
+                found, what = one.agreement, "its weights cannot be compared"
+                if found is not None:
+                    what = f"{found.compared} of {found.tensors} weights agree"
+                console.print(f"{url}: version {one.version}, {what}", markup=False)
+    return agree
