@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -102,7 +103,18 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         engine_urls=endpoints.engine_urls,
         router_url=config.engine.router,
         adapters=config.trainer.publish.transport == "lora",
+        vocab_size=_vocab_size(Path(config.model)),
     )
+
+
+def _vocab_size(model: Path) -> int | None:
+    """What the model folder's config.json says; None where it says nothing."""
+    try:
+        tree = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+        return None
+    size = (tree.get("text_config") or tree).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:

@@ -33,11 +33,13 @@ class EngineUrls:
         engines: base URLs of the replicas, at least one.
         router: base URL of a router in front of them that generation goes through; "" for none.
         adapters: the policy is a LoRA adapter of the model that the engines serve.
+        vocab_size: of that model, where it is known; an engine of another is refused.
     """
 
     engines: tuple[str, ...]
     router: str = ""
     adapters: bool = False
+    vocab_size: int | None = None
 
     def describe(self) -> str:
         """For people."""
@@ -80,6 +82,7 @@ def make_pool(
         without_trainer=lambda: without_trainer(store),
         decode=lambda ids: renderer.tokenizer.decode(list(ids)),
         router=router,
+        vocab_size=urls.vocab_size,
         limits=limits,
     )
 

@@ -57,6 +57,7 @@ def serve(
     engine_urls: Sequence[str] = (),
     router_url: str = "",
     adapters: bool = False,
+    vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
@@ -71,6 +72,7 @@ def serve(
             stopped here.
         router_url: a router in front of `engine_urls` that generation goes through.
         adapters: the policy is a LoRA adapter of the model that the engines serve.
+        vocab_size: of that model, where it is known; an engine of another is refused.
         engine_options: for the embedded engine, fields of EmbeddedEngineConfig.
         announce: gets one line for the user when the proxy is about to answer.
 
@@ -90,7 +92,7 @@ def serve(
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
         serve_with_engines(
             listener,

@@ -6,7 +6,7 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -292,6 +292,23 @@ async def test_a_replica_of_another_model_is_refused_at_the_start_and_when_it_ap
                     servers[1].kill()
                     await refuse_other_models(urls, [first, second])  # it may come later
                     servers[1].start()
+
+
+async def test_a_replica_of_another_model_that_answers_first_is_refused_all_the_same() -> None:
+    with servers_of(2) as servers:
+        async with SGLangEngine(servers[0].url) as right:
+            vocab_size = (await right.model_info()).vocab_size
+        for server in servers:
+            server.kill()
+        servers[1].start(vocab_size=900)
+        async with aclosing(pool_of(servers, vocab_size=vocab_size)) as pool:
+            pool.start()
+            await until(lambda: states(pool)[1] == "refused")
+            assert f"a vocabulary of 900, and the model has {vocab_size}" in pool.replicas[1].reason
+            servers[0].start()
+            completion = await pool.generate("r", prompt_of(1), FORTY)
+            assert completion.token_ids.tolist() == chain(prompt_of(1).tolist(), 40)
+            assert not servers[1].exchanges
 
 
 async def test_what_the_caller_ends_is_not_sent_again() -> None:

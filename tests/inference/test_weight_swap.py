@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from test_engine_contract import until_running
 from areal_agents.core.completion import Completion, SamplingParams, TokenIds
 from areal_agents.errors import EngineError, EngineRejected
 from areal_agents.inference import PauseMode, SGLangEngine
+from areal_agents.inference.pool import EnginePool
 
 LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 
@@ -72,6 +74,28 @@ async def test_retract_recomputes_and_every_token_carries_its_policy(
         np.testing.assert_allclose(completion.logprobs[b:], after[b:], atol=1e-4)
         assert abs(completion.logprobs[b] - before[b]) > 1e-3
     assert (await engine.model_info()).version == 7
+
+
+async def test_an_aborted_generation_goes_on_through_the_pool_under_the_new_weights(
+    engine: SGLangEngine, swapping_url: str, model_folder: Path, next_model_folder: Path
+) -> None:
+    old, new = load_reference(model_folder), load_reference(next_model_folder)
+    prompt = prompt_of(40, seed=6)
+    async with aclosing(EnginePool([SGLangEngine(swapping_url)])) as pool:
+        running = asyncio.create_task(pool.generate("x", prompt, LONG))
+        await until_running(engine)
+        await asyncio.sleep(0.02)
+        await engine.pause("abort")
+        await engine.update_weights_from_disk(str(next_model_folder), 7)
+        await engine.resume()
+        completion = await running
+    b = boundary(completion)
+    assert len(completion) == 1500 and completion.finish_reason == "length"
+    before = reference_logprobs(old, prompt, completion.token_ids)
+    after = reference_logprobs(new, prompt, completion.token_ids)
+    np.testing.assert_allclose(completion.logprobs[:b], before[:b], atol=1e-4)
+    np.testing.assert_allclose(completion.logprobs[b:], after[b:], atol=1e-4)
+    assert abs(completion.logprobs[b] - before[b]) > 1e-3
 
 
 @torch.inference_mode()

@@ -56,6 +56,7 @@ class EnginePool:
         without_trainer: gives True where no trainer lives that swaps versions into the replicas, and then
             none begins until it is left; by default one may live.
         decode: the text of ids, for stop strings over the seam of two attempts.
+        vocab_size: of the model; an engine of another is refused. None: the first engine's is all engines'.
         router: a client that reaches all replicas through a router of their own: it chooses then, and the
             pool only watches them.
         limits: see PoolLimits.
@@ -70,6 +71,7 @@ class EnginePool:
         without_trainer: WithoutTrainer = lambda: nullcontext(False),
         decode: Decode | None = None,
         router: Sampler | None = None,
+        vocab_size: int | None = None,
         limits: PoolLimits | None = None,
     ) -> None:
         if not engines:
@@ -97,6 +99,7 @@ class EnginePool:
             limits=self._limits,
             on_change=self._changed.set,
             on_load=self._count_load,
+            vocab_size=vocab_size,
         )
 
     async def generate(

@@ -42,6 +42,7 @@ class Watch:
         limits: see PoolLimits.
         on_change: called whenever a state has changed, and after every look at a replica that serves.
         on_load: called when a replica was brought to the current version.
+        vocab_size: of the model that all must serve; None: the first that answers says which that is.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Watch:
         limits: PoolLimits,
         on_change: Callable[[], None],
         on_load: Callable[[], None],
+        vocab_size: int | None,
     ) -> None:
         self.current: CurrentVersion | None = None
         self.model: tuple[str, ModelInfo] | None = None  # what all must serve, and who said so first
@@ -62,6 +64,7 @@ class Watch:
         self._limits = limits
         self._on_change = on_change
         self._on_load = on_load
+        self._vocab_size = vocab_size
         self._tasks: list[asyncio.Task[None]] = []
         self._loads: dict[str, asyncio.Task[None]] = {}
         self._looks: dict[str, asyncio.Task[None]] = {}
@@ -160,7 +163,9 @@ class Watch:
             replica.state, replica.reason = "doubtful", why
 
     async def _other_model(self, replica: Replica, info: ModelInfo) -> str:
-        """Why a replica is not of this pool; "" if it is. The first that answered says what all serve."""
+        """Why a replica is not of this pool; "" if it is. The first that fits says what all serve."""
+        if self._vocab_size not in (None, info.vocab_size):
+            return f"it serves a vocabulary of {info.vocab_size}, and the model has {self._vocab_size}"
         if self.model is None:
             self.model = replica.name, info
         if difference := difference_of(self.model, info):
