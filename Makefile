@@ -48,12 +48,13 @@ test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 
 check: static test ## Lint, type-check and test.
 
-bench: setup litellm ## Run every benchmark on this machine (about half an hour).
+bench: setup litellm ## Run every benchmark on this machine (about three quarters of an hour).
 	$(BIN)/areal-agents bench engine --json
 	$(BIN)/areal-agents bench trainer --json
 	$(BIN)/areal-agents bench proxy --json
 	$(BIN)/areal-agents bench store --json
 	$(BIN)/areal-agents bench async --json
+	$(BIN)/areal-agents bench simulator --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 
