@@ -177,6 +177,9 @@ class ReplicaServer:
                     message = {**message, "body": self._written(orjson.loads(body[6:]))}
                 await send(message)
 
+            if not self.is_alive and scope["type"] == "http":  # of a connection that was made while it died
+                self._break_connections()
+                return
             await self.app(scope, receive, spoiled)
 
         self._server = build_server(spoiling)
@@ -185,6 +188,7 @@ class ReplicaServer:
 
         async def serve() -> None:
             self._loop = asyncio.get_running_loop()
+            self.is_alive = True
             self._loop.call_soon(started.set)
             with listener:
                 await self._server.serve(sockets=[listener])
@@ -195,7 +199,6 @@ class ReplicaServer:
         while not self._server.started:
             assert self._thread.is_alive()
             time.sleep(0.001)
-        self.is_alive = True
 
     def kill(self) -> None:
         """End it as kill -9 does: every connection breaks off, and nobody listens."""
@@ -209,10 +212,13 @@ class ReplicaServer:
         """End so of itself; on its event loop."""
         for server in self._server.servers:
             server.close()
-        for connection in list(self._server.server_state.connections):
-            connection.transport.abort()
+        self._break_connections()
         self._server.should_exit = self._server.force_exit = True
         self.is_alive = False
+
+    def _break_connections(self) -> None:
+        for connection in list(self._server.server_state.connections):
+            connection.transport.abort()
 
     @contextmanager
     def hanging(self) -> Iterator[None]:

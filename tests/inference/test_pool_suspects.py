@@ -17,11 +17,11 @@ from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.pool import EnginePool, PoolLimits
+from areal_agents.inference.pool.replica import Replica
 from areal_agents.inference.pool.suspects import has_arrived
 
 PROMPT = prompt_of(0)
 HUNDRED = SamplingParams(100, ignore_eos=True)
-AGAIN_S = 0.1  # after which a dead engine is started again
 
 
 class DeadlyServer(ReplicaServer):
@@ -52,23 +52,22 @@ class DeadlyServer(ReplicaServer):
 async def pool_over(
     servers: Sequence[ReplicaServer], limits: PoolLimits = QUICK
 ) -> AsyncIterator[EnginePool]:
-    """A pool over servers that are started again a moment after they died."""
+    """A pool over servers that are started again as soon as the pool knows that they are dead."""
 
-    async def keep(server: ReplicaServer) -> None:
+    async def keep(server: ReplicaServer, replica: Replica) -> None:
         while True:
-            await asyncio.sleep(0.01)
-            if not server.is_alive:
-                await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(0)
+            if not server.is_alive and replica.misses:
                 server.start()
 
-    keepers = [asyncio.create_task(keep(server)) for server in servers]
     try:
         async with serving(list(servers), limits=limits) as pool:
+            keepers = [asyncio.create_task(keep(*pair)) for pair in zip(servers, pool.replicas, strict=True)]
             yield pool
+            for keeper in keepers:
+                keeper.cancel()
+            await asyncio.wait(keepers)
     finally:
-        for keeper in keepers:
-            keeper.cancel()
-        await asyncio.wait(keepers)
         for server in servers:
             if server.is_alive:
                 server.kill()
@@ -131,6 +130,17 @@ async def test_a_request_whose_engines_die_by_chance_goes_on_and_not_for_ever() 
             else:
                 with pytest.raises(EngineError, match="4 engines died while they ran it"):
                     await call
+
+
+async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_again() -> None:
+    server = ReplicaServer()
+    async with pool_over([server], replace(QUICK, most_deaths=1)) as pool:
+        seen: list[TokenChunk] = []
+        calls = [asyncio.create_task(pool.generate(f"r{n}", PROMPT, LONG, seen.append)) for n in range(12)]
+        await grown(seen)
+        server.do(server.crash)
+        outcomes = await asyncio.gather(*map(ended, calls))
+        assert all("1 engines died while they ran it" in str(outcome) for outcome in outcomes)
 
 
 async def test_a_request_that_found_nobody_has_not_run() -> None:

@@ -187,6 +187,7 @@ class EnginePool:
         self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
     ) -> tuple[Completion | None, EngineError | None]:
         """One attempt: the completion if that was all of it, and the error that broke the attempt off."""
+        began = asyncio.get_running_loop().time()
         try:
             completion = await self._attempt(replica, rid, draft, case, affinity)
             if completion.finish_reason != "abort" or draft.is_aborted:
@@ -199,7 +200,7 @@ class EnginePool:
         except EngineError as error:
             if draft.is_aborted or not await self._may_go_on(replica, error):
                 raise
-            died, reached = await self._has_died(replica, error), draft.reached
+            died, reached = await self._has_died(replica, error, began), draft.reached
             whole = draft.broken_off(None)
             if died and whole is None:
                 case.died(reached, error)
@@ -299,11 +300,12 @@ class EnginePool:
             replica.rest(pause_s, f"it answered garbage: {error}")
         return True
 
-    async def _has_died(self, replica: Replica, error: EngineError) -> bool:
+    async def _has_died(self, replica: Replica, error: EngineError, began: float) -> bool:
         """Whether a failure was the end of the process that ran the request, not a stall or a broken line.
 
-        It is, if nobody can be reached there now, or one that was started again. Behind a router that holds
-        if it does for any of the replicas that were there until now.
+        It is, if since the request was sent, at `began`, nobody could be reached there, or one that was
+        started again. Behind a router that holds if it does for any of the replicas. All requests that a
+        death ends are told the same, also those that hear of it when the replica is there again.
         """
         if (
             not isinstance(error, EngineUnavailable)
@@ -311,12 +313,10 @@ class EnginePool:
             or not has_arrived(error)
         ):
             return False
-        if replica is not self._router and replica.misses:
-            return True
         behind = self.replicas if replica is self._router else (replica,)
-        there = [(other, other.version) for other in behind if not other.misses]
-        await asyncio.gather(*(self._watch.look_anew(other) for other, _ in there))
-        return any(other.misses or other.version < version for other, version in there)
+        if not any(other.gone_at >= began for other in behind):
+            await asyncio.gather(*(self._watch.look_anew(other) for other in behind if not other.misses))
+        return any(other.gone_at >= began for other in behind)
 
     def _count_load(self) -> None:
         self.counts.catch_ups += 1

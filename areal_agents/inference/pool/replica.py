@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from areal_agents.errors import EngineUnavailable
@@ -43,6 +44,8 @@ class Replica:
         running: requests of this pool that it has.
         episodes: affinities that it has.
         misses: looks in a row that it did not answer.
+        gone_at: when a look last found it gone that was there before, or started again; by the event loop's
+            clock.
         garbage: answers in a row that could not be trusted.
         rests_until: it is not asked for completions before, by the event loop's clock.
         due: the version that the trainer is to swap in, since it served when that was published; None if
@@ -63,6 +66,7 @@ class Replica:
     running: int = 0
     episodes: int = 0
     misses: int = 0
+    gone_at: float = -inf
     garbage: int = 0
     rests_until: float = 0.0
     due: int | None = None

@@ -157,6 +157,8 @@ class Watch:
 
     def _missed(self, replica: Replica, why: str) -> None:
         replica.misses += 1
+        if replica.misses == 1:
+            replica.gone_at = asyncio.get_running_loop().time()
         if replica.misses >= self._limits.lost_after:
             replica.lose(why)
         elif replica.state != "down":
@@ -182,7 +184,8 @@ class Watch:
             replica.state, replica.reason = "refused", other_model
             return
         replica.info = info
-        started_again = info.version < replica.version
+        if started_again := info.version < replica.version:
+            replica.gone_at = now
         replica.version = info.version
         goal = self.current
         if goal is None or info.version == goal.version:
