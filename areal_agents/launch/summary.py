@@ -67,6 +67,11 @@ class Summary:
             heldout_without_tool=without_tool,
         )
 
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """What `write` wrote."""
+        return cls(**json.loads(path.read_text()))
+
     def write(self, path: Path) -> None:
         """Write summary.json, whole or not at all."""
         temporary = path.with_suffix(".tmp")

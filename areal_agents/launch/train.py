@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from areal_agents.config import Config, save_config
+from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.inference.server import free_ports
 from areal_agents.launch.children import Children
@@ -40,6 +40,8 @@ WITHOUT_TOOL = "after-without-tool"
 def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
     """Run the whole loop of `config` to its end.
 
+    A run that ended with the same config is only shown again.
+
     Args:
         config: the resolved configuration.
         console: where progress goes.
@@ -60,6 +62,13 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(config.store.url), interruptible():
+        if not ablate_tool and folder.summary.exists() and is_saved(config, folder.config):
+            console.print(
+                f"{folder.root} is finished: more trainer.steps go on from its end, --fresh begins anew",
+                soft_wrap=True,
+            )
+            return _shown(Summary.read(folder.summary), folder, console)
+        folder.summary.unlink(missing_ok=True)  # it is of a run that ended with this config
         _say_if_resumed(folder, console)
         save_config(config, folder.config)
         _say_what_starts(config, folder, console, plan)
@@ -339,6 +348,10 @@ def _finish(
     )
     summary.write(folder.summary)
     plot_rewards(metrics.rows, curve, folder.reward_plot)
+    return _shown(summary, folder, console)
+
+
+def _shown(summary: Summary, folder: RunFolder, console: Console) -> Summary:
     console.print(summary.table())
     console.print(
         f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}",

@@ -119,12 +119,15 @@ def test_every_token_of_a_run_has_its_version_and_its_bound(finished: tuple[Path
         assert {(e.version_min, e.version_max) for e in after} == {(3, 3)}
 
 
-def test_a_finished_run_is_not_trained_again(finished: tuple[Path, str]) -> None:
-    run_dir, _ = finished
+def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Path, str]) -> None:
+    run_dir, earlier = finished
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
     process = start(run_dir, "trainer.steps=3")
     output = finish(process)
     assert process.returncode == 0, output
-    assert steps_done(run_dir) == 3
+    assert "is finished: more trainer.steps go on from its end" in output
+    assert output.partition("the run in figures")[2] == earlier.partition("the run in figures")[2]
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
 def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(

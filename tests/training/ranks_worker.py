@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Checkpoints, Progress
+from areal_agents.training.checkpoint import Checkpoints, Progress, latest_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.lora import LoraOptions
@@ -127,6 +128,26 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
     return results
 
 
+def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps: int) -> Any:
+    """How the whole loop ends: step, version and latest checkpoint, or the error that every rank gets."""
+    try:
+        result = run(
+            TrainerConfig(steps=steps, lr=1e-2, batch_timeout_s=2, checkpoint_every=10, device="cpu"),
+            AlgorithmConfig(),
+            store=store,
+            engines=[] if store is None else [SGLangEngine(engine_url)],
+            model_path=model,
+            run_dir=run_dir,
+            groups=2,
+            max_staleness=8,
+            stop=threading.Event(),
+        )
+    except TrainingError as error:
+        return str(error)
+    checkpoint = latest_checkpoint(run_dir / "checkpoints")
+    return result.step, result.version, checkpoint and checkpoint.name
+
+
 def main(rank: int, port: int, model: str, reference: str, out: str, engine_url: str) -> None:
     """Train like one rank, save a checkpoint, stop together, and run the whole loop."""
     torch.set_num_threads(1)
@@ -156,22 +177,12 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         except Stopped:
             stopped = True
         store = Store.open(folder / "run" / "store.db") if rank == 0 else None
-        result = run(
-            TrainerConfig(steps=2, lr=1e-2, batch_timeout_s=20, device="cpu"),
-            AlgorithmConfig(),
-            store=store,
-            engines=[SGLangEngine(engine_url)] if rank == 0 else [],
-            model_path=model,
-            run_dir=folder / "run",
-            groups=2,
-            max_staleness=8,
-            stop=threading.Event(),
-        )
+        outcomes = [loop(Path(model), folder / "run", store, engine_url, steps) for steps in (3, 2)]
         if store is not None:
             store.close()
         published = publish_by_each(Path(model), group, engine_url, folder / "published")
         layouts = train_layouts(Path(model), Path(reference))
         torch.save(
-            (statistics, weights, after_one, stopped, (result.step, result.version), layouts, published),
+            (statistics, weights, after_one, stopped, outcomes, layouts, published),
             folder / f"{rank}.pt",
         )

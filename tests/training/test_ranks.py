@@ -85,11 +85,22 @@ def test_a_stop_on_one_rank_stops_both(spawned: tuple[Path, list[Any]]) -> None:
 
 def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:
     out, results = spawned
-    assert [result[4] for result in results] == [(2, 2), (2, 2)]
-    published = load_file(out / "run" / "weights" / "v2" / "model.safetensors")
+    assert [result[4][1] for result in results] == [(2, 3, "step-2")] * 2
+    published = load_file(out / "run" / "weights" / "v3" / "model.safetensors")
     final = load_file(out / "run" / "final" / "model.safetensors")
     assert all(torch.equal(published[name], final[name]) for name in published)
     assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_a_batch_that_cannot_be_had_ends_both_ranks_and_is_gone_on_from(
+    spawned: tuple[Path, list[Any]],
+) -> None:
+    out, results = spawned
+    ended = [result[4][0] for result in results]
+    assert "waited for 2 complete groups" in ended[0] and ended[1] == ended[0]
+    weights = out / "run" / "weights"  # of the steps before it none is lost
+    before, after = (load_file(weights / version / "model.safetensors") for version in ("v2", "v3"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -> None:

@@ -1,0 +1,21 @@
+"""The configuration of a run: what there is to set, and how it is read, checked and written."""
+
+from areal_agents.config.files import (
+    is_saved,
+    load_config,
+    proxy_config,
+    save_config,
+    validate_config,
+    with_overrides,
+)
+from areal_agents.config.tree import Config
+
+__all__ = [
+    "Config",
+    "is_saved",
+    "load_config",
+    "proxy_config",
+    "save_config",
+    "validate_config",
+    "with_overrides",
+]
