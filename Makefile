@@ -4,6 +4,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 SEED ?= 0
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 LITELLM := .venv-litellm
@@ -32,8 +33,8 @@ $(STAMP): pyproject.toml constraints-cpu.txt
 demo: setup ## Train the search agent on this machine: under ten minutes on two cores.
 	$(BIN)/areal-agents train examples/search_agent/config.yaml --fresh seed=$(SEED)
 
-test: setup ## Run the test suite.
-	$(BIN)/python -m pytest -m "not slow"
+test: setup ## Run the test suite, in two processes (WORKERS=1: in one).
+	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
 test-all: setup ## Run the test suite with its long forms.
 	$(BIN)/python -m pytest
