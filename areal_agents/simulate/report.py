@@ -69,6 +69,7 @@ class Report:
             "steps": self.trace.steps,
             "measured_step_s": round(self.trace.step_s, 3),
             "simulated_step_s": round(self.replayed.step_s, 3),
+            "not_modelled": list(self.trace.not_modelled),
         }
 
 
@@ -116,6 +117,8 @@ def _show(report: Report, console: Console) -> None:
             f"from {report.trace.steps} steps and {report.trace.episodes} episodes: "
             f"{report.trace.step_s:.2f} s a step measured, {report.replayed.step_s:.2f} s simulated"
         )
+        for setting in report.trace.not_modelled:
+            console.print(f"[yellow]not modelled:[/yellow] {setting}")
     table = Table("engines", "trainers", "s a step", "tokens/s", "trainer idle", "engines idle", "staleness")
     for split in report.tried:
         style = "bold" if split is report.best else ""

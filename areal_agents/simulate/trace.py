@@ -8,7 +8,7 @@ times, those give the tools'. How many requests ran beside each is reconstructed
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ class Trace:
         parameters: that explain it, by their names in `Parameters`; work: its episodes.
         episodes, steps: that were read.
         step_s: measured between two steps, after the first quarter of them.
+        not_modelled: settings of the run that the simulated loop does not have.
     """
 
     parameters: Mapping[str, Any]
@@ -44,6 +45,7 @@ class Trace:
     episodes: int
     steps: int
     step_s: float
+    not_modelled: tuple[str, ...]
 
 
 def read_trace(folder: Path) -> Trace:
@@ -139,7 +141,17 @@ def _trace(config: Config, rows: Sequence[Mapping[str, Any]], turns: _Turns) -> 
     }
     step_s = (rows[-1]["time"] - rows[skipped]["time"]) / (len(rows) - 1 - skipped)
     work = EmpiricalWork(turns.plans(generation_s))
-    return Trace(parameters, work, turns.episodes, len(rows), step_s)
+    return Trace(parameters, work, turns.episodes, len(rows), step_s, tuple(_not_modelled(config)))
+
+
+def _not_modelled(config: Config) -> Iterator[str]:
+    rollout = config.rollout
+    if config.loop == "one_step_off":
+        yield "loop: one_step_off (simulated as async with max_staleness: 1)"
+    if rollout.over_sample:
+        yield f"rollout.over_sample: {rollout.over_sample} (no episode is aborted)"
+    if rollout.on_stale != "mask":
+        yield f"rollout.on_stale: {rollout.on_stale} (simulated as mask)"
 
 
 def _trainer_times(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:

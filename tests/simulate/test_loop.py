@@ -140,7 +140,7 @@ def test_log_normal_has_its_mean() -> None:
     assert LogNormal(48, 1.0, 100).draw(np.random.default_rng(0), 1000).max() == 100
 
 
-@pytest.mark.parametrize("bound", [1, 4])
+@pytest.mark.parametrize("bound", [1, 2, 4, 8])
 def test_the_published_shape(bound: int) -> None:
     ratio = throughput(bound, steps=6) / throughput(0, steps=6)
     assert ratio == pytest.approx(THROUGHPUT[bound] / THROUGHPUT[0], rel=0.15)

@@ -19,6 +19,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.simulate import EmpiricalWork, LogNormal, LogNormalWork, Scenario, StepTime, simulate
 from areal_agents.simulate.engine import Generated
 from areal_agents.simulate.loop import _Episode, _Loop
+from areal_agents.simulate.report import run
 from areal_agents.simulate.trace import _engine_times, _Turns, least_squares, mean_running, read_trace
 from areal_agents.store import NewEpisode, Store
 from areal_agents.store.rows import TurnTime
@@ -93,8 +94,10 @@ def test_least_squares_has_no_negative_coefficients() -> None:
 
 
 @pytest.fixture
-def run_folder(tmp_path: Path) -> Path:
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of four steps of two groups of two, and eight episodes of two turns."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
     folder, model = tmp_path / "run", tmp_path / "model"
     folder.mkdir()
     model.mkdir()
@@ -112,14 +115,15 @@ def run_folder(tmp_path: Path) -> Path:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with Store.open(folder / "store.db") as store:
         for number in range(8):
-            _record(store, f"e{number}", tokens=3 + 3 * number)
+            _record(store, f"e{number}", tokens=3 + 3 * number, now=now)
     return folder
 
 
-def _record(store: Store, episode: str, *, tokens: int) -> None:
+def _record(store: Store, episode: str, *, tokens: int, now: list[float]) -> None:
+    """An episode whose turns take 2 ms, and 1 ms for each token, by the clock `now`."""
     store.open_episode(NewEpisode(episode, f"key {episode}")).result()
     for turn, count in enumerate((tokens, 2)):
-        time.sleep(0.002 + 0.001 * count)
+        now[0] += 0.002 + 0.001 * count
         completion = Completion([1] * count, [-1.0] * count, [0] * count, "stop")
         store.add_turn(
             episode,
@@ -141,6 +145,23 @@ def test_a_run_folder_is_read(run_folder: Path) -> None:
     assert (found["publish_s"], found["pause_s"]) == (0.5, pytest.approx(0.1))
     assert found["base_s"] + found["per_request_s"] > 0
     assert [plan.tokens for plan in trace.work.plans] == [(3.0 + 3 * n, 2.0) for n in range(8)]
+
+
+def test_what_is_not_modelled_of_a_run_is_said(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert read_trace(run_folder).not_modelled == ()
+    config = yaml.safe_load((run_folder / "config.yaml").read_text())
+    config["loop"] = "one_step_off"
+    config["rollout"] |= {"max_staleness": 1, "over_sample": 2, "on_stale": "drop"}
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(config))
+    run([], source=run_folder, gpus=None, plot=None, json=True)
+    printed = capsys.readouterr()
+    said = json.loads(printed.out.splitlines()[-1])["trace"]["not_modelled"]
+    assert [setting.partition(" ")[0] for setting in said] == [
+        "loop:",
+        "rollout.over_sample:",
+        "rollout.on_stale:",
+    ]
+    assert (printed.out + printed.err).count("not modelled: ") == 3
 
 
 def test_what_is_no_run_is_refused(run_folder: Path, tmp_path: Path) -> None:
