@@ -1,12 +1,23 @@
-"""Puts this folder on the import path, and tells the tests where a real SGLang is."""
+"""Puts this folder on the import path, draws the same examples in each run, and knows a real SGLang."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 SGLANG = "--sglang"
+
+# An example that a busy machine takes long for says nothing of the code; and each run draws the same ones.
+settings.register_profile(
+    "any machine",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("any machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

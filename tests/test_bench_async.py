@@ -85,7 +85,7 @@ def test_an_engine_is_paused_and_loses_nothing(tmp_path: Path) -> None:
     figures = measure_pause([small_model(tmp_path / name, seed) for seed, name in enumerate("ab")], swaps=2)
     assert figures.lost == 0 and figures.swaps == 2 and figures.requests >= 4
     assert 0 < figures.pause_s <= figures.pause_max_s
-    assert figures.recomputed_tokens > 4 * 32  # of each stream the prompt, and at least a token
+    assert figures.recomputed_tokens > 32  # of each stream that then runs, the prompt and what it has
 
 
 def small_model(folder: Path, seed: int) -> Path:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+from ports import free_port
 
-from areal_agents.inference.server import free_ports
 from areal_agents.launch.ready import wait_until_ready
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent"
@@ -28,7 +28,7 @@ def areal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    (port,), store = free_ports(1), tmp_path_factory.mktemp("serve") / "store.db"
+    port, store = free_port(), tmp_path_factory.mktemp("serve") / "store.db"
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(EXAMPLE / "model")]
     process = subprocess.Popen([*command, "--port", str(port), "--store", str(store)])
     try:
@@ -36,7 +36,7 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=TIMEOUT_S) == 0
 
 
 def test_the_example_agent_shows_its_turns_and_is_recorded(proxy: str) -> None:
@@ -49,8 +49,8 @@ def test_the_example_agent_shows_its_turns_and_is_recorded(proxy: str) -> None:
     assert [m["role"] for m in messages[:3]] == ["system", "user", "assistant"]
     assert messages[1]["content"] == QUESTION
 
-    (episode,) = httpx.get(f"{proxy}/episodes").json()["episodes"]
-    recorded = httpx.get(f"{proxy}/episodes/{episode['id']}?tokens=1").json()["turns"]
+    (episode,) = httpx.get(f"{proxy}/episodes", timeout=60).json()["episodes"]
+    recorded = httpx.get(f"{proxy}/episodes/{episode['id']}?tokens=1", timeout=60).json()["turns"]
     assert len(recorded) == sum(m["role"] == "assistant" for m in messages)
     for earlier, later in zip(recorded, recorded[1:], strict=False):
         assert later["parent"] == earlier["id"]
@@ -63,9 +63,10 @@ def test_the_example_agent_shows_its_turns_and_is_recorded(proxy: str) -> None:
 def test_a_reward_by_completion_id_finds_the_implicit_episode(proxy: str) -> None:
     body = {"model": "policy", "messages": [{"role": "user", "content": "Lyon?"}], "max_tokens": 4}
     reply = httpx.post(f"{proxy}/v1/chat/completions", json=body, timeout=60).json()
-    rewarded = httpx.post(f"{proxy}/rewards", json={"completion_id": reply["id"], "reward": 0.5})
+    given = {"completion_id": reply["id"], "reward": 0.5}
+    rewarded = httpx.post(f"{proxy}/rewards", json=given, timeout=60)
     assert rewarded.status_code == 200
-    episodes = httpx.get(f"{proxy}/episodes").json()["episodes"]
+    episodes = httpx.get(f"{proxy}/episodes", timeout=60).json()["episodes"]
     assert [e["score"] for e in episodes if e["score"] is not None] == [0.5]
 
 

@@ -147,8 +147,16 @@ class ChaosRun:
         """The largest published version, -1 before the first."""
         if not self.folder.store.exists():
             return -1
-        with sqlite3.connect(f"file:{self.folder.store}?mode=ro", uri=True, timeout=30) as connection:
-            return int(connection.execute("SELECT COALESCE(MAX(version), -1) FROM versions").fetchone()[0])
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                with sqlite3.connect(f"file:{self.folder.store}?mode=ro", uri=True, timeout=30) as connection:
+                    found = connection.execute("SELECT COALESCE(MAX(version), -1) FROM versions").fetchone()
+                    return int(found[0])
+            except sqlite3.OperationalError:  # being created, or recovered, or closed by those that still end
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
 
     @property
     def checkpoint(self) -> int:

@@ -9,6 +9,7 @@ must be 0 is not.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import shutil
@@ -101,7 +102,7 @@ def kill_each(root: Path, *, seed: int) -> Counts:
         run.start()
         run.wait_for_steps(1)
         for role in ("agent", "engine", "proxy", "rollout"):
-            run.kill(role, rng)
+            run.wait_for(functools.partial(run.kill, role, rng))  # it may be between two lives
             _pause(run, rng.uniform(0.0, 1.0))
         run.wait_for_steps(1)
         run.kill(rng.choice(("trainer", "supervisor")), rng)

@@ -8,6 +8,7 @@ import pytest
 from run_chaos import kill_each, main
 
 
+@pytest.mark.timeout(900)
 def test_nothing_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
     counts = kill_each(tmp_path, seed=0)
     assert counts.faults == {}
@@ -17,5 +18,6 @@ def test_nothing_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_chaos_in_its_long_form() -> None:
     assert main(["--minutes", "8", "--seed", "7"]) == 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 from anthropic import Anthropic, AsyncAnthropic
@@ -194,9 +195,10 @@ async def telling(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def endless(task: dict[str, Any], ep: Episode) -> float:
-    """Answers, and then never ends."""
+    """Gets an answer, marks that, and then never ends."""
     async with _client(ep) as client:
         await client.chat.completions.create(model=MODEL, messages=_begin(task))
+    Path(task["mark"]).touch()
     await asyncio.Event().wait()
     return 1.0
 

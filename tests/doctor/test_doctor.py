@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from areal_agents.doctor import Finding, Report, examine
 from areal_agents.errors import AgentError, ConfigError, EngineError, RequestError
@@ -162,8 +163,10 @@ def test_no_key_is_in_a_report() -> None:
         assert "ep-" not in said.replace("areal-agents", "") and "sk-mine" not in said
 
 
-def test_an_agent_that_does_not_end_is_ended() -> None:
-    report = examine(function=f"{AGENTS}:endless", timeout_s=2)
+def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = tmp_path / "answered"
+    TimeLimits(monkeypatch, mark.exists)
+    report = examine(function=f"{AGENTS}:endless", task={"mark": str(mark)}, timeout_s=2)
     assert report.verdict == "remarks" and report.facts.turns == 1
     (finding,) = serious(report)
     assert finding.what == "The agent was ended after 2 s." and "--timeout" in finding.fix

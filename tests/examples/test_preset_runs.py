@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_logs import ends_of_logs
 from safetensors.torch import load_file
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -41,7 +42,7 @@ def train(name: str, run_dir: Path) -> RunFolder:
     process = subprocess.run(
         [*command, *SMALL, f"run_dir={run_dir}"], capture_output=True, text=True, timeout=280, check=False
     )
-    assert process.returncode == 0, process.stdout + process.stderr
+    assert process.returncode == 0, process.stdout + process.stderr + ends_of_logs(run_dir)
     return RunFolder(run_dir)
 
 

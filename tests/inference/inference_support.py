@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,7 @@ MAX_CONTEXT = 2048
 EMBEDDED = ["numba", "torch"]  # the kernels of the embedded engine
 EVERY_SERVER = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
 PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
+MOST_TRIES = 10
 FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # those that may be paused in place
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 
@@ -99,3 +103,31 @@ class Target:
     folder: Path
     reference: PreTrainedModel
     embedded: bool
+
+
+class Missed(Exception):
+    """A generation had ended, or had not begun, when the test did to it what is to happen meanwhile.
+
+    The models are small: on a machine that stalls for a moment, hundreds of tokens are drawn in it.
+    """
+
+
+def again_if_missed(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    """Begin a test again that has missed its moment; the last time that is a failure.
+
+    Its `engine`, if it has one, goes on, and serves version 0 again if the test asks for the `model_folder`.
+    """
+
+    @functools.wraps(test)
+    async def repeated(**fixtures: Any) -> None:
+        engine, folder = fixtures.get("engine"), fixtures.get("model_folder")
+        for _ in range(MOST_TRIES - 1):
+            with suppress(Missed):
+                return await test(**fixtures)
+            if engine is not None:
+                await engine.resume()
+                if folder is not None:
+                    await engine.update_weights_from_disk(str(folder), 0)
+        return await test(**fixtures)
+
+    return repeated

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,9 @@ from areal_agents.inference.scripted.wire import version_spans
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+# Between two tokens: of hundreds of them the last arrives long after whatever a test does meanwhile, on a
+# machine that stalls too.
+SLOW_S = 0.05
 # Seconds that a test can wait for.
 QUICK = PoolLimits(
     probe_every_s=0.05,
@@ -163,7 +166,7 @@ class ReplicaServer:
     def start(self, **options: Any) -> None:
         """Start it, at version "default"."""
         if self._thread is not None:
-            self._thread.join(10)  # after a crash it may still be ending
+            self._thread.join(30)  # after a crash it may still be ending
         self.app = ScriptedApp.from_folder(MODEL, self._answer, **self._options | options)
         self.app.exchanges = self.exchanges
         listener = listen("127.0.0.1", self._port)
@@ -195,7 +198,7 @@ class ReplicaServer:
 
         self._thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
         self._thread.start()
-        assert started.wait(10)
+        assert started.wait(30)
         while not self._server.started:
             assert self._thread.is_alive()
             time.sleep(0.001)
@@ -205,7 +208,7 @@ class ReplicaServer:
         assert self._loop is not None and self._thread is not None
         thread = self._thread  # it may be started again as soon as it is known to be dead
         self._loop.call_soon_threadsafe(self.crash)
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()
 
     def crash(self) -> None:
@@ -235,6 +238,17 @@ class ReplicaServer:
         if self._spans and running is not None:
             chunk["meta_info"]["weight_versions"] = version_spans(running.versions)
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if self.spoil is None else self.spoil(chunk)
+
+    def hurry(self) -> None:
+        """Have all that runs, and that comes, arrive without delays."""
+        self.chunk_delay_s = 0.0
+
+        def all_at_once() -> None:
+            for generation in self.app._running.values():
+                generation.reply = replace(generation.reply, chunk_delay_s=0.0)
+
+        if self.is_alive:
+            self.do(all_at_once)
 
     def do(self, action: Callable[[], Any]) -> None:
         """Run something on its event loop."""
@@ -286,6 +300,11 @@ def pool_of(
         limits=limits,
         **options,
     )
+
+
+def reached(pool: EnginePool, rid: str) -> int:
+    """How many tokens of a request that runs the pool has."""
+    return pool._drafts[rid][0].reached if rid in pool._drafts else 0
 
 
 def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Exchange]) -> None:

@@ -14,7 +14,9 @@ from inference_support import (
     EOS,
     EVERY_SERVER,
     PLAIN_SGLANG,
+    Missed,
     Target,
+    again_if_missed,
     load_reference,
     prompt_of,
     reference_greedy,
@@ -60,18 +62,26 @@ async def running(engine: SGLangEngine) -> int:
     return info["running"]
 
 
-async def until_running(engine: SGLangEngine, count: int = 1) -> None:
-    """Wait until `count` requests are being computed."""
-    for _ in range(1000):
-        if await running(engine) >= count:
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError(f"{count} requests never ran")
+async def until_running(engine: SGLangEngine, *calls: asyncio.Task[Completion], count: int = 1) -> None:
+    """Wait until `count` of these calls are being computed. Missed if they ended before that was seen."""
+    async with asyncio.timeout(60):
+        while await running(engine) < count:
+            if sum(not call.done() for call in calls) < count:
+                await asyncio.gather(*calls)  # unless they have failed
+                raise Missed
+            await asyncio.sleep(0.002)
+
+
+def check_aborted(completion: Completion) -> None:
+    """It was ended from outside. Missed if it had come to its end before."""
+    if completion.finish_reason == "length":
+        raise Missed
+    assert completion.finish_reason == "abort"
 
 
 async def until_idle(engine: SGLangEngine) -> None:
     """Wait until nothing is being computed."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while await running(engine):
             await asyncio.sleep(0.005)
 
@@ -277,6 +287,7 @@ LONG = SamplingParams(1900, temperature=0.0, ignore_eos=True)
 
 
 @pytest.mark.parametrize("target", STREAMING, indirect=True)
+@again_if_missed
 async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
     """By its reader, by its task's end, and by name from outside: then the reader gets what there is."""
 
@@ -290,7 +301,8 @@ async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
     begun = asyncio.Event()
     task = asyncio.create_task(engine.generate("l2", prompt_of(30, seed=51), LONG, lambda piece: begun.set()))
     await asyncio.wait_for(begun.wait(), 20)
-    task.cancel()
+    if not task.cancel():
+        raise Missed
     with pytest.raises(asyncio.CancelledError):
         await task
     await until_idle(engine)
@@ -306,7 +318,7 @@ async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
     await asyncio.wait_for(begun.wait(), 20)
     await engine.abort("l3")
     completion = await asyncio.wait_for(task, 20)
-    assert completion.finish_reason == "abort"
+    check_aborted(completion)
     assert 0 < len(completion) < 1900
     assert_joined(pieces, completion)
 
@@ -452,15 +464,16 @@ async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) ->
     ]
 
 
+@again_if_missed
 async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Target) -> None:
     prompt = prompt_of(30, seed=23)
     task = asyncio.create_task(
         engine.generate("long", prompt, SamplingParams(1900, temperature=0.0, ignore_eos=True))
     )
-    await until_running(engine)
+    await until_running(engine, task)
     await engine.abort("long")
     completion = await task
-    assert completion.finish_reason == "abort"
+    check_aborted(completion)
     assert len(completion) < 1900
     count = len(completion)
     assert (
@@ -470,15 +483,17 @@ async def test_abort_returns_what_was_sampled(engine: SGLangEngine, target: Targ
     await engine.abort("nobody")
 
 
+@again_if_missed
 async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngine) -> None:
     """On a real server an abort takes all ids that begin with the one given."""
     params = SamplingParams(400, temperature=0.0, ignore_eos=True)
     one = asyncio.create_task(engine.generate("k1", prompt_of(30, seed=24), LONG))
     other = asyncio.create_task(engine.generate("k10", prompt_of(31, seed=24), params))
-    await until_running(engine, 2)
+    await until_running(engine, one, other, count=2)
     await engine.abort("k1")
-    assert (await one).finish_reason == "abort"
-    assert (await other).finish_reason == "length"
+    aborted, whole = await asyncio.gather(one, other)
+    check_aborted(aborted)
+    assert whole.finish_reason == "length"
     again = await engine.generate("k1", prompt_of(30, seed=24), GREEDY)
     assert (len(again), again.finish_reason) == (40, "length")
 
@@ -492,6 +507,7 @@ async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngi
     ],
     indirect=["target"],
 )
+@again_if_missed
 async def test_a_pause_without_a_swap_changes_nothing(
     engine: SGLangEngine, target: Target, mode: PauseMode
 ) -> None:
@@ -503,23 +519,25 @@ async def test_a_pause_without_a_swap_changes_nothing(
     calls = list(zip(prompts, params, strict=True))
     calm = await asyncio.gather(*(engine.generate(f"q{i}", *call) for i, call in enumerate(calls)))
     tasks = [asyncio.create_task(engine.generate(f"q{i}", *call)) for i, call in enumerate(calls)]
-    await until_running(engine, 2)
+    await until_running(engine, *tasks, count=2)
     for _ in range(3):
         await engine.pause(mode)
         await asyncio.sleep(0.01)
-        assert not all(task.done() for task in tasks)
+        if all(task.done() for task in tasks):
+            raise Missed
         await engine.resume()
     for paused, expected in zip(await asyncio.gather(*tasks), calm, strict=True):
         assert_equal(paused, expected)
 
 
+@again_if_missed
 async def test_pause_abort_ends_what_runs_and_holds_what_comes(engine: SGLangEngine, target: Target) -> None:
     running = asyncio.create_task(
         engine.generate("r", prompt_of(30), SamplingParams(1900, temperature=0.0, ignore_eos=True))
     )
-    await until_running(engine)
+    await until_running(engine, running)
     await engine.pause("abort")
-    assert (await running).finish_reason == "abort"
+    check_aborted(await running)
     held = asyncio.create_task(engine.generate("h", prompt_of(30), GREEDY))
     await asyncio.sleep(0.1)
     assert not held.done()
@@ -534,15 +552,21 @@ async def test_ids_outside_the_vocabulary_are_refused_before_they_are_sent(engin
     await engine.health()
 
 
+@again_if_missed
 async def test_a_duplicate_rid_and_a_prompt_too_long_are_refused(engine: SGLangEngine) -> None:
     running = asyncio.create_task(
         engine.generate("same", prompt_of(30), SamplingParams(1500, temperature=0.0, ignore_eos=True))
     )
-    await until_running(engine)
-    with pytest.raises(EngineRejected, match="same"):
+    await until_running(engine, running)
+    try:
         await engine.generate("same", prompt_of(30), GREEDY)
+    except EngineRejected as refused:
+        assert "same" in str(refused)
+    else:
+        await running
+        raise Missed
     await engine.abort("same")
-    assert (await running).finish_reason == "abort"
+    check_aborted(await running)
     with pytest.raises(EngineRejected, match="context"):
         await engine.generate("l", prompt_of(5000), GREEDY)
     await engine.health()

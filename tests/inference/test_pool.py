@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from pool_support import (
     QUICK,
+    SLOW_S,
     ReplicaServer,
     Rows,
     chain,
     check_drawn,
     pool_of,
     prompt_of,
+    reached,
 )
 
 from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk
@@ -55,7 +57,7 @@ async def serving(
         await pool.aclose()
 
 
-async def until(holds: Callable[[], bool], within_s: float = 10.0) -> None:
+async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
     """Wait for something that is to become true."""
     async with asyncio.timeout(within_s):
         while not holds():
@@ -88,15 +90,15 @@ async def test_an_episode_stays_on_one_replica_and_new_ones_go_to_the_least_load
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: bool) -> None:
-    with servers_of(2) as servers:
+    with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers) as pool:
             got: list[int] = []
             take = (lambda chunk: got.extend(chunk.token_ids)) if streamed else None
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG, take))
-            await until(lambda: any(replica.running for replica in pool.replicas))
+            await until(lambda: reached(pool, "r") > 0)
             first = next(i for i, replica in enumerate(pool.replicas) if replica.running)
-            await asyncio.sleep(0.1)
             servers[first].kill()
+            servers[1 - first].hurry()
             completion = await call
             assert completion.finish_reason == "length"
             assert got == (completion.token_ids.tolist() if streamed else [])
@@ -109,12 +111,13 @@ async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: boo
 
 async def test_a_replica_that_hangs_is_lost_and_its_requests_go_on() -> None:
     """It still listens, and says nothing: only the looks can tell."""
-    with servers_of(2) as servers:
-        async with serving(servers, limits=replace(QUICK, probe_timeout_s=0.1)) as pool:
+    with servers_of(2, chunk_delay_s=SLOW_S) as servers:
+        async with serving(servers, limits=replace(QUICK, probe_timeout_s=0.5)) as pool:
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
             await until(lambda: any(replica.running for replica in pool.replicas))
             first = next(i for i, replica in enumerate(pool.replicas) if replica.running)
             with servers[first].hanging():
+                servers[1 - first].hurry()
                 completion = await call
             check_drawn(prompt_of(1), completion, servers[0].exchanges + servers[1].exchanges)
             assert servers[1 - first].exchanges
@@ -122,7 +125,7 @@ async def test_a_replica_that_hangs_is_lost_and_its_requests_go_on() -> None:
 
 async def test_a_pause_is_no_death() -> None:
     """However long the trainer holds a replica, what runs there stays, and nobody loads anything into it."""
-    with servers_of(2) as servers:
+    with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         rows = Rows()
         rows.publish(0)
         async with serving(servers, rows) as pool:
@@ -143,6 +146,8 @@ async def test_a_pause_is_no_death() -> None:
             held = asyncio.create_task(pool.generate("new", prompt_of(9), FORTY))
             await asyncio.gather(*(engine.update_weights_from_disk("/w/1", 1) for engine in clients))
             await asyncio.gather(*(engine.resume() for engine in clients))
+            for server in servers:
+                server.hurry()
             for number, completion in enumerate(await asyncio.gather(*calls)):
                 check_drawn(prompt_of(number), completion, [e for s in servers for e in s.exchanges])
                 assert set(completion.versions) == {0, 1}
@@ -213,11 +218,13 @@ async def test_no_engine_at_all_is_an_error_that_names_each() -> None:
             await pool.generate("r", prompt_of(1), FORTY)
             for server in servers:
                 server.kill()
+            await until(lambda: states(pool) == ["down"] * 2)
             with pytest.raises(EngineUnavailable, match=r"serves within 0.3 s: http.*is down.*; http"):
                 await pool.generate("s", prompt_of(1), FORTY)
             with pytest.raises(EngineUnavailable, match="not reachable"):
                 await pool.model_info()
             servers[1].start()
+            await until(lambda: states(pool)[1] == "serving")
             completion = await pool.generate("t", prompt_of(1), FORTY)
             assert completion.token_ids.tolist() == chain(prompt_of(1).tolist(), 40)
 
@@ -312,7 +319,7 @@ async def test_a_replica_of_another_model_that_answers_first_is_refused_all_the_
 
 
 async def test_what_the_caller_ends_is_not_sent_again() -> None:
-    with servers_of(2) as servers:
+    with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers) as pool:
             seen: list[TokenChunk] = []
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG, seen.append))
@@ -339,14 +346,15 @@ async def test_a_refused_request_is_the_callers_fault_and_goes_nowhere_else() ->
 
 
 async def test_the_pause_mode_abort_loses_nothing() -> None:
-    with servers_of(2) as servers:
+    with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         rows = Rows()
         rows.publish(0)
         async with serving(servers, rows) as pool:
             calls = [asyncio.create_task(pool.generate(f"r{n}", prompt_of(n), LONG)) for n in range(6)]
             await until(lambda: sum(replica.running for replica in pool.replicas) == 6)
             for version in (1, 2, 3):
-                await asyncio.sleep(0.1)
+                before = [reached(pool, f"r{n}") for n in range(6)]
+                await until(lambda before=before: all(reached(pool, f"r{n}") > before[n] for n in range(6)))
                 rows.publish(version)
                 clients = [replica.engine for replica in pool.replicas]
                 await asyncio.gather(*(engine.pause("abort") for engine in clients))
@@ -354,6 +362,10 @@ async def test_the_pause_mode_abort_loses_nothing() -> None:
                     *(engine.update_weights_from_disk(f"/w/{version}", version) for engine in clients)
                 )
                 await asyncio.gather(*(engine.resume() for engine in clients))
+            before = [reached(pool, f"r{n}") for n in range(6)]
+            await until(lambda: all(reached(pool, f"r{n}") > before[n] for n in range(6)))
+            for server in servers:
+                server.hurry()
             for number, completion in enumerate(await asyncio.gather(*calls)):
                 check_drawn(prompt_of(number), completion, servers[0].exchanges + servers[1].exchanges)
                 assert sorted(set(completion.versions.tolist())) == [0, 1, 2, 3]
@@ -364,15 +376,16 @@ async def test_the_pause_mode_abort_loses_nothing() -> None:
 async def test_a_grammar_starts_over_elsewhere_unless_a_piece_was_given_away() -> None:
     sampling = SamplingParams(400, ignore_eos=True, grammar=Grammar("regex", "x*"))
     for streamed in (False, True):
-        with servers_of(2) as servers:
+        with servers_of(2, chunk_delay_s=SLOW_S) as servers:
             async with serving(servers) as pool:
                 got: list[TokenChunk] = []
                 call = asyncio.create_task(
                     pool.generate("r", prompt_of(1), sampling, got.append if streamed else None)
                 )
-                await until(lambda pool=pool: any(replica.running for replica in pool.replicas))
-                await asyncio.sleep(0.1)
+                await until(lambda pool=pool: reached(pool, "r") > 0)
                 next(s for s, r in zip(servers, pool.replicas, strict=True) if r.running).kill()
+                for server in servers:
+                    server.hurry()
                 if streamed:
                     with pytest.raises(EngineUnavailable, match="under a grammar"):
                         await call

@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from pool_support import QUICK, ReplicaServer, Rows, check_drawn, prompt_of, text_of
+from pool_support import QUICK, SLOW_S, ReplicaServer, Rows, check_drawn, prompt_of, text_of
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -64,7 +64,7 @@ def routed(servers: list[ReplicaServer]) -> Iterator[tuple[Router, str]]:
 
 @pytest.fixture
 def servers() -> Iterator[list[ReplicaServer]]:
-    servers = [ReplicaServer() for _ in range(2)]
+    servers = [ReplicaServer(chunk_delay_s=SLOW_S) for _ in range(2)]
     yield servers
     for server in servers:
         if server.is_alive:
@@ -92,6 +92,7 @@ async def test_generation_goes_through_the_router_and_a_dead_worker_loses_nothin
         while len(seen) < 60:
             await asyncio.sleep(0.01)
         servers[0].kill()
+        servers[1].hurry()
         for number, completion in enumerate(await asyncio.gather(*calls)):
             check_drawn(prompt_of(number), completion, servers[0].exchanges + servers[1].exchanges)
             assert len(completion) == 300

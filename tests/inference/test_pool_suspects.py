@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from pool_support import QUICK, ReplicaServer, check_drawn, prompt_of
+from pool_support import QUICK, SLOW_S, ReplicaServer, check_drawn, prompt_of
 from test_pool import LONG, serving, until
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
@@ -74,9 +74,9 @@ async def pool_over(
 
 
 async def grown(seen: list[TokenChunk]) -> None:
-    """Wait for twenty more chunks."""
+    """Wait for ten more chunks: further than where a suspect is still tried."""
     known = len(seen)
-    await until(lambda: len(seen) > known + 20)
+    await until(lambda: len(seen) > known + 10)
 
 
 async def ended(call: Any) -> Completion | EngineError:
@@ -119,13 +119,19 @@ async def test_a_request_whose_engines_die_by_chance_goes_on_and_not_for_ever() 
     servers = [ReplicaServer() for _ in range(2)]
     async with pool_over(servers, replace(QUICK, most_deaths=4)) as pool:
         for deaths in (3, 4):
+            for server in servers:
+                server.chunk_delay_s = SLOW_S
             seen: list[TokenChunk] = []
             call = asyncio.create_task(pool.generate("r", PROMPT, LONG, seen.append))
             for _ in range(deaths):
                 await grown(seen)
                 running = next(s for s, r in zip(servers, pool.replicas, strict=True) if r.running)
+                known = pool.counts.failovers
                 await asyncio.to_thread(running.kill)
+                await until(lambda call=call, known=known: call.done() or pool.counts.failovers > known)
             if deaths == 3:
+                for server in servers:
+                    server.hurry()
                 check_drawn(PROMPT, await call, servers[0].exchanges + servers[1].exchanges)
             else:
                 with pytest.raises(EngineError, match="4 engines died while they ran it"):
@@ -133,7 +139,7 @@ async def test_a_request_whose_engines_die_by_chance_goes_on_and_not_for_ever() 
 
 
 async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_again() -> None:
-    server = ReplicaServer()
+    server = ReplicaServer(chunk_delay_s=SLOW_S)
     async with pool_over([server], replace(QUICK, most_deaths=1)) as pool:
         seen: list[TokenChunk] = []
         calls = [asyncio.create_task(pool.generate(f"r{n}", PROMPT, LONG, seen.append)) for n in range(12)]
@@ -144,7 +150,7 @@ async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_
 
 
 async def test_a_request_that_found_nobody_has_not_run() -> None:
-    server = ReplicaServer()
+    server = ReplicaServer(chunk_delay_s=SLOW_S)
     async with SGLangEngine(server.url, vocab_size=2048) as engine:
         call = asyncio.create_task(engine.generate("r", PROMPT, LONG))
         while not server.app._running:

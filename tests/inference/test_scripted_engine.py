@@ -259,7 +259,7 @@ async def test_errors_of_the_script_are_errors_of_the_engine(server: Server) -> 
 
 
 async def until_running(engine: SGLangEngine, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while (await engine._call("GET", "/server_info"))["running"] != count:
             await asyncio.sleep(0.005)
 
@@ -294,18 +294,21 @@ async def test_a_client_that_hangs_up_ends_its_generation(server: Server) -> Non
 
 
 async def test_tokens_keep_the_version_under_which_they_arrived(server: Server) -> None:
-    server.app.script = lambda call: Reply("one two three four five", delay_s=0.02, chunk_delay_s=0.02)
+    slow = Reply("one two three four five", chunk_delay_s=4.0, chunk_tokens=9)
+    server.app.script = lambda call: slow if call.input_ids[0] == 5 else "ok"
     async with SGLangEngine(server.url) as engine:
-        call = asyncio.create_task(engine.generate("r", as_token_ids([5]), SAMPLING))
-        await until_running(engine, 1)
+        begun = asyncio.Event()
+        call = asyncio.create_task(
+            engine.generate("r", as_token_ids([5]), SAMPLING, lambda chunk: begun.set())
+        )
+        await asyncio.wait_for(begun.wait(), 30)
         await engine.pause("in_place")
         held = asyncio.create_task(engine.generate("h", as_token_ids([6]), SAMPLING))
         await until_running(engine, 2)
         await engine.update_weights_from_disk(str(MODEL), 7)
         assert not call.done() and not held.done()
         await engine.resume()
-        versions = (await call).versions.tolist()
-        assert sorted(versions) == versions and set(versions) <= {0, 7} and versions[-1] == 7
+        assert (await call).versions.tolist() == [0] * 9 + [7] * 9
         assert set((await held).versions.tolist()) == {7}
         assert (await engine.model_info()).version == 7
         await engine.update_weights_from_disk(str(MODEL), 0)

@@ -134,7 +134,7 @@ def load_agent(folder: str) -> ModuleType:
     return module
 
 
-def run_script(folder: str, question: str, environment: Mapping[str, str], *, timeout_s: float = 60) -> str:
+def run_script(folder: str, question: str, environment: Mapping[str, str], *, timeout_s: float = 120) -> str:
     """`python agent.py QUESTION` as a user starts it; its standard output."""
     done = subprocess.run(
         [sys.executable, str(INTEGRATIONS / folder / "agent.py"), question],

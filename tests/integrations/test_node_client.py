@@ -16,7 +16,7 @@ from integration_support import Stack, check
 
 FOLDER = Path(__file__).parents[1] / "node"
 INSTALL_TIMEOUT_S = 120
-RUN_TIMEOUT_S = 60
+RUN_TIMEOUT_S = 120
 
 
 def node_and_npm() -> tuple[str, list[str]]:

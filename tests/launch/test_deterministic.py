@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_logs import ends_of_logs
 
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parent.parent / "examples" / "search_agent" / "config.yaml"
@@ -24,7 +25,7 @@ ENGINES = (
     ["rollout.concurrency=6", "engine.slots=32", "engine.threads=1"],
     ["rollout.concurrency=2", "engine.slots=5", "engine.threads=3"],
 )
-TIMEOUT_S = 150
+TIMEOUT_S = 270
 TIMES = {"time", "trainer_idle", "rollout_idle", "mfu"}  # beside all that end in _s
 
 
@@ -52,9 +53,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     first, second = folder / "first", folder / "second"
     started = [start(run, *engine) for run, engine in zip((first, second), ENGINES, strict=True)]
     try:
-        for process in started:
+        for process, run_dir in zip(started, (first, second), strict=True):
             output, _ = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, output
+            assert process.returncode == 0, output + ends_of_logs(run_dir)
     finally:
         for process in started:
             process.terminate()

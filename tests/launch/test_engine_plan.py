@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from test_train import EXAMPLE
 
@@ -176,6 +177,8 @@ def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("areal_agents.launch.train.time.monotonic", lambda: now)
+    get = httpx.get
+    monkeypatch.setattr(httpx, "get", lambda url, timeout: get(url, timeout=60))  # of a busy machine
     first: dict[str, float] = {"busy_s": 40.0}
     second: dict[str, float] = {"busy_s": 7.0}
     with server_that_says(first) as a, server_that_says(second) as b:

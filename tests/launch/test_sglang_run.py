@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_train import EXAMPLE, processes_of
+from test_train import EXAMPLE, finish, processes_of
 
 from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
@@ -17,7 +17,7 @@ from areal_agents.launch.engines import check_running
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
-pytestmark = pytest.mark.sglang
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 SMALL = [
     "rollout.groups=2",
@@ -30,22 +30,19 @@ SMALL = [
     "algorithm.drop_equal_groups=false",
     "engine.kind=sglang",
 ]
-TIMEOUT_S = 280  # a server starts in half a minute on an idle machine
+TIMEOUT_S = 600  # a server starts in half a minute on an idle machine
 
 
 def train(run_dir: Path, *arguments: str) -> str:
     """A run to its end; what it printed."""
     command = [sys.executable, "-m", "areal_agents.cli", "train", str(EXAMPLE), *SMALL]
-    done = subprocess.run(
-        [*command, f"run_dir={run_dir}", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIMEOUT_S,
-        cwd=run_dir.parent,
+    command += [f"run_dir={run_dir}", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=run_dir.parent
     )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    output = finish(process, TIMEOUT_S)
+    assert process.returncode == 0, output
+    return output
 
 
 def assert_trained(run_dir: Path) -> None:
@@ -80,7 +77,9 @@ def test_a_run_starts_sglang_itself_and_shares_its_memory(sglang_python: str, tm
 def test_a_run_uses_a_server_that_streams_cumulative_chunks(sglang_python: str, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     model = EXAMPLE.parent / "model"
-    with running_sglang(sglang_python, model, "--context-length", "2048", cumulative=True) as url:
+    with running_sglang(
+        sglang_python, model, "--context-length", "2048", cumulative=True, start_timeout_s=TIMEOUT_S
+    ) as url:
         for setting, flag in (
             ("trainer.publish.pause=in_place", "--disable-overlap-schedule"),
             ("engine.colocate=sleep", "--enable-memory-saver"),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from run_logs import ends_of_logs
 
 from areal_agents.errors import ConfigError
 from areal_agents.launch.run_folder import RunFolder
@@ -29,6 +30,7 @@ SMALL = [
     "algorithm.drop_equal_groups=false",
 ]
 TIMEOUT_S = 150
+MANY = 1000  # steps, of a run that does not come to its end
 
 
 def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -42,16 +44,27 @@ def start(run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=TIMEOUT_S)
-    return output
+def finish(process: subprocess.Popen[str], timeout_s: float = TIMEOUT_S) -> str:
+    """What it printed until its end; if it failed, with the ends of the run's logs."""
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output = "it did not end in time; it printed\n" + process.communicate()[0]
+    return output + ends_of_logs(run_dir_of(process)) if process.returncode else output
+
+
+def run_dir_of(process: subprocess.Popen[str]) -> Path:
+    assert isinstance(process.args, list)
+    (argument,) = (str(word) for word in process.args if str(word).startswith("run_dir="))
+    return Path(argument.removeprefix("run_dir="))
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not get there in time"
+        assert process.poll() is None, finish(process)
+        assert time.monotonic() < deadline, "not in time" + ends_of_logs(run_dir_of(process))
         time.sleep(0.05)
 
 
@@ -173,7 +186,7 @@ def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) ->
 
 def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=50", "eval=null")
+    process = start(run_dir, f"trainer.steps={MANY}", "eval=null")
     wait_for(lambda: steps_done(run_dir) >= 1, process)
     os.kill(processes_of(run_dir, "trainer")[0], signal.SIGTERM)
     output = finish(process)
@@ -184,7 +197,7 @@ def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
 
 def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=4")
+    process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: steps_done(run_dir) >= 1, process)
     process.send_signal(signal.SIGINT)
     output = finish(process)
@@ -192,11 +205,12 @@ def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
     assert "to go on from the last checkpoint: areal-agents train" in output
     assert processes_of(run_dir) == []
 
-    process = start(run_dir, "trainer.steps=4")
+    steps = steps_done(run_dir) + 2
+    process = start(run_dir, f"trainer.steps={steps}")
     output = finish(process)
     assert process.returncode == 0, output
     rows = [json.loads(line) for line in RunFolder(run_dir).metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["step"] for row in rows] == list(range(1, steps + 1))
     versions = [row["version"] for row in rows]
     assert versions == sorted(set(versions))
 
@@ -217,7 +231,7 @@ def test_a_store_of_ones_own_is_used_by_every_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=4")
+    process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: steps_done(run_dir) >= 1, process)
     os.kill(processes_of(run_dir, "trainer")[0], signal.SIGKILL)
     output = finish(process)
@@ -225,17 +239,18 @@ def test_a_killed_trainer_is_reported_and_nothing_is_trained_twice(tmp_path: Pat
     assert "the trainer process was killed by signal 9" in output
     assert processes_of(run_dir) == []
 
-    process = start(run_dir, "trainer.steps=4")
+    steps = steps_done(run_dir) + 3
+    process = start(run_dir, f"trainer.steps={steps}")
     output = finish(process)
     assert process.returncode == 0, output
     with Store.open(RunFolder(run_dir).store) as store:
-        assert store.group_counts()["trained"] == 8
-        assert store.max_version() >= 4
+        assert store.group_counts()["trained"] == 2 * steps
+        assert store.max_version() >= steps
 
 
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(run_dir, "trainer.steps=50")
+    process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: len(processes_of(run_dir, "rollout")) == 1, process)
     process.kill()
     process.wait()

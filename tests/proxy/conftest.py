@@ -29,6 +29,7 @@ def proxy(shared_proxy: RunningProxy) -> RunningProxy:
     engine = shared_proxy.engine
     engine.script = lambda call: "ok"
     engine.delay_s, engine.version, engine.max_context = 0.0, 0, 4096
+    engine.hurry.clear()
     engine.calls.clear()
     engine.cancelled.clear()
     return shared_proxy

@@ -56,13 +56,17 @@ Script = Callable[[EngineCall], str | list[int] | Completion | Exception]
 
 @dataclass
 class ScriptedEngine:
-    """Speaks the Engine protocol in the process. A reply given as text gets the model's stop token."""
+    """Speaks the Engine protocol in the process. A reply given as text gets the model's stop token.
+
+    Each reply takes `delay_s`, unless `hurry` is set meanwhile: also from another thread.
+    """
 
     renderer: ChatRenderer
     script: Script = lambda call: "ok"
     max_context: int = 4096
     version: int = 0
     delay_s: float = 0.0
+    hurry: threading.Event = field(default_factory=threading.Event)
     token_delay_s: float = 0.0
     seed: int = 0
     calls: list[EngineCall] = field(default_factory=list)
@@ -87,7 +91,7 @@ class ScriptedEngine:
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         try:
-            await asyncio.sleep(self.delay_s)
+            await self._delay()
             answer = self.script(call)
         except asyncio.CancelledError:
             self.cancelled.append(rid)
@@ -100,6 +104,13 @@ class ScriptedEngine:
         if on_tokens is not None:
             await self._stream(call.completion, on_tokens)
         return call.completion
+
+    async def _delay(self) -> None:
+        clock = asyncio.get_running_loop().time
+        end = clock() + self.delay_s
+        await asyncio.sleep(0)
+        while (left_s := end - clock()) > 0 and not self.hurry.is_set():
+            await asyncio.sleep(min(left_s, 0.005))
 
     async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 import numpy as np
-from proxy_support import EngineCall, ScriptedEngine, tool_call
+from proxy_support import EngineCall, RunningProxy, ScriptedEngine, tool_call
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.trajectory import Trajectory
@@ -76,6 +77,7 @@ class ObservedEngine(ScriptedEngine):
         self.delay_s, self.version, self.max_context = 0.0, 0, 4096
         self.fail_after = self.hold_after = None
         self.go_on.clear()
+        self.hurry.clear()
         self.calls.clear()
         self.cancelled.clear()
 
@@ -172,8 +174,19 @@ def check_trajectory(trajectory: Trajectory, last: EngineCall) -> None:
 
 
 def until(condition: Callable[[], Any]) -> None:
-    """Wait for what other threads do; an assertion error after ten seconds."""
-    deadline = time.monotonic() + 10
+    """Wait for what other threads do; an assertion error after thirty seconds."""
+    deadline = time.monotonic() + 30
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
+
+
+async def burst(
+    proxy: RunningProxy, requests: Sequence[tuple[str, dict[str, Any]]], *, refused: int
+) -> list[httpx.Response]:
+    """The answers to requests sent at once; the engine answers none before so many were refused."""
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
+        calls = [asyncio.create_task(http.post(path, json=body)) for path, body in requests]
+        await asyncio.to_thread(until, lambda: sum(call.done() for call in calls) >= refused)
+        proxy.engine.hurry.set()
+        return await asyncio.gather(*calls)

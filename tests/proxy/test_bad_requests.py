@@ -12,6 +12,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy
+from record_support import burst, until
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import (
@@ -315,12 +316,12 @@ def test_a_spent_budget_ends_the_model_calls(
 def test_a_clock_that_is_set_cuts_no_episode_off(
     proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, hours: int
 ) -> None:
-    episode = proxy.open_episode(limits={"time_s": 0.5})
+    episode = proxy.open_episode(limits={"time_s": 100})
     client = proxy.openai(episode)
-    now = time.time
+    now, monotonic = time.time, time.monotonic
     monkeypatch.setattr(time, "time", lambda: now() + 3600 * hours)
     client.chat.completions.create(model="p", messages=[USER])
-    time.sleep(0.5)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 150)
     with pytest.raises(openai.PermissionDeniedError):
         client.chat.completions.create(model="p", messages=[USER])
     assert proxy.tokens(episode)["limit_reached"] == "time_s"
@@ -383,26 +384,21 @@ async def test_a_client_that_hangs_up_aborts_its_generation(proxy: RunningProxy)
     proxy.engine.delay_s = 30
     episode = proxy.open_episode()
     async with AsyncOpenAI(base_url=episode["base_url"], api_key=episode["key"], max_retries=0) as client:
-        with pytest.raises(openai.APITimeoutError):
-            await client.chat.completions.create(model="p", messages=[USER], timeout=0.3)
-    for _ in range(100):
-        if proxy.engine.cancelled:
-            break
-        await asyncio.sleep(0.02)
+        call = asyncio.create_task(client.chat.completions.create(model="p", messages=[USER]))
+        await asyncio.to_thread(until, lambda: proxy.engine.calls)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+    await asyncio.to_thread(until, lambda: proxy.engine.cancelled)
     assert proxy.engine.cancelled == [proxy.engine.calls[0].rid]
     assert proxy.tokens(episode)["turns"] == []
 
 
 def test_a_full_queue_is_429_with_a_time(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer, delay_s=0.3)
+    engine = ScriptedEngine(renderer, delay_s=30)
     with running_proxy(tmp_path / "s.db", engine, max_concurrent=2, max_queued=3) as proxy:
-
-        async def burst() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=proxy.url, timeout=20) as http:
-                body = {"messages": [USER]}
-                return await asyncio.gather(*(http.post("/v1/chat/completions", json=body) for _ in range(8)))
-
-        responses = asyncio.run(burst())
+        requests = [("/v1/chat/completions", {"messages": [USER]})] * 8
+        responses = asyncio.run(burst(proxy, requests, refused=3))
     assert sorted(r.status_code for r in responses) == [200] * 5 + [429] * 3
     assert all(int(r.headers["retry-after"]) >= 1 for r in responses if r.status_code == 429)
     assert engine.most_running == 2

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from agents_support import AGENTS, Agent, ChatAgent, MessagesAgent, Reply, ResponsesAgent
@@ -56,6 +55,14 @@ stops = st.none() | st.sampled_from([["STOP"], ["STOP", "TO"], ["\n"], ["OP", "S
 def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
     path: Path = tmp_path_factory.mktemp("streaming") / "store.db"
     with running_proxy(path, ObservedEngine(renderer), keepalive_s=0.03) as proxy:
+        yield proxy
+
+
+@pytest.fixture(scope="module")
+def patient(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    """A proxy that gives no sign of life, however long an answer takes."""
+    path: Path = tmp_path_factory.mktemp("patient") / "store.db"
+    with running_proxy(path, ObservedEngine(renderer), keepalive_s=600) as proxy:
         yield proxy
 
 
@@ -223,9 +230,9 @@ def test_clients_pass_over_signs_of_life(proxy: RunningProxy, kind: type[Agent])
     [(EngineUnavailable("away"), 503), (EngineError("garbage"), 502), (RuntimeError("a secret bug"), 500)],
 )
 def test_a_failure_before_the_first_piece_is_an_ordinary_error(
-    proxy: RunningProxy, dialect: str, failure: Exception, status: int
+    patient: RunningProxy, dialect: str, failure: Exception, status: int
 ) -> None:
-    path, body = PATHS[dialect]
+    proxy, (path, body) = patient, PATHS[dialect]
     proxy.engine.script = lambda call: failure
     episode = proxy.open_episode()
     response = proxy.http.post(f"/e/{episode['key']}{path}", json={**body, "stream": True})
@@ -290,9 +297,11 @@ def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
 def test_an_engine_that_fails_after_signs_of_life_ends_the_stream(proxy: RunningProxy, dialect: str) -> None:
     """The answer has begun, with nothing in it: the error can only be an event."""
     path, body = PATHS[dialect]
-    proxy.engine.delay_s = 0.15
+    proxy.engine.delay_s = 30
     proxy.engine.script = lambda call: EngineUnavailable("away")
-    response = proxy.http.post(
-        f"/e/{proxy.open_episode()['key']}{path}", json={**body, "stream": True}, timeout=httpx.Timeout(10)
-    )
-    assert response.status_code == 200 and "the model is not available" in response.text
+    with proxy.http.stream(
+        "POST", f"/e/{proxy.open_episode()['key']}{path}", json={**body, "stream": True}
+    ) as response:
+        assert response.status_code == 200
+        proxy.engine.hurry.set()
+        assert "the model is not available" in "".join(response.iter_text())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from record_support import until
 
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
@@ -476,10 +476,7 @@ def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
             messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "r"}]
             assert [episode["turns"] for episode in implicit_episodes(proxy)] == [len(messages) // 2]
     with running_proxy(tmp_path / "s.db", engine, implicit_idle_s=0.2) as proxy:
-        for _ in range(100):
-            if implicit_episodes(proxy)[0]["status"] == "finished":
-                break
-            time.sleep(0.05)
+        until(lambda: implicit_episodes(proxy)[0]["status"] == "finished")
         assert [episode["status"] for episode in implicit_episodes(proxy)] == ["finished"]
         proxy.openai().chat.completions.create(model="p", messages=messages, tools=[SEARCH])
         assert len(implicit_episodes(proxy)) == 2
@@ -487,16 +484,12 @@ def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
 
 def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path: Path) -> None:
     engine = ScriptedEngine(renderer)
-    with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=0.6) as proxy:
+    with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=4.0) as proxy:
         unrewarded, unused = (proxy.open_episode(group="g", group_size=2) for _ in range(2))
         post(proxy, f"/episodes/{unrewarded['id']}/finish")
-        for _ in range(100):
-            shown = [proxy.tokens(episode) for episode in (unrewarded, unused)]
-            if all(episode["status"] == "failed" for episode in shown):
-                break
-            time.sleep(0.05)
-        assert [episode["status"] for episode in shown] == ["failed", "failed"]
-        assert shown[0]["error"] == "no_reward" and shown[1]["error"].startswith("idle")
+        for episode, error in ((unrewarded, "no_reward"), (unused, "idle")):
+            until(lambda episode=episode: proxy.tokens(episode)["status"] == "failed")
+            assert proxy.tokens(episode)["error"].startswith(error)
         proxy.open_episode(group="g", group_size=2, index=0)  # both places are free for a retry
 
 

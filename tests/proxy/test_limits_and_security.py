@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from agents_support import AGENTS
 from anthropic import Anthropic
 from openai import OpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy
-from record_support import ObservedEngine
+from record_support import ObservedEngine, burst, until
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -214,15 +213,9 @@ def test_a_completion_has_a_most_of_tokens(limited: RunningProxy, dialect: str) 
 def test_a_full_queue_says_when_to_come_back(limited: RunningProxy, dialect: str) -> None:
     path, body = PATHS[dialect]
     limited.engine.reset()
-    limited.engine.delay_s = 0.2
-
-    async def burst() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=limited.url, timeout=20) as http:
-            return await asyncio.gather(
-                *(http.post(path, json={**body, "stream": index % 2 == 0}) for index in range(4))
-            )
-
-    responses = asyncio.run(burst())
+    limited.engine.delay_s = 30
+    requests = [(path, {**body, "stream": index % 2 == 0}) for index in range(4)]
+    responses = asyncio.run(burst(limited, requests, refused=2))
     full = [response for response in responses if response.status_code == 429]
     assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
     for response in full:
@@ -316,7 +309,7 @@ class Upstream:
     async def chunks(self, body: dict[str, Any]) -> AsyncIterator[bytes]:
         fields = {"id": "up-2", "object": "chat.completion.chunk", "created": 1, "model": body["model"]}
         try:
-            for index in range(1000 if body.get("endless") else 3):
+            for index in range(10_000 if body.get("endless") else 3):
                 choice = {"index": 0, "delta": {"content": f"{index} "}, "finish_reason": None}
                 yield f"data: {json.dumps({**fields, 'choices': [choice]})}\n\n".encode()
                 await asyncio.sleep(0.01)
@@ -438,10 +431,7 @@ def test_a_client_that_leaves_an_upstreams_stream_ends_it(passed: tuple[RunningP
     body = {"model": "judge", "messages": [USER], "stream": True, "endless": True}
     with proxy.http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert next(response.iter_lines()).startswith("data: ")
-    deadline = time.monotonic() + 5  # the stream would go on for ten seconds
-    while not upstream.hung_up:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    until(lambda: upstream.hung_up)
 
 
 def test_embeddings_without_an_upstream_are_not_implemented(guarded: RunningProxy) -> None:

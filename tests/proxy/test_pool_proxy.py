@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import uvloop
 from openai import InternalServerError, OpenAI
 from proxy_support import MODEL
+from record_support import until as wait_until
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.pool import EnginePool, PoolLimits
@@ -45,9 +45,9 @@ def says(text: str, **arrival: Any) -> Any:
 
 @contextmanager
 def proxy_of(
-    urls: list[str], renderer: ChatRenderer, path: Path, *, wait_s: float = 120.0
+    urls: list[str], renderer: ChatRenderer, path: Path, *, wait_s: float = 120.0, all_serve: bool = True
 ) -> Iterator[tuple[str, EnginePool]]:
-    """A served proxy over a pool with quick looks."""
+    """A served proxy over a pool with quick looks, all of whose engines serve, if they are to."""
     with Store.open(path / "store.db") as store, listen("127.0.0.1", 0) as listener:
         made: list[EnginePool] = []
 
@@ -77,6 +77,8 @@ def proxy_of(
         url = url_of(listener)
         try:
             assert httpx.get(f"{url}/health", timeout=20).status_code == 200
+            if all_serve:
+                wait_until(lambda: all(replica.is_serving for replica in made[0].replicas))
             yield url, made[0]
         finally:
             servers[0].should_exit = True
@@ -183,19 +185,22 @@ def test_a_request_that_engines_die_of_fails_and_its_episode_with_it(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     """The client repeats what it takes for a failure of the moment, and no further engine dies of that."""
-    app, dead_until, deaths = scripted(), 0.0, 0
+    app, is_dead, deaths = scripted(), False, 0
 
     async def dying(scope: Any, receive: Any, send: Any) -> None:
-        nonlocal dead_until, deaths
+        """It is there again as soon as the pool has found it dead."""
+        nonlocal is_dead, deaths
         if scope["path"] == "/generate":
-            deaths, dead_until = deaths + 1, time.monotonic() + 0.3
-        if time.monotonic() < dead_until:
+            is_dead, deaths = True, deaths + 1
+        elif is_dead and pool.replicas[0].misses:
+            is_dead = False
+        if is_dead:
             raise ConnectionResetError
         await app(scope, receive, send)
 
     with (
         running(dying) as one,  # type: ignore[arg-type]
-        proxy_of([one], renderer, tmp_path) as (url, _),
+        proxy_of([one], renderer, tmp_path) as (url, pool),
     ):
         episode = open_episode(url)
         with (
@@ -244,7 +249,7 @@ async def test_the_pool_knows_whether_a_trainer_lives(
 
 async def until(holds: Callable[[], bool]) -> None:
     """Wait for something that is to become true."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not holds():
             await asyncio.sleep(0.005)
 
@@ -252,7 +257,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def test_without_an_engine_it_is_not_ready_and_says_why(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running(scripted()) as one:
         pass
-    with proxy_of([one], renderer, tmp_path, wait_s=0.2) as (url, _):
+    with proxy_of([one], renderer, tmp_path, wait_s=0.2, all_serve=False) as (url, _):
         answer = httpx.get(f"{url}/ready")
         assert answer.status_code == 503 and one in answer.json()["error"]["message"]
         assert httpx.get(f"{url}/health").status_code == 200

@@ -56,14 +56,15 @@ class Served:
         groups: int,
         steps: int,
         seen: Callable[[int], None] = lambda step: None,
+        may_train: Callable[[int], bool] = lambda step: True,
     ) -> AsyncIterator[None]:
-        """Trains for the test: leases batches and publishes versions, 50 ms a step."""
+        """Trains for the test: leases batches and publishes versions, 50 ms a step; each once it may."""
 
         async def train() -> None:
             if self.store.max_version() < 0:
                 await asyncio.to_thread(self.publish, 0)
             for step in range(1, steps + 1):
-                while not (batch := self.store.lease_groups(groups, step=step)):
+                while not may_train(step) or not (batch := self.store.lease_groups(groups, step=step)):
                     await asyncio.sleep(0.02)
                 seen(step)
                 await asyncio.sleep(0.05)
@@ -118,12 +119,12 @@ def serving(engine_url: str, **parts: Any) -> Iterator[str]:
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
     thread.start()
-    ready.wait(timeout=10)
-    while not servers[0].started and thread.is_alive():
+    while not (ready.is_set() and servers[0].started):
+        assert thread.is_alive(), "the proxy did not start"
         time.sleep(0.01)
     yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     servers[0].should_exit = True
-    thread.join(timeout=15)
+    thread.join(timeout=60)
     listener.close()
 
 

@@ -83,6 +83,7 @@ async def hangs_before_calling(task: dict, ep: Episode) -> None:
 @episode
 async def resists(task: dict, ep: Episode) -> None:
     await ask(ep)
+    ep.reward(0.25, name="so far")
     for _ in range(2):  # catches its cancellation twice, as careless agents do
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(3600)
@@ -188,7 +189,7 @@ def sync_hangs(task: dict, ep: Episode) -> float:
     client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
     client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **SHORT)
     ep.reward(0.25, name="so far")
-    Path(task["pid_file"]).write_text(str(os.getpid()))
+    Path(task["pid_file"]).write_text(f"{os.getpid()}\n")
     while True:
         time.sleep(1)  # deaf to everything but being killed
 

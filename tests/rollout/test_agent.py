@@ -107,7 +107,7 @@ def test_a_worker_ends_with_its_parent_even_in_the_middle_of_an_episode(tmp_path
     worker.stdin.flush()
     assert worker.stderr.readline() == "on\n"  # what an agent prints goes to standard error
     worker.stdin.close()  # as when the parent is killed
-    assert worker.wait(timeout=20) == 0
+    assert worker.wait(timeout=60) == 0
     worker.stdout.close()
     worker.stderr.close()
 

@@ -3,14 +3,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from time_limits import TimeLimits
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Episode, Task
+from areal_agents.episode import Episode as Handle
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout import attempt as rollout_attempt
 from areal_agents.rollout.agent import Agent, load_agent
@@ -51,10 +53,34 @@ async def attempts(served: Any) -> AsyncIterator[Attempts]:
         yield Attempts(served, client)
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended; an orphan may stay a zombie where nobody reaps it."""
-    status = Path(f"/proc/{pid}/status")
-    return not status.exists() or "State:\tZ" in status.read_text()
+@pytest.fixture
+def reported(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What agents have reported so far, for example their rewards."""
+    reports: list[dict[str, Any]] = []
+
+    def noting(id: str, base_url: str, api_key: str, report: Callable[..., None]) -> Handle:
+        def both(path: str, body: dict[str, Any]) -> None:
+            report(path, body)
+            reports.append(body)
+
+        return Handle(id, base_url, api_key, both)
+
+    monkeypatch.setattr(rollout_attempt, "Episode", noting)
+    return reports
+
+
+async def gone(pid: int) -> None:
+    """Return when a process has ended; an orphan may stay a zombie where nobody reaps it."""
+    async with asyncio.timeout(60):
+        while is_running(pid):
+            await asyncio.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def rewards(episode: Episode) -> dict[str, float]:
@@ -103,15 +129,21 @@ async def test_rewards_by_name_by_turn_and_by_hand(attempts: Attempts) -> None:
     assert rewards(episode) == {"turn": 0.5, "return": 1.0}
 
 
-async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(attempts: Attempts) -> None:
-    outcome, episode = await attempts("hangs", time_s=1.0)
+async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
+) -> None:
+    TimeLimits(monkeypatch, lambda: reported)
+    outcome, episode = await attempts("hangs")
     assert outcome == Outcome("truncated", rewarded=True)
     assert rewards(episode) == {"so far": 0.25} and len(episode.turns) == 1
 
 
-async def test_one_that_resists_cancellation_too(attempts: Attempts, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_resists_cancellation_too(
+    attempts: Attempts, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
+) -> None:
     monkeypatch.setattr("areal_agents.rollout.agent.CANCEL_GRACE_S", 0.1)
-    outcome, _ = await attempts("resists", time_s=1.0)
+    TimeLimits(monkeypatch, lambda: reported)
+    outcome, _ = await attempts("resists")
     assert outcome.status == "truncated"
     assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("episode")]
 
@@ -121,11 +153,18 @@ async def test_a_hang_without_a_model_call_is_no_doing_of_the_policy(attempts: A
     assert outcome == Outcome("failed", rewarded=False, error="the agent made no model call within 0.2 s")
 
 
-async def test_a_worker_that_hangs_is_killed(attempts: Attempts, tmp_path: Path) -> None:
+async def test_a_worker_that_hangs_is_killed(
+    attempts: Attempts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
+) -> None:
     pid_file = tmp_path / "pid"
-    outcome, episode = await attempts("sync_hangs", {"pid_file": str(pid_file)}, time_s=6.0)
+    TimeLimits(monkeypatch, lambda: reported and is_whole(pid_file))
+    outcome, episode = await attempts("sync_hangs", {"pid_file": str(pid_file)})
     assert outcome.status == "truncated" and rewards(episode) == {"so far": 0.25}
-    assert is_gone(int(pid_file.read_text()))
+    await gone(int(pid_file.read_text()))
+
+
+def is_whole(pid_file: Path) -> bool:
+    return pid_file.exists() and pid_file.read_text().endswith("\n")
 
 
 async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_raises(
@@ -215,11 +254,14 @@ async def test_a_command_that_fails_tells_why(attempts: Attempts) -> None:
     assert outcome.error == "cannot start 'no-such-program': No such file or directory"
 
 
-async def test_a_command_that_hangs_is_killed_with_its_children(attempts: Attempts, tmp_path: Path) -> None:
+async def test_a_command_that_hangs_is_killed_with_its_children(
+    attempts: Attempts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid_file = tmp_path / "pid"
-    outcome, _ = await attempts({"command": f"sh -c 'sleep 3600 & echo $! > {pid_file}; wait'"}, time_s=1.0)
+    TimeLimits(monkeypatch, lambda: is_whole(pid_file))
+    outcome, _ = await attempts({"command": f"sh -c 'sleep 3600 & echo $! > {pid_file}; wait'"})
     assert outcome.status == "failed"
-    assert is_gone(int(pid_file.read_text()))
+    await gone(int(pid_file.read_text()))
 
 
 async def test_cancelling_leaves_the_episode_open_and_no_task_behind(attempts: Attempts) -> None:

@@ -133,7 +133,7 @@ def test_one_sync_client_serves_threads_without_mixing_keys(echo) -> None:  # ty
     barrier = threading.Barrier(8)
 
     def agent(ep: Episode) -> list[str]:
-        barrier.wait(timeout=10)
+        barrier.wait(timeout=60)
         with running(ep):
             answers = [client.chat.completions.create(model="policy", messages=ASK) for _ in range(4)]
         return [answer.choices[0].message.content for answer in answers]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,10 @@ import torch
 from training_support import make_sample
 
 from areal_agents.algorithms.packing import pack
-from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.engine import Engine, WeightGroup
+from areal_agents.inference.engine import Engine, PauseMode, WeightGroup
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import Policy
@@ -24,6 +24,7 @@ from areal_agents.training.publishing.config import PublishConfig
 from areal_agents.training.publishing.publisher import Publisher
 
 PROMPT = as_token_ids([5, 9, 2, 40, 17, 33])
+LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
 WHOLE = ("disk", "tensor", "broadcast")  # transports of all weights
 
 
@@ -88,6 +89,44 @@ def assert_serves(url: str, policy: Policy, version: int, *, adapters: bool = Fa
     completion = sample(url, adapters=adapters)
     assert completion.versions.tolist() == [version] * 12
     np.testing.assert_allclose(completion.logprobs, policy_logprobs(policy, completion), atol=1e-5)
+
+
+async def paused_generation(engine: Engine, mode: PauseMode) -> asyncio.Task[Completion]:
+    """A generation that an engine is in the midst of, and paused so; for a drain, which waits, it runs."""
+    if mode != "drain":
+        return await held_generation(engine, lambda: engine.pause(mode), engine.resume)
+    begun = asyncio.Event()
+    running = asyncio.create_task(engine.generate("running", PROMPT, LONG, lambda piece: begun.set()))
+    await asyncio.wait_for(begun.wait(), 60)
+    return running
+
+
+async def held_generation(
+    engine: Engine,
+    hold: Callable[[], Awaitable[object]],
+    release: Callable[[], Awaitable[object]],
+    sampling: SamplingParams = LONG,
+) -> asyncio.Task[Completion]:
+    """A generation that an engine is in the midst of, and held; one that ended before is begun anew."""
+    for attempt in range(50):
+        begun, pieces = asyncio.Event(), []
+
+        def take(piece: TokenChunk, begun: asyncio.Event = begun, pieces: list[TokenChunk] = pieces) -> None:
+            pieces.append(piece)
+            begun.set()
+
+        running = asyncio.create_task(engine.generate(f"held-{attempt}", PROMPT, sampling, take))
+        await asyncio.wait_for(begun.wait(), 60)
+        await hold()
+        seen = -1
+        while len(pieces) > seen:  # what was on its way still arrives
+            seen = len(pieces)
+            await asyncio.sleep(0.1)
+        if not running.done():
+            return running
+        await running
+        await release()
+    raise AssertionError("each generation ended before it was held")
 
 
 def resume(url: str) -> None:

@@ -6,7 +6,6 @@ Spawned once for the module.
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from checkpoint_worker import build, main, step, train_recorded, whole
+from ports import free_port
 from safetensors.torch import load_file
 from stored_support import put_group
 
@@ -40,9 +40,7 @@ def spawned(model_folder: Path, group: Ranks, tmp_path_factory: pytest.TempPathF
         for index in range(6):
             put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
     train_recorded(model_folder, out / "run", out / "recorded.db", steps=1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(main, (port, model_folder, out), nprocs=2)
     return out, whole(parts), [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
 

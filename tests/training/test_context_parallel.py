@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 import torch.multiprocessing as mp
 from context_worker import batches, main
 from model_support import reference, samples
+from ports import free_port
 from training_support import make_sample
 
 from areal_agents.algorithms.packing import pack
@@ -27,9 +27,7 @@ from areal_agents.training.model import load_policy
 def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks returned."""
     out = tmp_path_factory.mktemp("context")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(main, (port, str(model_folder), str(out)), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 

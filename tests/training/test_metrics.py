@@ -240,7 +240,9 @@ def test_a_real_step_writes_exactly_the_names_that_are_defined(
         "train_s",
     ):
         assert first[name] > 0, name
-    assert sum(first["train_parts_s"].values()) == pytest.approx(first["train_s"], rel=0.5)
+    parts = first["train_parts_s"]
+    assert {"pack", "gradient", "optimizer"} <= parts.keys() and min(parts.values()) >= 0
+    assert 0 < sum(parts.values()) <= first["train_s"] + 1e-6
     board = EventAccumulator(str(run_dir / "tb"))
     board.Reload()
     assert {"policy/ess", "data/reward_mean", "system/pause_total_s"} <= set(board.Tags()["scalars"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from publish_support import PROMPT, WHOLE, assert_serves, disturb, publisher, sample
+from publish_support import PROMPT, WHOLE, assert_serves, disturb, paused_generation, publisher, sample
 from safetensors.torch import load_file
 from training_support import build_model
 
@@ -129,12 +129,13 @@ def test_a_bfloat16_model_is_published_as_it_was_saved(
 
 
 @pytest.mark.parametrize(
-    ("pause", "finish", "versions"),
-    [("retract", "length", {0, 1}), ("in_place", "length", {0, 1}), ("abort", "abort", {0}),
-     ("drain", "length", {0})],
+    ("pause", "held", "finish", "versions"),
+    [("retract", "retract", "length", {0, 1}), ("in_place", "in_place", "length", {0, 1}),
+     ("abort", "retract", "abort", {0}), ("drain", "drain", "length", {0})],
 )  # fmt: skip
 def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
-    pause: str,
+    pause: PauseMode,
+    held: PauseMode,
     finish: str,
     versions: set[int],
     policy: Policy,
@@ -144,22 +145,26 @@ def test_what_a_swap_does_to_running_generations_is_the_configs_choice(
     run_dir: Path,
     model_folder: Path,
 ) -> None:
+    """The generation is paused beforehand, so that it is not over when the publisher pauses it."""
+    modes: list[PauseMode] = []
+
+    class Noting(SGLangEngine):
+        async def pause(self, mode: PauseMode) -> None:
+            modes.append(mode)
+            await super().pause(mode)
+
     async def play() -> tuple[str, set[int]]:
-        begun = asyncio.Event()
         async with SGLangEngine(engine_url) as generating:
-            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
-            running = asyncio.create_task(
-                generating.generate("r", PROMPT, sampling, lambda chunk: begun.set())
-            )
-            await asyncio.wait_for(begun.wait(), 20)
+            running = await paused_generation(generating, held)
             await asyncio.to_thread(out.publish, version=1, step=1)
             completion = await running
             return completion.finish_reason, set(completion.versions.tolist())
 
     with publisher(
-        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, pause=pause, verify="off"
+        policy, group, store, [Noting(engine_url)], run_dir, model_folder, pause=pause, verify="off"
     ) as out:
         assert asyncio.run(play()) == (finish, versions)
+    assert modes == ([] if pause == "drain" else [pause])
     assert set(sample(engine_url).versions.tolist()) == {1}
 
 
@@ -205,16 +210,16 @@ def test_what_a_killed_trainer_left_half_written_is_removed(
 def test_tokens_after_a_swap_carry_the_new_version(engine_url: str, tmp_path: Path) -> None:
     other = build_model(tmp_path, seed=7)
 
-    async def play() -> np.ndarray:
+    async def play(version: int) -> np.ndarray:
         async with SGLangEngine(engine_url) as generating, SGLangEngine(engine_url) as swapping:
-            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
-            running = asyncio.create_task(generating.generate("r", as_token_ids([2, 3, 4]), sampling))
-            for version in (1, 2):
-                await swap(swapping, str(other), version)
+            running = await paused_generation(generating, "retract")
+            await swap(swapping, str(other), version)
             return (await running).versions
 
-    versions = asyncio.run(play())
-    assert len(versions) == 200 and (np.diff(versions) >= 0).all() and versions[-1] == 2
+    for version in (1, 2):
+        versions = asyncio.run(play(version))
+        assert len(versions) == 200 and (np.diff(versions) >= 0).all()
+        assert (versions[0], versions[-1]) == (version - 1, version)
 
 
 def test_an_engine_that_refuses_the_weights_goes_on_with_the_old_ones(
@@ -264,7 +269,7 @@ def test_a_lost_answer_to_the_pause_does_not_leave_the_engine_paused(
 
     async def bounded() -> int:
         try:
-            return await asyncio.wait_for(play(), 20)
+            return await asyncio.wait_for(play(), 60)
         finally:
             async with SGLangEngine(engine_url) as engine:
                 await engine.resume()  # whatever happened, the module's other tests need it

@@ -12,13 +12,12 @@ from typing import ClassVar
 import pytest
 import torch
 from peft import PeftModel
-from publish_support import PROMPT, assert_serves, disturb, publisher, sample
+from publish_support import assert_serves, disturb, paused_generation, publisher, sample
 from safetensors.torch import load_file
 from training_support import record_groups
 from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
@@ -113,14 +112,10 @@ def test_running_generations_end_or_keep_their_adapter(
         out.publish(version=1, step=1)
 
         async def play() -> tuple[str, set[int]]:
-            begun = asyncio.Event()
             async with SGLangEngine(engine_url, adapters=True) as engine:
-                sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
-                running = asyncio.create_task(
-                    engine.generate("r", PROMPT, sampling, lambda chunk: begun.set())
-                )
-                await asyncio.wait_for(begun.wait(), 20)
+                running = await paused_generation(engine, "retract")  # adapters are published without a pause
                 await asyncio.to_thread(out.publish, version=2, step=2)
+                await engine.resume()
                 completion = await running
                 return completion.finish_reason, set(completion.versions.tolist())
 
@@ -140,12 +135,9 @@ def test_an_old_adapter_that_is_in_use_holds_neither_the_trainer_nor_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def play() -> set[int]:
-        begun = asyncio.Event()
         async with SGLangEngine(engine_url, adapters=True) as engine:
-            sampling = SamplingParams(max_new_tokens=200, ignore_eos=True)
-            running = asyncio.create_task(engine.generate("r", PROMPT, sampling, lambda chunk: begun.set()))
-            await asyncio.wait_for(begun.wait(), 20)
-            await engine.pause("retract")  # it ends when this test says so
+            # It ends when this test says so.
+            running = await paused_generation(engine, "retract")
             for version in (2, 3):  # the third is the first that no longer keeps version 1
                 published = await asyncio.to_thread(out.publish, version=version, step=version)
                 assert published is not None and published.publish_s < 15

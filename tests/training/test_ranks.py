@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from ports import free_port
 from ranks_worker import LAYOUTS, main, train, train_preset
 from safetensors.torch import load_file
 from training_support import build_model, record_groups
@@ -27,9 +27,7 @@ def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     """The folder that two ranks wrote, and what each of them returned."""
     out = tmp_path_factory.mktemp("ranks")
     build_model(out / "reference", seed=1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url,
         Store.open(out / "run" / "store.db") as store,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from model_support import assert_same, build_moe, packed, reference, samples
+from ports import free_port
 from safetensors.torch import load_file
 from sharding_worker import HALF, OPTIONS, gradients, main
 from torch import Tensor
@@ -39,9 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     out = tmp_path_factory.mktemp("sharding")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(main, (port, folders, out), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from publish_support import publisher, resume
+from publish_support import PROMPT, held_generation, publisher, resume
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
+from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import MemoryKind
@@ -20,27 +20,19 @@ from areal_agents.training.model import load_policy
 from areal_agents.training.publishing.sleep import fall_asleep, wake
 from areal_agents.training.step import Stopped
 
-PROMPT = as_token_ids([5, 6, 7, 8, 9])
-LONG = SamplingParams(200, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(200, temperature=0.0, ignore_eos=True)
 KV = ("kv_cache",)
 
 
 async def test_what_is_generated_while_engines_sleep_is_what_would_have_been(served_url: str) -> None:
     async with SGLangEngine(served_url, request_timeout_s=60) as engine:
-        expected = await engine.generate("calm", PROMPT, LONG)
-        begun, pieces = asyncio.Event(), []
-
-        def take(piece: TokenChunk) -> None:
-            pieces.append(piece)
-            begun.set()
-
-        running = asyncio.create_task(engine.generate("held", PROMPT, LONG, take))
-        await asyncio.wait_for(begun.wait(), 30)
-        await fall_asleep([engine], KV)
-        held = len(pieces)
-        later = asyncio.create_task(engine.generate("later", PROMPT, LONG))
+        expected = await engine.generate("calm", PROMPT, GREEDY)
+        running = await held_generation(
+            engine, lambda: fall_asleep([engine], KV), lambda: wake([engine], KV), GREEDY
+        )
+        later = asyncio.create_task(engine.generate("later", PROMPT, GREEDY))
         await asyncio.sleep(0.1)
-        assert len(pieces) == held and not later.done() and not running.done()
+        assert not later.done() and not running.done()
         await wake([engine], KV)
         for completion in (await running, await later):
             assert_same(completion, expected)
@@ -60,7 +52,7 @@ async def test_an_engine_that_is_not_there_is_done_without(
             await gone.health()
         await fall_asleep([engine, gone], KV)
         await wake([engine, gone], KV)
-        assert len(await engine.generate("g", PROMPT, LONG)) == 200
+        assert len(await engine.generate("g", PROMPT, GREEDY)) == 200
     assert caplog.text.count("an engine is not there to share memory with") == 2
 
 

@@ -145,7 +145,7 @@ def test_stop_ends_with_a_checkpoint_and_a_resume_goes_on(
     while store.max_version() < 1:
         cursor = store.wait(cursor, 10)
     stop.set()  # it is waiting for groups that do not exist
-    thread.join(30)
+    thread.join(120)
     assert results == [RunResult(1, 1, finished=False)]
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]
     record_groups(store, engine_url, ["c", "d"])

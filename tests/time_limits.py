@@ -1,0 +1,36 @@
+"""Time limits of episodes that end once an agent hangs, however long a slow machine takes to get there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from areal_agents.rollout import attempt
+
+LONGEST_S = 120.0
+
+
+class TimeLimits:
+    """In place of `asyncio` in `run_rollout`: its limit ends once `reached` says so, whatever it is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, reached: Callable[[], object]) -> None:
+        self._reached = reached
+        self._ending: set[asyncio.Task[None]] = set()
+        monkeypatch.setattr(attempt, "asyncio", self)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    def timeout(self, delay_s: float) -> asyncio.Timeout:
+        """A limit that ends so."""
+        limit = asyncio.timeout(LONGEST_S)
+        self._ending.add(asyncio.create_task(self._end(limit)))
+        return limit
+
+    async def _end(self, limit: asyncio.Timeout) -> None:
+        while not self._reached():
+            await asyncio.sleep(0.01)
+        limit.reschedule(asyncio.get_running_loop().time())
