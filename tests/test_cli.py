@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ports import free_port
 
+from areal_agents.inference.server import free_ports
 from areal_agents.launch.ready import wait_until_ready
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent"
@@ -28,7 +28,7 @@ def areal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, store = free_port(), tmp_path_factory.mktemp("serve") / "store.db"
+    port, store = free_ports(1)[0], tmp_path_factory.mktemp("serve") / "store.db"
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(EXAMPLE / "model")]
     process = subprocess.Popen([*command, "--port", str(port), "--store", str(store)])
     try:

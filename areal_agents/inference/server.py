@@ -17,8 +17,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
@@ -28,6 +29,7 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
 LOG_TAIL_BYTES = 2000
+_PORTS = range(20_000, 32_000)  # Linux draws from 32768 on, others from 49152 on
 
 
 class ServerProcess:
@@ -196,12 +198,19 @@ def running_engine(
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """That many different TCP ports, each free on the loopback interface a moment ago."""
-    with ExitStack() as probes:
-        opened = [probes.enter_context(socket.socket()) for _ in range(count)]
-        for probe in opened:
-            probe.bind(("127.0.0.1", 0))
-        return tuple(int(probe.getsockname()[1]) for probe in opened)
+    """That many different TCP ports, each free on the loopback interface a moment ago.
+
+    They are not of the range from which a system draws ports for outgoing connections: such a port could be
+    gone by the time its server has started. ConfigError if there are none.
+    """
+    found: list[int] = []
+    for port in SystemRandom().sample(_PORTS, len(_PORTS)):
+        if len(found) == count:
+            return tuple(found)
+        with socket.socket() as probe, suppress(OSError):  # if somebody has it
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    raise ConfigError(f"no {count} ports from {_PORTS[0]} to {_PORTS[-1]} are free on 127.0.0.1")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -7,7 +7,6 @@ import base64
 import hashlib
 import json
 import pickle
-import socket
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from transformers import PreTrainedModel
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.embedded.process_group import join_group, leave_group
 from areal_agents.inference.engine import WeightBucket, WeightGroup
+from areal_agents.inference.server import free_ports
 
 JOIN_S = 30.0
 Named = Sequence[tuple[str, Tensor]]
@@ -83,10 +83,7 @@ TRANSPORTS: Mapping[str, Transport] = {
 
 
 def fresh_group(port: int | None = None) -> WeightGroup:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    return WeightGroup("127.0.0.1", port or free, 1, 2, f"weights-{uuid.uuid4().hex[:8]}", "gloo")
+    return WeightGroup("127.0.0.1", port or free_ports(1)[0], 1, 2, f"weights-{uuid.uuid4().hex[:8]}", "gloo")
 
 
 @asynccontextmanager

@@ -13,11 +13,11 @@ import torch
 import torch.multiprocessing as mp
 from context_worker import batches, main
 from model_support import reference, samples
-from ports import free_port
 from training_support import make_sample
 
 from areal_agents.algorithms.packing import pack
 from areal_agents.errors import TrainingError
+from areal_agents.inference.server import free_ports
 from areal_agents.training.context_parallel import check_heads, local_share
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import load_policy
@@ -27,7 +27,7 @@ from areal_agents.training.model import load_policy
 def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks returned."""
     out = tmp_path_factory.mktemp("context")
-    port = free_port()
+    port = free_ports(1)[0]
     mp.spawn(main, (port, str(model_folder), str(out)), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ports import free_port
 from publish_support import ReturningEngine, assert_serves, disturb, publisher
 
 from areal_agents.errors import EngineUnavailable
@@ -20,7 +19,7 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import WeightBucket
 from areal_agents.inference.pool import CurrentVersion
 from areal_agents.inference.pool.loading import load
-from areal_agents.inference.server import EngineProcess
+from areal_agents.inference.server import EngineProcess, free_ports
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.lora import LoraOptions
@@ -142,7 +141,9 @@ class KilledEngine(SGLangEngine):
 @pytest.fixture
 def server(model_folder: Path) -> Iterator[EngineProcess]:
     """An engine that can be killed, and started again where it was."""
-    with EngineProcess(EmbeddedEngineConfig(model=str(model_folder), port=free_port(), **OPTIONS)) as engine:
+    with EngineProcess(
+        EmbeddedEngineConfig(model=str(model_folder), port=free_ports(1)[0], **OPTIONS)
+    ) as engine:
         yield engine
 
 
