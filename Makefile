@@ -36,8 +36,8 @@ demo: setup ## Train the search agent on this machine: under ten minutes on two 
 test: setup ## Run the test suite, in two processes (WORKERS=1: in one).
 	$(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile
 
-test-all: setup ## Run the test suite with its long forms.
-	$(BIN)/python -m pytest
+test-all: setup ## Run the test suite with its long forms, and property tests on examples that are new.
+	$(BIN)/python -m pytest --hypothesis-profile=new
 
 static: setup ## Lint and type-check.
 	$(BIN)/ruff check .
