@@ -205,11 +205,11 @@ def free_ports(count: int) -> tuple[int, ...]:
     """
     found: list[int] = []
     for port in SystemRandom().sample(_PORTS, len(_PORTS)):
-        if len(found) == count:
-            return tuple(found)
         with socket.socket() as probe, suppress(OSError):  # if somebody has it
             probe.bind(("127.0.0.1", port))
             found.append(port)
+        if len(found) == count:
+            return tuple(found)
     raise ConfigError(f"no {count} ports from {_PORTS[0]} to {_PORTS[-1]} are free on 127.0.0.1")
 
 

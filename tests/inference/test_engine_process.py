@@ -108,6 +108,6 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("areal_agents.inference.server._PORTS", ports[:2])
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", ports[0]))
-        assert free_ports(1) == (ports[1],)
+        assert {free_ports(1) for _ in range(20)} == {(ports[1],)}
         with pytest.raises(ConfigError, match="no 2 ports"):
             free_ports(2)
