@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 import pytest
-from pool_support import QUICK, SLOW_S, ReplicaServer, check_drawn, prompt_of
+from pool_support import QUICK, SLOW_S, ReplicaServer, Rows, check_drawn, prompt_of
 from test_pool import LONG, serving, until
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk
@@ -147,6 +147,20 @@ async def test_all_that_ran_there_hear_of_a_death_also_when_the_engine_is_there_
         server.do(server.crash)
         outcomes = await asyncio.gather(*map(ended, calls))
         assert all("1 engines died while they ran it" in str(outcome) for outcome in outcomes)
+
+
+async def test_an_engine_that_was_started_again_before_anybody_looked_has_died() -> None:
+    server, rows = ReplicaServer(chunk_delay_s=SLOW_S), Rows()
+    rows.publish(3)
+    async with serving([server], rows, limits=replace(QUICK, most_deaths=1)) as pool:
+        seen: list[TokenChunk] = []
+        calls = [asyncio.create_task(pool.generate(f"r{n}", PROMPT, LONG, seen.append)) for n in range(3)]
+        await until(lambda: len(seen) > 20)
+        server.kill()
+        server.start()  # and the pool, which is of this thread, has not had a moment
+        outcomes = await asyncio.gather(*map(ended, calls))
+        assert all("1 engines died while they ran it" in str(outcome) for outcome in outcomes)
+    server.kill()
 
 
 async def test_a_request_that_found_nobody_has_not_run() -> None:
