@@ -62,7 +62,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(config.store.url), interruptible():
-        if not ablate_tool and folder.summary.exists() and is_saved(config, folder.config):
+        if not ablate_tool and has_ended(config, folder):
             console.print(
                 f"{folder.root} is finished: more trainer.steps go on from its end, --fresh begins anew",
                 soft_wrap=True,
@@ -90,6 +90,12 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
                 console.print("evaluating once more with the agent's tool switched off")
                 dead_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
         return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=dead_tool)
+
+
+def has_ended(config: Config, folder: RunFolder) -> bool:
+    """Whether a run of exactly this config has come to its end in `folder`, and what it left is there."""
+    left = (folder.summary, folder.final_model)
+    return all(path.exists() for path in left) and is_saved(config, folder.config)
 
 
 def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> float:

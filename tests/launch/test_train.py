@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 from run_logs import ends_of_logs
 
+from areal_agents.config import load_config, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.train import has_ended
 from areal_agents.store import Store
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "search_agent" / "config.yaml"
@@ -141,6 +143,18 @@ def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Pa
     assert "is finished: more trainer.steps go on from its end" in output
     assert output.partition("the run in figures")[2] == earlier.partition("the run in figures")[2]
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_a_run_has_ended_if_its_end_is_there_and_is_of_the_same_config(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    config = load_config(EXAMPLE, [f"run_dir={tmp_path}"])
+    save_config(config, folder.config)
+    assert not has_ended(config, folder)
+    folder.summary.write_text("{}")
+    assert not has_ended(config, folder)  # the model is to be written again
+    folder.final_model.mkdir()
+    assert has_ended(config, folder)
+    assert not has_ended(load_config(EXAMPLE, [f"run_dir={tmp_path}", "trainer.steps=99"]), folder)
 
 
 def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
