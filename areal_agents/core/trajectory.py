@@ -77,6 +77,8 @@ class Turn:
         has_instructions: the first message is the `instructions` of a Responses call, which a response that
             continues this one does not inherit.
         discarded: why the client never got this turn, so that it is not trained; "" for nearly all.
+        recorded_before: how many turns of the episode were recorded when this turn's call began; None in
+            episodes of earlier releases, which did not note it.
     """
 
     id: str
@@ -94,6 +96,7 @@ class Turn:
     overrides: tuple[str, ...] = ()
     has_instructions: bool = False
     discarded: str = ""
+    recorded_before: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new_prompt_ids", as_token_ids(self.new_prompt_ids))
@@ -103,6 +106,8 @@ class Turn:
             raise ValueError(f"turn {self.id} adds no message to its conversation")
         if self.parent is None and not len(self.new_prompt_ids):
             raise ValueError(f"turn {self.id} is a root with an empty prompt")
+        if self.recorded_before is not None and self.recorded_before < 0:
+            raise ValueError(f"turn {self.id} began after {self.recorded_before} turns, expected 0 or more")
         if self.parent is not None and self.forked_from is not None:
             raise ValueError(f"turn {self.id} continues {self.parent}, so it cannot also be a fork")
         routed, added = self.completion.routed_experts, len(self.new_prompt_ids) + len(self.completion)
