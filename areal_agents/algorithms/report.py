@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_agents.algorithms.advantages import all_equal
+from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit import is_trained
-from areal_agents.algorithms.shaping import sampled_tokens
+from areal_agents.algorithms.credit.returns import is_trained
+from areal_agents.algorithms.credit.rewards import sampled_tokens
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.advantages import Floats, all_equal, group_advantages
+from areal_agents.algorithms.credit.advantages import Floats, all_equal, group_advantages
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit import EpisodeCredit, owners, turn_returns
+from areal_agents.algorithms.credit.returns import EpisodeCredit, owners, turn_returns
 from areal_agents.algorithms.report import BatchReport, batch_report, turn_is_trained
-from areal_agents.algorithms.selection import best_episodes, preference_pair
-from areal_agents.algorithms.shaping import episode_credit
+from areal_agents.algorithms.credit.selection import best_episodes, preference_pair
+from areal_agents.algorithms.credit.rewards import episode_credit
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory

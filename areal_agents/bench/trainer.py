@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_agents.algorithms.balance import imbalance
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.balance import imbalance
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.bench.trainer_data import Recorder, save_model, training_data
 from areal_agents.bench.trainer_gpu import measure_gpu

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.flops import ModelShape
+from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_logprobs, as_token_ids
 from areal_agents.core.messages import Message

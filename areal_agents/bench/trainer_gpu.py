@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from areal_agents.algorithms.flops import ModelShape
+from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.bench.trainer_data import Recorder, save_model, training_data
 from areal_agents.bench.trainer_peers import Ours, Setting

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.packing import MicroBatch
+from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.bench.trainer_data import Recorder, training_data
 from areal_agents.bench.trainer_peers import Ours, Setting
 from areal_agents.errors import TrainingError

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.losses import policy_loss
+from areal_agents.algorithms.losses.objective import policy_loss
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.bench.trainer_data import ALGORITHM
 from areal_agents.core.sample import TrainingSample

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface
 
-from areal_agents.algorithms.packing import MicroBatch
-from areal_agents.algorithms.token_tree import Segment
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.algorithms.packing.token_tree import Segment
 from areal_agents.training.attention_gpu import GpuPlan, gpu_attention, gpu_plan
 from areal_agents.training.context_parallel import heads_to_rows, rows_to_heads
 

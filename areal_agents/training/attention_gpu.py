@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from areal_agents.algorithms.token_tree import Segment
+from areal_agents.algorithms.packing.token_tree import Segment
 
 BLOCK = 128  # rows and columns of one block of FlexAttention
 LEAST_ROWS = 1024

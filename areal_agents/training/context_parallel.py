@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_agents.algorithms.packing import MicroBatch
-from areal_agents.algorithms.token_tree import Segment
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.algorithms.packing.token_tree import Segment
 
 
 def local_share(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from areal_agents.algorithms.packing import MicroBatch
+from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import ModelOptions, hidden_rows, load_sharded
 

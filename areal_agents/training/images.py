@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from areal_agents.algorithms.packing import MicroBatch
-from areal_agents.algorithms.token_tree import Segment
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.algorithms.packing.token_tree import Segment
 
 SUPPORTED = ("qwen2_vl", "qwen2_5_vl")
 

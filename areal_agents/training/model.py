@@ -17,8 +17,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.packing import MicroBatch
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
 from areal_agents.training.context_parallel import check_heads

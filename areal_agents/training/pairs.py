@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.dpo import DpoCoefficients, dpo_coefficients
+from areal_agents.algorithms.losses.dpo import DpoCoefficients, dpo_coefficients
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import Policy
 from areal_agents.training.plan import Minibatch, Plan, by_sample

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.balance import imbalance
+from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.minibatches import split_minibatches
-from areal_agents.algorithms.normalization import loss_weights
-from areal_agents.algorithms.packing import MicroBatch, pack
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.minibatches import split_minibatches
+from areal_agents.algorithms.losses.normalization import loss_weights
+from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.algorithms.staleness import age_weights
 from areal_agents.core.sample import TrainingSample

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.flops import TRAINING
-from areal_agents.algorithms.kl import kl_estimate
-from areal_agents.algorithms.m2po import m2po_keep
-from areal_agents.algorithms.packing import MicroBatch
-from areal_agents.algorithms.token_credit import token_advantages
+from areal_agents.algorithms.packing.flops import TRAINING
+from areal_agents.algorithms.losses.kl import kl_estimate
+from areal_agents.algorithms.losses.m2po import m2po_keep
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.algorithms.credit.tokens import token_advantages
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.clock import Clock
 from areal_agents.training.critic import Critic

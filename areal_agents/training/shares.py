@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses import LossStatistics, policy_loss
-from areal_agents.algorithms.values import value_loss
+from areal_agents.algorithms.losses.objective import LossStatistics, policy_loss
+from areal_agents.algorithms.losses.value import value_loss
 from areal_agents.training.critic import Critic
 from areal_agents.training.model import Policy
 from areal_agents.training.plan import Work

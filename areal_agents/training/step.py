@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.dpo import DpoCoefficients
-from areal_agents.algorithms.losses import LossStatistics
+from areal_agents.algorithms.losses.dpo import DpoCoefficients
+from areal_agents.algorithms.losses.objective import LossStatistics
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.training.clock import Clock
 from areal_agents.training.critic import CriticState

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses import policy_loss
+from areal_agents.algorithms.losses.objective import policy_loss
 
 Array = npt.NDArray[np.float64]
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from areal_agents.algorithms.advantages import all_equal, group_advantages, whitened
+from areal_agents.algorithms.credit.advantages import all_equal, group_advantages, whitened
 
 
 def plain(scores, **options):  # type: ignore[no-untyped-def]

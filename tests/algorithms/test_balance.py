@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agents.algorithms.balance import balance, imbalance
+from areal_agents.algorithms.packing.balance import balance, imbalance
 
 
 def test_differencing_finds_the_even_split() -> None:

@@ -10,8 +10,8 @@ import torch
 from losses_support import Tokens, evaluate
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.corrections import correct
-from areal_agents.algorithms.ratios import Sequences, log_ratio
+from areal_agents.algorithms.losses.correction import correct
+from areal_agents.algorithms.losses.ratios import Sequences, log_ratio
 
 
 def oracle(

@@ -7,8 +7,8 @@ import pytest
 from algorithms_support import episode, turn
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit import EpisodeCredit, is_trained, owners, turn_returns
-from areal_agents.algorithms.shaping import episode_credit
+from areal_agents.algorithms.credit.returns import EpisodeCredit, is_trained, owners, turn_returns
+from areal_agents.algorithms.credit.rewards import episode_credit
 from areal_agents.core.rollout import Episode
 
 # a ── b ── d        r ── s      (two roots)

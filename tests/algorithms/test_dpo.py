@@ -9,7 +9,7 @@ import pytest
 from losses_support import Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.dpo import dpo_coefficients
+from areal_agents.algorithms.losses.dpo import dpo_coefficients
 
 PAIRS = [("a", "b"), ("c", "d"), ("a", "d")]
 

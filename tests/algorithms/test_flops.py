@@ -8,8 +8,8 @@ from algorithms_support import sample
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.microbatches import pack
 
 
 def test_a_dense_model_costs_what_torch_counts() -> None:

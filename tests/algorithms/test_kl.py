@@ -10,7 +10,7 @@ import torch
 from losses_support import Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig, KlEstimator
-from areal_agents.algorithms.kl import kl_estimate
+from areal_agents.algorithms.losses.kl import kl_estimate
 
 
 def formula(estimator: str, logprob: float, reference: float) -> float:

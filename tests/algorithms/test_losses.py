@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from losses_support import Array, Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses import LossStatistics, policy_loss
+from areal_agents.algorithms.losses.objective import LossStatistics, policy_loss
 
 # Every loss, correction, KL and bonus appears once.
 COMPOSITIONS = {

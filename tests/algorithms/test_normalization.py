@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import LossNormalization
-from areal_agents.algorithms.normalization import loss_weights
+from areal_agents.algorithms.losses.normalization import loss_weights
 
 SAMPLES = [sample(range(6), [2, 3, 5]), sample(range(4), [1]), sample(range(3), [])]
 

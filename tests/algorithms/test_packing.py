@@ -11,10 +11,10 @@ from algorithms_support import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agents.algorithms.balance import imbalance
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.minibatches import split_minibatches
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.balance import imbalance
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.minibatches import split_minibatches
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 

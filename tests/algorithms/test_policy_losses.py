@@ -14,8 +14,8 @@ import torch
 from losses_support import Array, Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.policy_losses import cispo, gspo, likelihood, ppo, sapo
-from areal_agents.algorithms.ratios import Sequences
+from areal_agents.algorithms.losses.ppo import cispo, gspo, likelihood, ppo, sapo
+from areal_agents.algorithms.losses.ratios import Sequences
 
 SEEDS = range(4)
 ON_POLICY_WEIGHT = {"weight_cap": 1e6}  # nothing is capped: w is checked in test_corrections

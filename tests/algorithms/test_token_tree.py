@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_agents.algorithms.token_tree import (
+from areal_agents.algorithms.packing.token_tree import (
     TokenTree,
     build_forest,
     build_tree,

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.losses import policy_loss
-from areal_agents.algorithms.normalization import loss_weights
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.losses.objective import policy_loss
+from areal_agents.algorithms.losses.normalization import loss_weights
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.bench.trainer_data import Recorder, save_model
 from areal_agents.core.rollout import RolloutGroup

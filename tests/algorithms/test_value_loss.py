@@ -7,7 +7,7 @@ import pytest
 import torch
 from losses_support import Array, slope
 
-from areal_agents.algorithms.values import value_loss
+from areal_agents.algorithms.losses.value import value_loss
 
 
 def numbers(seed: int, n: int = 40) -> list[Array]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from proxy_support import ScriptedEngine
 
-from areal_agents.algorithms.credit import is_trained
+from areal_agents.algorithms.credit.returns import is_trained
 from areal_agents.core.messages import Message, tools_digest
 from areal_agents.errors import EngineUnavailable, RequestError, StoreError
 from areal_agents.proxy import ProxyConfig

@@ -14,7 +14,7 @@ import pytest
 from anthropic import Anthropic
 from proxy_support import MODEL, RecordingEngine, RunningProxy, ScriptedEngine, running_proxy
 
-from areal_agents.algorithms.credit import is_trained
+from areal_agents.algorithms.credit.returns import is_trained
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import EngineRejected
 from areal_agents.inference import running_engine

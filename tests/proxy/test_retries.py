@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import ObservedEngine, check_invariant, until
 
-from areal_agents.algorithms.credit import is_trained
+from areal_agents.algorithms.credit.returns import is_trained
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
 

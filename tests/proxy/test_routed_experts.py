@@ -15,7 +15,7 @@ import pytest
 from proxy_support import SEARCH, RecordingEngine, RunningProxy, running_proxy, tool_call
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import episode_samples
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids, joined_routing
 from areal_agents.core.messages import Message

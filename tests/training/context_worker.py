@@ -11,8 +11,8 @@ import torch.distributed as dist
 from model_support import samples
 from torch import Tensor
 
-from areal_agents.algorithms.packing import MicroBatch, pack
-from areal_agents.algorithms.token_tree import build_tree
+from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
+from areal_agents.algorithms.packing.token_tree import build_tree
 from areal_agents.training.attention import gathered_attention
 from areal_agents.training.context_parallel import heads_to_rows, local_share, rows_to_heads
 from areal_agents.training.distributed import Ranks, ranks

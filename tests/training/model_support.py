@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from training_support import VOCAB, random_group
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.model import Policy
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from training_support import make_sample
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from training_support import make_sample
 
-from areal_agents.algorithms.packing import pack
-from areal_agents.algorithms.token_tree import TokenTree, build_tree
+from areal_agents.algorithms.packing.microbatches import pack
+from areal_agents.algorithms.packing.token_tree import TokenTree, build_tree
 from areal_agents.training.attention import gathered_attention, plan, tree_attention
 from areal_agents.training.attention_gpu import flex_tree_attention, gpu_attention, gpu_plan, tree_block_mask
 

@@ -15,7 +15,7 @@ from context_worker import batches, main
 from model_support import reference, samples
 from training_support import make_sample
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.inference.server import free_ports
 from areal_agents.training.context_parallel import check_heads, local_share

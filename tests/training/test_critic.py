@@ -13,7 +13,7 @@ from training_support import VOCAB, build_model
 from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from training_support import VOCAB
 from transformers import AutoModelForCausalLM, Glm4MoeConfig, MixtralConfig
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks

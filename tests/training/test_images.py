@@ -16,7 +16,7 @@ from training_support import VOCAB, build_model
 from transformers import AutoModelForImageTextToText
 from vision_support import IMAGE, build_vision_model, samples_with_images
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks

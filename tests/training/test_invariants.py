@@ -12,7 +12,7 @@ from presets_support import WHOLE, groups, largest_difference, preset, train_onc
 from torch import Tensor
 from training_support import build_model
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.presets import PRESETS
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.training.distributed import Ranks

@@ -21,7 +21,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import ModelOptions, load_policy

@@ -10,7 +10,7 @@ import torch
 from model_support import packed
 from training_support import VOCAB, make_sample
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import load_policy

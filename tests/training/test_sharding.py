@@ -16,7 +16,7 @@ from torch import Tensor
 from training_support import build_model
 from vision_support import build_vision_model, samples_with_images
 
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.inference.server import free_ports
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import ModelOptions, load_policy

@@ -12,7 +12,7 @@ from presets_support import largest_difference
 from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.packing import pack
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.ratios import log_ratio
+from areal_agents.algorithms.losses.ratios import log_ratio
 
 
 def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:

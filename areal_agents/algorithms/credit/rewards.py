@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit import EpisodeCredit
+from areal_agents.algorithms.credit.returns import EpisodeCredit
 from areal_agents.core.rollout import Episode
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.ratios import Sequences
+from areal_agents.algorithms.losses.ratios import Sequences
 
 
 @dataclass(frozen=True, slots=True, eq=False)

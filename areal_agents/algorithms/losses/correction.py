@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import CorrectionAction, CorrectionLevel
-from areal_agents.algorithms.ratios import Sequences
+from areal_agents.algorithms.losses.ratios import Sequences
 from areal_agents.algorithms.rules import LOG_RATIO_LIMIT
 
 

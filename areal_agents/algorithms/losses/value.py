@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.ratios import widen
+from areal_agents.algorithms.losses.ratios import widen
 
 
 def value_loss(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.corrections import Correction
-from areal_agents.algorithms.policy_losses import TokenLosses
-from areal_agents.algorithms.ratios import Sequences
+from areal_agents.algorithms.losses.correction import Correction
+from areal_agents.algorithms.losses.ppo import TokenLosses
+from areal_agents.algorithms.losses.ratios import Sequences
 
 SUMS = (
     "tokens",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.corrections import Correction, correct, uncorrected
-from areal_agents.algorithms.kl import kl_estimate
-from areal_agents.algorithms.loss_statistics import MAXIMA, SUMS, LossStatistics, measure
-from areal_agents.algorithms.policy_losses import TokenLosses, cispo, gspo, likelihood, ppo, sapo
-from areal_agents.algorithms.ratios import Sequences, log_ratio, widen
+from areal_agents.algorithms.losses.correction import Correction, correct, uncorrected
+from areal_agents.algorithms.losses.kl import kl_estimate
+from areal_agents.algorithms.losses.statistics import MAXIMA, SUMS, LossStatistics, measure
+from areal_agents.algorithms.losses.ppo import TokenLosses, cispo, gspo, likelihood, ppo, sapo
+from areal_agents.algorithms.losses.ratios import Sequences, log_ratio, widen
 
 __all__ = ["MAXIMA", "SUMS", "LossStatistics", "policy_loss"]
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import KlEstimator
-from areal_agents.algorithms.ratios import log_ratio
+from areal_agents.algorithms.losses.ratios import log_ratio
 
 
 def kl_estimate(

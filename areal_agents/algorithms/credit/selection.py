@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.advantages import all_equal
+from areal_agents.algorithms.credit.advantages import all_equal
 
 
 def best_episodes(scores: npt.ArrayLike, *, min_score: float | None) -> list[int]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.advantages import group_advantages, whitened
+from areal_agents.algorithms.credit.advantages import group_advantages, whitened
 from areal_agents.algorithms.config import AlgorithmConfig, GaeLevel
-from areal_agents.algorithms.credit import EpisodeCredit, Floats, turn_returns
+from areal_agents.algorithms.credit.returns import EpisodeCredit, Floats, turn_returns
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError

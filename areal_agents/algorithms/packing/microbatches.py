@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.model_inputs import ImageRows, image_rows, merge_keys, routed_rows
-from areal_agents.algorithms.placement import place
-from areal_agents.algorithms.token_tree import Segment, TokenTree, build_forest, build_tree
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.model_inputs import ImageRows, image_rows, merge_keys, routed_rows
+from areal_agents.algorithms.packing.placement import place
+from areal_agents.algorithms.packing.token_tree import Segment, TokenTree, build_forest, build_tree
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 

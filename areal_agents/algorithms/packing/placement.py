@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.balance import balance, imbalance
-from areal_agents.algorithms.flops import ModelShape
-from areal_agents.algorithms.token_tree import PrefixForest
+from areal_agents.algorithms.packing.balance import balance, imbalance
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.token_tree import PrefixForest
 
 TOLERANCE = 0.03  # of rank imbalance: below it no cluster is cut for the sake of balance
 LIMITS = 6  # on the cost of a piece: none, then that of a micro-batch and its halves
