@@ -1,4 +1,4 @@
-"""The algorithm's settings. Each is one part of the method; a preset chooses the parts of a paper.
+"""The algorithm's settings: a choice of parts, each with its own settings, which a preset fills.
 
 What is given wins over the preset. A combination in which a setting would do nothing, or contradict
 another, is refused with the reason.
@@ -6,129 +6,92 @@ another, is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from areal_agents.algorithms.credit.estimators import (
+    Estimator,
+    GaeEstimator,
+    GroupEstimator,
+    NoEstimator,
+)
+from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, StepNormalized
+from areal_agents.algorithms.credit.rewards import NoLengthPenalty, RewardShaping
+from areal_agents.algorithms.credit.trained import TrainedTurns
+from areal_agents.algorithms.losses.correction import Correction, NoCorrection, TruncateCorrection
+from areal_agents.algorithms.losses.kl import KlInReward, KlPlace, NoKl
+from areal_agents.algorithms.losses.normalization import Normalization, TokenMean
+from areal_agents.algorithms.losses.ppo import PpoLoss
+from areal_agents.algorithms.losses.registry import PolicyLoss
+from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TrustRegion
+from areal_agents.algorithms.parts import differing, fill, kind_given
 from areal_agents.algorithms.presets import preset_values
-from areal_agents.algorithms.rules import contradictions, idle_settings, without_idle
 
-Estimator = Literal["group", "gae", "none"]
-NormLevel = Literal["group", "batch", "none"]
-StdEstimator = Literal["sample", "population"]
-GaeLevel = Literal["token", "turn"]
-PolicyLoss = Literal["ppo", "gspo", "cispo", "sapo", "sft", "dpo"]
-LossNormalization = Literal["token", "sequence_mean", "sequence_sum", "constant"]
 Proximal = Literal["batch", "behavior"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
-CorrectionAction = Literal["truncate", "mask"]
-KlPlace = Literal["none", "reward", "loss"]
-KlEstimator = Literal["k1", "k2", "k3"]
 
 
 class AlgorithmConfig(BaseModel):
-    """Decoupled PPO with group-relative advantages unless a preset or a field says otherwise."""
+    """Decoupled PPO with group-relative advantages unless a preset or a setting says otherwise.
+
+    Settings can be given flat (`clip_high=0.3`) or under their part (`policy_loss={"kind": "ppo",
+    "clip_high": 0.3}`); see `parts.fill`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: str = Field(default="decoupled_ppo", description="The algorithm that fills what is not given.")
 
     estimator: Estimator = Field(
-        default="group", description="Advantages against the group, by a critic (gae), or none (sft, dpo)."
+        default_factory=GroupEstimator,
+        description="How advantages are made: against the group, by a critic (gae), or not at all (none).",
     )
-    advantage_mean: NormLevel = Field(default="group", description="Where the subtracted mean is taken.")
-    advantage_std: NormLevel = Field(default="group", description="Where the dividing deviation is taken.")
-    std_estimator: StdEstimator = Field(
-        default="sample", description="sample divides by n - 1 (as torch.std does), population by n."
+    rewards: RewardShaping = Field(
+        default_factory=RewardShaping, description="How given rewards become those that are trained on."
     )
-    leave_one_out: bool = Field(
-        default=False, description="The subtracted mean is over the other episodes only (RLOO)."
+    policy_loss: PolicyLoss = Field(default_factory=PpoLoss, description="The policy's loss.")
+    correction: Correction = Field(
+        default_factory=TruncateCorrection,
+        description="A weight proximal/behavior out of bounds is truncated, or its tokens are masked (mask).",
     )
-    gae_lambda: float = Field(default=1.0, ge=0, le=1, description="λ of GAE.")
-    gae_discount: float = Field(default=1.0, ge=0, le=1, description="γ of GAE, per token or per turn.")
-    gae_level: GaeLevel = Field(default="token", description="Whether a step of GAE is a token or a turn.")
-    turn_discount: float = Field(
-        default=1.0, ge=0, le=1, description="Discount of rewards of later turns along a branch."
+    trust_region: TrustRegion = Field(
+        default_factory=NoTrustRegion, description="Which tokens of a minibatch keep their gradient."
     )
-
-    reward_scale: float = Field(default=1.0, gt=0, description="Every reward is multiplied by it.")
-    reward_bias: float = Field(default=0.0, description="Added to the episode reward before the scale.")
-    reward_clip: float | None = Field(
-        default=None, gt=0, description="Scaled rewards are clipped to ± this; absent: not clipped."
+    loss_normalization: Normalization = Field(
+        default_factory=TokenMean,
+        description="Mean over tokens; over episodes of their mean or sum; or a constant.",
     )
-    overlong_limit: int | None = Field(
-        default=None, ge=1, description="Sampled tokens of an episode at which the length penalty is full."
+    kl_in: KlPlace = Field(
+        default_factory=NoKl, description="Where the KL to the reference policy is charged: reward, loss."
     )
-    overlong_buffer: int = Field(
-        default=0, ge=0, description="The penalty grows linearly over this many tokens before the limit."
-    )
-    overlong_factor: float = Field(default=1.0, gt=0, description="The full length penalty.")
-    drop_equal_groups: bool = Field(
-        default=True, description="Leave out groups whose episodes all have one score."
-    )
-    refill_equal_groups: bool = Field(
-        default=False, description="Lease other groups in the place of those (DAPO's dynamic sampling)."
-    )
-
-    policy_loss: PolicyLoss = Field(default="ppo", description="The policy's loss.")
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="The ratio is clipped at 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high.")
-    dual_clip: float | None = Field(
-        default=None, gt=1, description="For negative advantages the objective is at least this times them."
-    )
-    sapo_tau_positive: float = Field(default=1.0, gt=0, description="SAPO's τ at positive advantages.")
-    sapo_tau_negative: float = Field(default=1.05, gt=0, description="SAPO's τ at negative advantages.")
-    m2po_threshold: float | None = Field(
-        default=None, gt=0, description="Mean squared log-ratio that M2PO leaves in a batch."
-    )
-    loss_normalization: LossNormalization = Field(
-        default="token", description="Mean over tokens; over sequences of their mean or sum; or a constant."
-    )
-    loss_constant: int | None = Field(
-        default=None, ge=1, description="Tokens that a sequence's sum is divided by (constant)."
-    )
-    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
-    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
 
     proximal: Proximal = Field(
         default="batch",
         description="The policy that updates stay near. batch: the weights when the batch begins (decoupled "
         "PPO). behavior: what sampled the token (naive PPO).",
     )
-    correction_level: CorrectionLevel = Field(
-        default="token",
-        description="The weight proximal/behavior: per token, sequence, or its geometric mean.",
+    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
+    entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    drop_equal_groups: bool = Field(
+        default=True, description="Leave out groups whose episodes have nothing to tell apart."
     )
-    correction_action: CorrectionAction = Field(
-        default="truncate", description="A weight out of bounds is truncated, or its tokens are masked."
+    refill_equal_groups: bool = Field(
+        default=False, description="Lease other groups in the place of those (DAPO's dynamic sampling)."
     )
-    weight_cap: float = Field(default=5.0, gt=0, description="Upper bound of the weight proximal/behavior.")
-    weight_floor: float = Field(default=0.0, ge=0, description="Lower bound of the weight (mask only).")
-    veto: float | None = Field(
-        default=None, gt=0, lt=1, description="A sequence with a token's weight below it is left out."
+    truncated: Literal["score", "mask"] = Field(
+        default="score",
+        description="Turns of truncated episodes are trained with the score that they have, or not trained "
+        "(mask); their score stays in the baseline either way.",
     )
-
-    kl_in: KlPlace = Field(default="none", description="Where the KL to the reference policy is charged.")
-    kl_estimator: KlEstimator = Field(default="k3", description="The estimate of that KL per token.")
-    kl_coefficient: float = Field(default=0.0, ge=0, description="Weight of that KL.")
-
-    value_clip: float | None = Field(
-        default=None, gt=0, description="Values move at most this far from the old ones in the value loss."
-    )
-    value_coefficient: float = Field(default=1.0, gt=0, description="Weight of the value loss.")
-
     train_constrained: bool = Field(
-        default=False, description="Train turns drawn under a grammar or with a sampling pin lifted."
+        default=False, description="Train turns sampled under a grammar or with a sampling pin lifted."
     )
     exclude_labels: tuple[str, ...] = Field(
         default=(),
         description="Turns with these labels are credited, not trained; sub-agent/* means every sub-agent.",
     )
-    sft_min_score: float | None = Field(
-        default=None, description="SFT on episodes of at least this score; absent: on the best of each group."
-    )
-    dpo_beta: float = Field(default=0.1, gt=0, description="β of DPO.")
 
     @model_validator(mode="before")
     @classmethod
@@ -141,37 +104,163 @@ class AlgorithmConfig(BaseModel):
             raise ValueError(f"expected the name of a preset or a mapping of settings, got {given!r}")
         name = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str):
-            return given
-        return without_idle(preset_values(name), given, cls._defaults())
+            raise ValueError(f"preset: expected the name of a preset as a string, got {name!r}")
+        preset = dict(preset_values(name))
+        loss = kind_given(cls, "policy_loss", given, preset)
+        if loss is not None:
+            preset |= getattr(loss, "implies", {})
+        if given.get("proximal") == "behavior":
+            preset["correction"] = "none"
+        if given.get("drop_equal_groups") is False:
+            preset["refill_equal_groups"] = False
+        return {**fill(cls, given, preset), "preset": name}
 
     @model_validator(mode="after")
     def _check_combination(self) -> AlgorithmConfig:
-        values = {name: getattr(self, name) for name in type(self).model_fields}
-        faults = [*idle_settings(values, self._defaults()).values(), *contradictions(values)]
-        if faults:
+        if faults := [*self._faults()]:
             raise ValueError("; ".join(faults))
+        estimator = self.estimator
+        if isinstance(estimator, GaeEstimator) and estimator.value_clip and self.minibatches == 1:
+            warnings.warn(
+                "algorithm.value_clip does nothing with algorithm.minibatches: 1, where no value has moved "
+                "yet; raise minibatches, or leave value_clip out",
+                stacklevel=2,
+            )
         return self
 
-    @classmethod
-    def _defaults(cls) -> dict[str, Any]:
-        return {name: field.default for name, field in cls.model_fields.items()}
+    def _faults(self) -> Iterator[str]:
+        """What this combination is wrong about, a sentence each."""
+        loss, estimator = self.policy_loss, self.estimator
+        if loss.uses_advantages == isinstance(estimator, NoEstimator):
+            needs = "needs some (group, gae)" if loss.uses_advantages else "has none (estimator: none)"
+            yield f"estimator: {estimator.kind} does not go with policy_loss: {loss.kind}, which {needs}"
+        if loss.is_supervised:
+            yield from self._supervised_faults()
+        else:
+            yield from self._reward_faults()
+            yield from self._policy_faults()
+        if self.refill_equal_groups and not self.drop_equal_groups:
+            yield "refill_equal_groups needs drop_equal_groups, no group is missing otherwise"
+
+    def _supervised_faults(self) -> Iterator[str]:
+        """Settings of policy gradients beside a loss that has neither advantages nor a behavior policy."""
+        fields = type(self).model_fields
+        for name in (
+            "rewards", "correction", "trust_region", "kl_in", "proximal", "entropy_coefficient",
+            "drop_equal_groups", "refill_equal_groups",
+        ):  # fmt: skip
+            standard, value = fields[name].get_default(call_default_factory=True), getattr(self, name)
+            if name == "correction":
+                standard = NoCorrection()
+            if value == standard:
+                continue
+            changed = [(name, value)]
+            if isinstance(value, RewardShaping):
+                changed = [*differing(value, RewardShaping())]
+            for setting, chosen in changed:
+                shown = getattr(chosen, "kind", chosen)
+                yield (
+                    f"{setting}: {shown} has no meaning for {self.policy_loss.kind}, which learns from "
+                    "recorded episodes as they are, without advantages and without a behavior policy"
+                )
+        if self.policy_loss.kind == "dpo" and not isinstance(self.loss_normalization, TokenMean):
+            yield "loss_normalization has no meaning for dpo, whose loss is a mean over pairs"
+
+    def _reward_faults(self) -> Iterator[str]:
+        shaping, estimator = self.rewards, self.estimator
+        unclipped, in_reward = shaping.reward_clip is None, isinstance(self.kl_in, KlInReward)
+        if isinstance(estimator, GroupEstimator):
+            if shaping.reward_bias and unclipped and estimator.advantage_mean != "none":
+                yield (
+                    f"reward_bias: {shaping.reward_bias} is taken off again with the mean; it needs "
+                    "estimator: gae, advantage_mean: none, or a reward_clip"
+                )
+            alone = isinstance(shaping.length_penalty, NoLengthPenalty) and not in_reward
+            if shaping.reward_scale != 1 and unclipped and alone and estimator.advantage_std != "none":
+                yield (
+                    f"reward_scale: {shaping.reward_scale} is divided out again by the deviation; it needs "
+                    "advantage_std: none, a reward_clip, a length_penalty, or kl_in: reward"
+                )
+            if isinstance(estimator.credit, StepNormalized) and in_reward:
+                yield "credit: step_normalized does not go with kl_in: reward; use kl_in: loss"
+
+    def _policy_faults(self) -> Iterator[str]:
+        loss, region = self.policy_loss, self.trust_region
+        if not isinstance(region, NoTrustRegion) and loss.ratio_level != "token":
+            yield (
+                f"trust_region: {region.kind} chooses single tokens, but the ratio of {loss.kind} is of a "
+                f"{loss.ratio_level}"
+            )
+        if self.proximal == "behavior":
+            if not isinstance(region, NoTrustRegion) or isinstance(self.kl_in, KlInReward):
+                yield (
+                    "proximal: behavior has no weights of the batch to go by, which a trust_region and "
+                    "kl_in: reward need"
+                )
+            if not isinstance(self.correction, NoCorrection):
+                yield (
+                    f"correction: {self.correction.kind} corrects for the distance from proximal to "
+                    "behavior, which is none with proximal: behavior"
+                )
 
     @property
     def needs_critic(self) -> bool:
         """Whether a critic is trained."""
-        return self.estimator == "gae"
+        return isinstance(self.estimator, GaeEstimator)
 
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy is loaded."""
-        return self.kl_in != "none" or self.policy_loss == "dpo"
+        return not isinstance(self.kl_in, NoKl) or self.policy_loss.needs_reference
 
     @property
     def needs_token_credit(self) -> bool:
-        """Whether advantages wait for values or penalties: `token_credit.token_advantages` makes them."""
-        return self.estimator == "gae" or self.kl_in == "reward"
+        """Whether advantages wait for values or penalties: `credit.tokens.token_advantages` makes them."""
+        if isinstance(self.estimator, GroupEstimator) and self.estimator.advantage_statistics == "token":
+            return True
+        return self.needs_critic or isinstance(self.kl_in, KlInReward)
 
     @property
     def is_supervised(self) -> bool:
         """Whether it learns from recorded episodes as they are: no advantages, no off-policy weight."""
-        return self.policy_loss in ("sft", "dpo")
+        return self.policy_loss.is_supervised
+
+    @property
+    def looks_at_sequences(self) -> bool:
+        """Whether a part takes products or means over whole root-to-leaf paths."""
+        correction = self.correction
+        if self.policy_loss.ratio_level == "sequence":
+            return True
+        if isinstance(correction, NoCorrection):
+            return False
+        return correction.correction_level in ("sequence", "geometric") or correction.veto is not None
+
+    @property
+    def looks_at_turns(self) -> bool:
+        """Whether a part takes products or means over whole turns."""
+        correction = self.correction
+        if self.policy_loss.ratio_level == "turn":
+            return True
+        return not isinstance(correction, NoCorrection) and correction.correction_level in (
+            "turn",
+            "turn_geometric",
+        )
+
+    @property
+    def compares_scores(self) -> bool:
+        """Whether episodes of one score have nothing to tell apart, whatever their turns were given."""
+        estimator = self.estimator
+        if not isinstance(estimator, GroupEstimator):
+            return True
+        by_score = isinstance(estimator.credit, EpisodeCredit)
+        return by_score or (isinstance(estimator.credit, RewardToGo) and estimator.advantage_std != "none")
+
+    @property
+    def trained_turns(self) -> TrainedTurns:
+        """Which turns are trained; supervised losses need no sampling distribution."""
+        return TrainedTurns(
+            constrained=self.train_constrained,
+            greedy=self.is_supervised,
+            truncated=self.truncated == "score",
+            exclude_labels=self.exclude_labels,
+        )

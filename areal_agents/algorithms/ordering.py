@@ -1,28 +1,22 @@
-"""One order for what came in any: turns that an agent's calls recorded side by side, groups of a batch.
+"""One order for samples and groups that arrived in any order.
 
-Sums of floating-point numbers depend on their order. What is trained must not depend on which of two
-calls, or of two groups, was done first.
+Sums of floating-point numbers depend on their order. The gradient must not depend on which of two concurrent
+calls, or of two groups, was done first. Credit depends on the order of recording all the same, where the
+settings ask for it, so an episode keeps its turns in that order.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import replace
 
-from areal_agents.core.rollout import Episode, RolloutGroup
+from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.trajectory import Turn
 
 
 def ordered_groups(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
-    """By id, each with the turns of its episodes in `ordered_turns`."""
-    return sorted(
-        (
-            replace(group, rollouts=tuple(replace(r, episode=_ordered(r.episode)) for r in group.rollouts))
-            for group in groups
-        ),
-        key=lambda group: group.id,
-    )
+    """The groups by id."""
+    return sorted(groups, key=lambda group: group.id)
 
 
 def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
@@ -40,10 +34,6 @@ def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
         ordered.append(turn)
         left += sorted(children[turn.id], key=_content, reverse=True)
     return ordered
-
-
-def _ordered(episode: Episode) -> Episode:
-    return replace(episode, turns=tuple(ordered_turns(episode.turns)))
 
 
 def _content(turn: Turn) -> tuple[list[int], list[int], int]:

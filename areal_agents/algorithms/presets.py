@@ -1,7 +1,7 @@
-"""Published algorithms as choices of the parts in `AlgorithmConfig`: only what differs from its defaults.
+"""Published algorithms as choices of parts: only what differs from the defaults of `AlgorithmConfig`.
 
-The defaults are decoupled PPO. Every preset keeps its truncated weight π_prox/μ, which the papers,
-being synchronous, do not need: on-policy it is 1.
+The defaults are decoupled PPO. Every policy gradient preset keeps its truncated weight π_prox/μ, which the
+papers, being synchronous, do not need: on-policy it is 1.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **_RATIO,
             "clip_high": 0.28,
             "refill_equal_groups": True,
+            "length_penalty": "linear",
             "overlong_limit": 20_480,
             "overlong_buffer": 4_096,
             "overlong_factor": 1.0,
@@ -84,15 +85,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sapo_tau_negative": 1.05,
             "loss_normalization": "sequence_mean",
         },
-        "m2po": {**_RATIO, **_ALL_GROUPS, "m2po_threshold": 0.04},
-        "sft": {"estimator": "none", "policy_loss": "sft", "train_constrained": True},
-        "dpo": {"estimator": "none", "policy_loss": "dpo", "dpo_beta": 0.1, "train_constrained": True},
+        "m2po": {**_RATIO, **_ALL_GROUPS, "trust_region": "m2po", "m2po_threshold": 0.04},
+        "sft": {"policy_loss": "sft", "train_constrained": True},
+        "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1, "train_constrained": True},
     }
 )
 
 
 def preset_values(name: str) -> Mapping[str, Any]:
-    """The fields that a preset sets. ValueError, with the nearest name, if there is none of that name."""
+    """The settings of a preset. ValueError, with the nearest name, if there is none of that name."""
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
         raise ValueError(

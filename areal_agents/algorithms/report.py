@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import is_trained
-from areal_agents.algorithms.credit.rewards import sampled_tokens
+from areal_agents.algorithms.credit.advantages import all_equal
+from areal_agents.algorithms.credit.rewards import LinearLengthPenalty, sampled_tokens
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 
@@ -30,9 +29,9 @@ class BatchReport:
         rewards: the episode scores, group after group.
         solved_all, solved_some, solved_none: groups in which all episodes have one and the same
             positive score; in which scores differ; in which all have one score that is not positive.
-        dropped_groups: groups left out because all their scores are equal.
+        dropped_groups: groups left out because their episodes have nothing to tell apart.
         sampled_tokens: tokens that the policy sampled in the batch.
-        untrained_tokens: of these, the ones with mask 0 (constrained, aborted, excluded).
+        untrained_tokens: of these, the ones with mask 0 (constrained, aborted, excluded, truncated).
         routed_tokens: of all, those that the engine said by which experts they were predicted.
         turns, branches, truncated: totals over the episodes; a branch is a trajectory.
         forks: number of roots by the reason why they were forked.
@@ -40,7 +39,7 @@ class BatchReport:
         rewards_by_name: per reward name the mean, over the episodes that have it, of the episode's sum.
         episode_tokens: the tokens that the policy sampled in each episode, in the order of `rewards`.
         overlong: episodes with a length penalty.
-        equal_groups: the ids of the groups whose scores are all equal, left out or not.
+        equal_groups: the ids of the groups with nothing to tell apart, left out or not.
     """
 
     rewards: tuple[float, ...]
@@ -65,7 +64,7 @@ class BatchReport:
 def batch_report(
     groups: Sequence[RolloutGroup], equal_groups: Collection[str], config: AlgorithmConfig
 ) -> BatchReport:
-    """The report on a batch, of which the groups `equal_groups` have equal scores."""
+    """The report on a batch, of which the groups `equal_groups` have nothing to tell apart."""
     episodes = [rollout.episode for group in groups for rollout in group.rollouts]
     turns = [turn for episode in episodes for turn in episode.turns]
     scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
@@ -73,6 +72,7 @@ def batch_report(
     positive = [group[0] > 0 for group in scores]
     seen = [len({v for t in episode.turns for v in t.completion.versions.tolist()}) for episode in episodes]
     lengths = tuple(sampled_tokens(episode) for episode in episodes)
+    trained = sum(len(turn.completion) for e in episodes for turn in config.trained_turns.of(e))
     left_out = config.drop_equal_groups and not config.is_supervised
     return BatchReport(
         rewards=tuple(score for group in scores for score in group),
@@ -81,7 +81,7 @@ def batch_report(
         solved_none=sum(e and not p for e, p in zip(equal, positive, strict=True)),
         dropped_groups=len(equal_groups) if left_out else 0,
         sampled_tokens=sum(lengths),
-        untrained_tokens=sum(len(t.completion) for t in turns if not turn_is_trained(t, config)),
+        untrained_tokens=sum(lengths) - trained,
         routed_tokens=sum(_routed(turn) for turn in turns),
         turns=len(turns),
         branches=sum(len(episode.forest.leaves()) for episode in episodes),
@@ -92,16 +92,6 @@ def batch_report(
         episode_tokens=lengths,
         overlong=sum(_is_overlong(length, config) for length in lengths),
         equal_groups=tuple(group.id for group in groups if group.id in equal_groups),
-    )
-
-
-def turn_is_trained(turn: Turn, config: AlgorithmConfig) -> bool:
-    """Whether an algorithm trains a turn; the supervised ones need no sampling distribution."""
-    return is_trained(
-        turn,
-        train_constrained=config.train_constrained,
-        train_greedy=config.is_supervised,
-        exclude_labels=config.exclude_labels,
     )
 
 
@@ -136,6 +126,7 @@ def _by_name(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def _is_overlong(length: int, config: AlgorithmConfig) -> bool:
-    if config.overlong_limit is None:
+    penalty = config.rewards.length_penalty
+    if not isinstance(penalty, LinearLengthPenalty):
         return False
-    return length > config.overlong_limit - config.overlong_buffer
+    return length > penalty.overlong_limit - penalty.overlong_buffer

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.credit.advantages import Floats, all_equal, group_advantages
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import EpisodeCredit, owners, turn_returns
-from areal_agents.algorithms.report import BatchReport, batch_report, turn_is_trained
+from areal_agents.algorithms.credit.advantages import all_equal
+from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats, episode_rewards
 from areal_agents.algorithms.credit.selection import best_episodes, preference_pair
-from areal_agents.algorithms.credit.rewards import episode_credit
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.likelihood import SftLoss
+from areal_agents.algorithms.ordering import ordered_turns
+from areal_agents.algorithms.report import BatchReport, batch_report
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory
 from areal_agents.errors import TrainingError
-
-__all__ = ["BatchReport", "EpisodeCredit", "TrainingData", "build_training_data", "has_equal_scores"]
 
 _LARGEST_REWARD = 1e12  # as the proxy accepts: sums, and distances from a batch's mean, stay float32
 
@@ -34,14 +35,14 @@ class TrainingData:
     Attributes:
         samples: of the groups that are trained on; may be empty. Advantages are 0 where they wait for
             values or penalties (`AlgorithmConfig.needs_token_credit`).
-        credit: by episode id, of every episode, those of groups that were left out included.
+        rewards: by episode id, of every episode, those of groups that were left out included.
         group_scores: by group id the shaped scores of its episodes, [G].
         pairs: the ids of a chosen and a rejected episode each (DPO only).
         report: on the batch.
     """
 
     samples: tuple[TrainingSample, ...]
-    credit: Mapping[str, EpisodeCredit]
+    rewards: Mapping[str, EpisodeRewards]
     group_scores: Mapping[str, Floats]
     pairs: tuple[tuple[str, str], ...]
     report: BatchReport
@@ -61,17 +62,21 @@ def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig)
     if not groups:
         raise ValueError("a batch needs at least one group")
     _check(groups, config)
-    credit = {
-        rollout.episode.id: episode_credit(rollout.episode, group_id=group.id, config=config)
+    rewards = {
+        rollout.episode.id: episode_rewards(rollout.episode, group_id=group.id, shaping=config.rewards)
         for group in groups
         for rollout in group.rollouts
     }
     group_scores = {
-        group.id: np.array([credit[rollout.episode.id].score for rollout in group.rollouts])
+        group.id: np.array([rewards[rollout.episode.id].score for rollout in group.rollouts])
         for group in groups
     }
-    equal = frozenset(group.id for group in groups if has_equal_scores(group, config))
-    advantages, pairs = _turn_advantages(groups, credit, group_scores, config)
+    advantages, pairs = _turn_advantages(groups, rewards, group_scores, config)
+    equal = frozenset(
+        group.id for group in groups if _is_equal(group, group_scores[group.id], advantages, config)
+    )
+    if config.needs_token_credit:
+        advantages = {episode_id: np.zeros_like(values) for episode_id, values in advantages.items()}
     samples = [
         sample
         for group in groups
@@ -82,18 +87,21 @@ def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig)
             rollout.episode, advantages[rollout.episode.id], group_id=group.id, config=config
         )
     ]
-    return TrainingData(tuple(samples), credit, group_scores, pairs, batch_report(groups, equal, config))
+    return TrainingData(tuple(samples), rewards, group_scores, pairs, batch_report(groups, equal, config))
 
 
-def has_equal_scores(group: RolloutGroup, config: AlgorithmConfig) -> bool:
+def _is_equal(
+    group: RolloutGroup, shaped: Floats, advantages: Mapping[str, Floats], config: AlgorithmConfig
+) -> bool:
     """Whether a group has nothing to tell: its episodes' scores are equal, as given or as shaped.
 
     As given too, because all-solved episodes of different lengths are still all solved (DAPO, arXiv
-    2503.14476, eq. 11, which asks for correctness, not for the reward).
+    2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns are compared apart from
+    the score, episodes of one score can differ: then all advantages must be 0.
     """
-    given = [rollout.episode.score for rollout in group.rollouts]
-    shaped = [episode_credit(r.episode, group_id=group.id, config=config).score for r in group.rollouts]
-    return all_equal(given) or all_equal(shaped)
+    if not config.compares_scores:
+        return all(not advantages[rollout.episode.id].any() for rollout in group.rollouts)
+    return all_equal([rollout.episode.score for rollout in group.rollouts]) or all_equal(shaped)
 
 
 def episode_samples(
@@ -101,51 +109,71 @@ def episode_samples(
 ) -> list[TrainingSample]:
     """One sample per leaf of an episode; a turn's tokens have that turn's advantage in their owner.
 
+    A turn that several leaves share is owned by the first leaf that it leads to, and is thereby trained
+    exactly once. Leaves are in the order of `ordered_turns`.
+
     Args:
-        advantages: of the episode's turns, [turns].
+        advantages: of the episode's turns, [T] in recording order.
     """
-    owner = owners(episode)
     place = {turn.id: index for index, turn in enumerate(episode.turns)}
+    trained = {turn.id for turn in config.trained_turns.of(episode)}
+    owned: set[str] = set()
     samples = []
-    for trajectory in episode.forest.trajectories():
-        leaf = trajectory.turns[-1].id
-        trained = [owner[turn.id] == leaf and turn_is_trained(turn, config) for turn in trajectory.turns]
-        mask = trajectory.sampled_mask & np.array(trained)[trajectory.turn_index]
+    for trajectory in _trajectories(episode):
+        ids = [turn.id for turn in trajectory.turns]
+        here = np.array([turn_id in trained and turn_id not in owned for turn_id in ids])
+        elsewhere = np.array([turn_id in trained and turn_id in owned for turn_id in ids])
+        owned.update(ids)
+        mask = trajectory.sampled_mask & here[trajectory.turn_index]
+        prefix = None
+        if config.looks_at_sequences and elsewhere.any():
+            prefix = trajectory.sampled_mask & elsewhere[trajectory.turn_index]
         if mask.any():
-            places = np.array([place[turn.id] for turn in trajectory.turns], np.int32)
-            samples.append(_sample(trajectory, mask, places, advantages, episode.id, group_id, config))
+            places = np.array([place[turn_id] for turn_id in ids], np.int32)
+            samples.append(
+                _sample(trajectory, mask, prefix, places, advantages, episode.id, group_id, config)
+            )
     return samples
+
+
+def _trajectories(episode: Episode) -> list[Trajectory]:
+    """The root-to-leaf paths of an episode, in an order that follows from the turns alone."""
+    turns = ordered_turns(episode.turns)
+    by_id = {turn.id: turn for turn in turns}
+    continued = {turn.parent for turn in turns}
+    paths = []
+    for leaf in turns:
+        if leaf.id in continued:
+            continue
+        path = [leaf]
+        while path[-1].parent is not None:
+            path.append(by_id[path[-1].parent])
+        paths.append(Trajectory(tuple(reversed(path))))
+    return paths
 
 
 def _turn_advantages(
     groups: Sequence[RolloutGroup],
-    credit: Mapping[str, EpisodeCredit],
+    rewards: Mapping[str, EpisodeRewards],
     group_scores: Mapping[str, Floats],
     config: AlgorithmConfig,
 ) -> tuple[dict[str, Floats], tuple[tuple[str, str], ...]]:
     """By episode id the advantages of its turns, of the episodes that are trained; and DPO's pairs."""
     ids = [[rollout.episode.id for rollout in group.rollouts] for group in groups]
-    if config.policy_loss == "sft":
+    if isinstance(config.policy_loss, SftLoss):
         chosen = [
             members[place]
             for group, members in zip(groups, ids, strict=True)
-            for place in best_episodes(group_scores[group.id], min_score=config.sft_min_score)
+            for place in best_episodes(group_scores[group.id], min_score=config.policy_loss.sft_min_score)
         ]
-        return {episode_id: np.ones(len(credit[episode_id].parents)) for episode_id in chosen}, ()
-    if config.policy_loss == "dpo":
+        return {episode_id: np.ones(len(rewards[episode_id].turns)) for episode_id in chosen}, ()
+    if isinstance(config.policy_loss, DpoLoss):
         pairs = _pairs(groups, group_scores, config)
         signs = {best: 1.0 for best, _ in pairs} | {worst: -1.0 for _, worst in pairs}
-        return {i: np.full(len(credit[i].parents), sign) for i, sign in signs.items()}, pairs
-    if config.needs_token_credit:
-        return {episode_id: np.zeros(len(known.parents)) for episode_id, known in credit.items()}, ()
-    by_group = group_advantages(
-        [[turn_returns(credit[i], turn_discount=config.turn_discount) for i in members] for members in ids],
-        [group_scores[group.id] for group in groups],
-        mean=config.advantage_mean,
-        std=config.advantage_std,
-        std_estimator=config.std_estimator,
-        leave_one_out=config.leave_one_out,
-    )
+        return {i: np.full(len(rewards[i].turns), sign) for i, sign in signs.items()}, pairs
+    if not isinstance(config.estimator, GroupEstimator):
+        return {episode_id: np.zeros(len(known.turns)) for episode_id, known in rewards.items()}, ()
+    by_group = config.estimator.turn_advantages([[rewards[i] for i in members] for members in ids])
     return {
         episode_id: values
         for members, advantages in zip(ids, by_group, strict=True)
@@ -159,7 +187,7 @@ def _pairs(
     pairs = []
     for group in groups:
         episodes = [rollout.episode for rollout in group.rollouts]
-        usable = [any(len(t.completion) and turn_is_trained(t, config) for t in e.turns) for e in episodes]
+        usable = [any(len(turn.completion) for turn in config.trained_turns.of(e)) for e in episodes]
         pair = preference_pair(group_scores[group.id], usable=usable)
         if pair is not None:
             pairs.append((episodes[pair[0]].id, episodes[pair[1]].id))
@@ -169,6 +197,7 @@ def _pairs(
 def _sample(
     trajectory: Trajectory,
     mask: npt.NDArray[np.bool_],
+    prefix: npt.NDArray[np.bool_] | None,
     places: npt.NDArray[np.int32],
     advantages: Floats,
     episode_id: str,
@@ -179,7 +208,7 @@ def _sample(
     turn_index = places[trajectory.turn_index]
     temperatures = trajectory.temperatures
     routing = trajectory.routed_experts
-    if config.is_supervised:  # the policy is fitted as it is, however the episode was drawn
+    if config.is_supervised:  # the policy is fitted as it is, however the episode was sampled
         temperatures = np.ones_like(temperatures)
         routing = None
     return TrainingSample(
@@ -192,19 +221,21 @@ def _sample(
         turn_index=np.where(trajectory.sampled_mask, turn_index, -1).astype(np.int32)[:end],
         episode_id=episode_id,
         group_id=group_id,
+        prefix_mask=None if prefix is None else prefix[:end],
         routed_experts=None if routing is None else routing[:end],
     )
 
 
 def _check(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> None:
     seen: set[tuple[str, str]] = set()
+    leaves_out = isinstance(config.estimator, GroupEstimator) and config.estimator.leave_one_out
     for group in groups:
         ids = [("group", group.id), *(("episode", rollout.episode.id) for rollout in group.rollouts)]
         for kind, known in ids:
             if (kind, known) in seen:
                 raise TrainingError(f"group {group.id}: {kind} {known} is in the batch twice")
             seen.add((kind, known))
-        if config.leave_one_out and len(group.rollouts) < 2:
+        if leaves_out and len(group.rollouts) < 2:
             raise TrainingError(
                 f"group {group.id} has one episode, and leave_one_out needs another to compare it with; "
                 "raise rollout.group_size"
@@ -222,9 +253,9 @@ def _check_episode(episode: Episode, group_id: str) -> None:
                 f"{_LARGEST_REWARD:g}"
             )
     for turn in episode.turns:
-        drawn = turn.completion
-        if not len(drawn.token_ids) == len(drawn.logprobs) == len(drawn.versions):
+        sampled = turn.completion
+        if not len(sampled.token_ids) == len(sampled.logprobs) == len(sampled.versions):
             raise TrainingError(
-                f"{where}, turn {turn.id}: {len(drawn.token_ids)} token ids, {len(drawn.logprobs)} "
-                f"logprobs and {len(drawn.versions)} versions; a completion has one of each per token"
+                f"{where}, turn {turn.id}: {len(sampled.token_ids)} token ids, {len(sampled.logprobs)} "
+                f"logprobs and {len(sampled.versions)} versions; a completion has one of each per token"
             )

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.report import turn_is_trained
+from areal_agents.algorithms.credit.rewards import sampled_tokens
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
@@ -72,14 +72,19 @@ def mask_stale(
                 f"group {sample.group_id}, episode {sample.episode_id}: a token of version "
                 f"{version - trained.min()}, but the trainer is at version {version}"
             )
-        stale = sample.loss_mask & (staleness > max_staleness)
-        masked += int(stale.sum())
+        stale = sample.scored_mask & (staleness > max_staleness)
+        masked += int((stale & sample.loss_mask).sum())
         if not stale.any():
             kept.append(sample)
         elif (sample.loss_mask & ~stale).any():
-            mask = sample.loss_mask & ~stale
+            mask, prefix = sample.loss_mask & ~stale, sample.prefix_mask
             kept.append(
-                replace(sample, loss_mask=mask, advantages=np.where(mask, sample.advantages, np.float32(0)))
+                replace(
+                    sample,
+                    loss_mask=mask,
+                    prefix_mask=None if prefix is None else prefix & ~stale,
+                    advantages=np.where(mask, sample.advantages, np.float32(0)),
+                )
             )
     return kept, StalenessReport(
         staleness=_ages(kept, version), masked_tokens=masked, dropped_samples=len(samples) - len(kept)
@@ -121,8 +126,8 @@ def is_stale(
 ) -> bool:
     """Whether a group cannot be trained on at `version`: of the tokens that would be trained all are beyond
     the bound or, with `drop`, any is."""
-    turns = (turn for rollout in group.rollouts for turn in rollout.episode.turns)
-    trained = [turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm)]
+    rule = algorithm.trained_turns
+    trained = [t.completion.versions for rollout in group.rollouts for t in rule.of(rollout.episode)]
     versions = np.concatenate([*trained, np.empty(0, np.int32)])
     if max_staleness is None or not versions.size:
         return False
@@ -145,13 +150,12 @@ def episode_tokens(
     """What staleness cost each episode of a group; all that could be trained if the group was `dropped`."""
     counted = []
     for rollout in group.rollouts:
-        turns = rollout.episode.turns
-        drawn = [turn.completion.versions for turn in turns if turn_is_trained(turn, algorithm)]
-        trainable = sum(map(len, drawn))
+        versions = [turn.completion.versions for turn in algorithm.trained_turns.of(rollout.episode)]
+        trainable = sum(map(len, versions))
         beyond = 0
         if max_staleness is not None:
-            beyond = sum(int((version - versions > max_staleness).sum()) for versions in drawn)
-        sampled = sum(len(turn.completion) for turn in turns)
+            beyond = sum(int((version - of_turn > max_staleness).sum()) for of_turn in versions)
+        sampled = sampled_tokens(rollout.episode)
         counted.append(EpisodeTokens(sampled, trainable, trainable if dropped else beyond))
     return counted
 

@@ -162,7 +162,7 @@ class Bench:
         started = time.perf_counter()
         for count in RANKS:
             batches = pack(samples, token_budget=budget, ranks=count, share_prefixes=False, shape=self._shape)
-            used = [len(batch.input_ids) for batch in batches if batch.trained_tokens]
+            used = [len(batch.input_ids) for batch in batches if batch.scored_tokens]
             fills.append(sum(used) / len(used) / budget)
             costs = [batch.forward_flops(self._shape) for batch in batches]
             imbalances.append(imbalance([sum(costs[rank::count]) for rank in range(count)]))

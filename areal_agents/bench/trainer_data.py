@@ -22,7 +22,9 @@ from areal_agents.core.trajectory import Turn
 
 Lengths = npt.NDArray[np.int64]
 
-ALGORITHM = AlgorithmConfig(preset="dapo", minibatches=1, overlong_limit=None, refill_equal_groups=False)
+ALGORITHM = AlgorithmConfig.model_validate(
+    {"preset": "dapo", "minibatches": 1, "length_penalty": "none", "refill_equal_groups": False}
+)
 FIRST_TOKEN = 4  # ids below it are the tokenizer's own
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.losses.objective import policy_loss
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.bench.trainer_data import ALGORITHM
 from areal_agents.core.sample import TrainingSample
@@ -111,12 +111,12 @@ class PaddedLoop:
         current = logprobs[mask]
         loss, _ = policy_loss(
             current,
+            Objective.of(ALGORITHM),
             proximal=current.detach(),
             behavior=trained("behavior_logprobs"),
             advantages=trained("advantages"),
             loss_weights=torch.full_like(current, 1 / total),
             sequence_ids=torch.arange(len(samples), device=ids.device)[:, None].expand_as(mask)[mask],
-            algorithm=ALGORITHM,
         )
         return loss
 

@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.losses.correction import NoCorrection
+from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.inference.routing import expert_layout
 
 if TYPE_CHECKING:
@@ -71,8 +74,8 @@ def _loop_faults(config: Config) -> Iterator[str]:
             yield "rollout.on_stale: downweight does nothing at max_staleness: 0, where every token counts 1"
         if config.algorithm.is_supervised:
             yield (
-                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss}, which does "
-                "not ask which policy sampled a token; use mask, wait or drop"
+                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss.kind}, which "
+                "does not ask which policy sampled a token; use mask, wait or drop"
             )
     held = "rollout.on_stale: wait" if rollout.on_stale == "wait" else f"loop: {config.loop}"
     holds = rollout.on_stale == "wait" or config.loop == "one_step_off"
@@ -107,11 +110,11 @@ def _model_faults(config: Config) -> Iterator[str]:
 def _algorithm_faults(config: Config) -> Iterator[str]:
     """What the algorithm asks of the ranks and of the groups that the config does not give it."""
     trainer, algorithm = config.trainer, config.algorithm
-    by_sequence = {
-        f"policy_loss: {algorithm.policy_loss}": algorithm.policy_loss == "gspo",
-        f"correction_level: {algorithm.correction_level}": algorithm.correction_level != "token",
-        f"veto: {algorithm.veto}": algorithm.veto is not None,
-    }
+    loss, estimator = algorithm.policy_loss, algorithm.estimator
+    by_sequence = {f"policy_loss: {loss.kind}": loss.ratio_level != "token"}
+    if not isinstance(algorithm.correction, NoCorrection):
+        level, veto = algorithm.correction.correction_level, algorithm.correction.veto
+        by_sequence |= {f"correction_level: {level}": level != "token", f"veto: {veto}": veto is not None}
     if trainer.context_parallel > 1:
         for part, needs_sequences in by_sequence.items():
             if needs_sequences:
@@ -122,13 +125,13 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
     if config.data.episodes or config.rollout.group_size > 1:
         return
     alone = "rollout.group_size: 1 leaves an episode without others to be compared with, "
-    if algorithm.policy_loss == "dpo":
+    if isinstance(loss, DpoLoss):
         yield alone + "and dpo needs pairs; use at least 2"
-    elif algorithm.estimator == "group":
+    elif isinstance(estimator, GroupEstimator):
         parts = {
-            "advantage_mean: group": algorithm.advantage_mean == "group",
-            "advantage_std: group": algorithm.advantage_std == "group",
-            "leave_one_out": algorithm.leave_one_out,
+            "advantage_mean: group": estimator.advantage_mean == "group",
+            "advantage_std: group": estimator.advantage_std == "group",
+            "leave_one_out": estimator.leave_one_out,
             "drop_equal_groups": algorithm.drop_equal_groups,
         }
         for part in (name for name, used in parts.items() if used):

@@ -8,10 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from areal_agents.algorithms.parts import alternatives
+
 
 def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
     """One fault of a tree that `root` refused; for an unknown key, with the nearest known one."""
-    location = [str(part) for part in fault["loc"]]
+    location = _without_kinds(root, [str(part) for part in fault["loc"]])
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
         known = _known_keys(root, location[:-1])
@@ -27,6 +29,18 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
     if fault["type"] == "value_error":
         return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
     return f"{key}: {fault['msg']} (got {fault['input']!r})"
+
+
+def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:
+    """A location as a config file has it: without the kinds by which alternative parts are told apart."""
+    field = model.model_fields.get(location[0]) if model and location else None
+    if field is None:
+        return location
+    first, rest = location[0], location[1:]
+    parts = alternatives(field)
+    if rest and rest[0] in parts:
+        return [first, *_without_kinds(parts[rest[0]], rest[1:])]
+    return [first, *_without_kinds(_model_in(field.annotation), rest)]
 
 
 def _known_keys(model: type[BaseModel], location: Iterable[str]) -> list[str]:

@@ -32,8 +32,9 @@ def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) 
     """Put what `nested` holds at `key` into `tree`."""
     for part in key[:-1]:
         nested = nested[part]
-        if part == "algorithm" and isinstance(tree.get(part), str):  # a preset's name is short for this
-            tree[part] = {"preset": tree[part]}
+        # A string is short for a preset, or for the kind of one of its parts.
+        if key[0] == "algorithm" and isinstance(tree.get(part), str):
+            tree[part] = {"preset" if part == "algorithm" else "kind": tree[part]}
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]

@@ -48,6 +48,8 @@ class TrainingSample:
         advantages: 0 where the mask is False.
         turn_index: the token's turn as an index into `Episode.turns`, -1 where not sampled.
         episode_id, group_id: where it comes from, for errors and metrics.
+        prefix_mask: True where the token is trained, by another sample that shares this prefix; set only
+            where a loss or a correction looks at whole paths, else None.
         images: in the order of the image tokens.
         routed_experts: [L, layers, k] the experts that the engine chose, None where it did not say.
     """
@@ -61,6 +63,7 @@ class TrainingSample:
     turn_index: npt.NDArray[np.int32]
     episode_id: str
     group_id: str
+    prefix_mask: npt.NDArray[np.bool_] | None = None
     images: tuple[ImageInput, ...] = ()
     routed_experts: npt.NDArray[np.int16] | None = None
 
@@ -75,6 +78,8 @@ class TrainingSample:
             "advantages",
             "turn_index",
         ]
+        if self.prefix_mask is not None:
+            names.append("prefix_mask")
         if self.routed_experts is not None:
             names.append("routed_experts")
             if self.routed_experts.ndim != 3:
@@ -84,7 +89,9 @@ class TrainingSample:
         lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1 or not lengths["token_ids"]:
             raise ValueError(f"{where}: misaligned arrays {lengths}")
-        if self.loss_mask[0]:
+        if self.prefix_mask is not None and (self.prefix_mask & self.loss_mask).any():
+            raise ValueError(f"{where}: a token that is trained both here and by another sample")
+        if self.scored_mask[0]:
             raise ValueError(f"{where}: the first token has no prediction to train")
         if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
             raise ValueError(f"{where}: a non-finite advantage or logprob")
@@ -93,3 +100,8 @@ class TrainingSample:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def scored_mask(self) -> npt.NDArray[np.bool_]:
+        """[L] True where the token's logprob is computed: the trained tokens, and those of `prefix_mask`."""
+        return self.loss_mask if self.prefix_mask is None else self.loss_mask | self.prefix_mask

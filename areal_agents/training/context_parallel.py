@@ -45,12 +45,14 @@ def local_share(
         position_ids=padded.position_ids[rows],
         predictor_rows=batch.predictor_rows[mine] - start,
         target_ids=batch.target_ids[mine],
+        trained=batch.trained[mine],
         behavior_logprobs=batch.behavior_logprobs[mine],
         temperatures=batch.temperatures[mine],
         advantages=batch.advantages[mine],
         loss_weights=batch.loss_weights[mine],
         versions=batch.versions[mine],
         sample_index=batch.sample_index[mine],
+        turn_ids=batch.turn_ids[mine],
         context_group=group,
     )
 

@@ -1,6 +1,7 @@
 """A batch laid out for its passes: minibatches, this rank's micro-batches, and each token's place.
 
-The trained tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample.
+The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. All of
+them are trained, but for those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`).
 What a pass says of them is one array [M], whole and equal on every rank, so everything that is
 computed from it is equal too. A micro-batch takes its share by the places of its tokens.
 """
@@ -15,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.packing.flops import ModelShape
-from areal_agents.algorithms.packing.minibatches import split_minibatches
-from areal_agents.algorithms.losses.normalization import loss_weights
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
+from areal_agents.algorithms.packing.minibatches import split_minibatches
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.algorithms.staleness import age_weights
 from areal_agents.core.sample import TrainingSample
@@ -31,7 +32,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """One micro-batch of this rank; `places` [N] int64 are those of its trained tokens in the batch."""
+    """One micro-batch of this rank; `places` [N] int64 are those of its scored tokens in the batch."""
 
     batch: MicroBatch
     places: Tensor
@@ -59,7 +60,7 @@ class Load:
     Attributes:
         microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
             would be without shared prefixes.
-        trained_tokens: with a logprob.
+        scored_tokens: with a logprob.
         fill: model tokens / room in the micro-batches that train something.
         imbalance: FLOPs of the busiest rank / mean − 1, where a minibatch ends for all at once.
         rank_tokens: model tokens by data rank.
@@ -69,7 +70,7 @@ class Load:
     microbatches: int
     model_tokens: int
     sample_tokens: int
-    trained_tokens: int
+    scored_tokens: int
     fill: float
     imbalance: float
     rank_tokens: tuple[int, ...]
@@ -92,8 +93,8 @@ class Plan:
 
 
 def by_sample(values: Tensor, samples: Sequence[TrainingSample]) -> list[Floats]:
-    """Values of the trained tokens of these samples, one after the other, as an array [N_s] per sample."""
-    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    """Values of the scored tokens of these samples, one after the other, as an array [N_s] per sample."""
+    counts = [int(sample.scored_mask.sum()) for sample in samples]
     return np.split(values.float().cpu().numpy(), np.cumsum(counts)[:-1])
 
 
@@ -121,7 +122,7 @@ def lay_out(
     if not data.samples:
         raise ValueError("there is no sample to train on")
     count = algorithm.minibatches
-    if algorithm.policy_loss == "dpo":  # whole groups, since a pair lies within one
+    if isinstance(algorithm.policy_loss, DpoLoss):  # whole groups, since a pair lies within one
         count = min(count, len({sample.group_id for sample in data.samples}))
     parts = split_minibatches(data.samples, count, seed=seed)
     packed = [
@@ -147,13 +148,13 @@ def lay_out(
 def _loss_weights(
     part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
 ) -> list[Floats]:
-    if algorithm.policy_loss == "dpo":  # its coefficients are already those of a mean over pairs
+    if isinstance(algorithm.policy_loss, DpoLoss):  # its coefficients are already those of a mean over pairs
         return [np.ones(int(sample.loss_mask.sum()), np.float32) for sample in part]
-    weights = loss_weights(part, mode=algorithm.loss_normalization, constant=algorithm.loss_constant)
+    weights = algorithm.loss_normalization.weights(part)
     if downweight_at is None:
         return weights
     return [
-        weight * age_weights(sample.versions[sample.loss_mask], version=downweight_at)
+        weight * age_weights(sample.versions[sample.scored_mask], version=downweight_at)
         for weight, sample in zip(weights, part, strict=True)
     ]
 
@@ -161,7 +162,7 @@ def _loss_weights(
 def _minibatch(
     part: Sequence[TrainingSample], batches: Sequence[MicroBatch], start: int, ranks: Ranks
 ) -> Minibatch:
-    counts = [int(sample.loss_mask.sum()) for sample in part]
+    counts = [int(sample.scored_mask.sum()) for sample in part]
     starts = start + np.cumsum([0, *counts[:-1]])
     work = []
     for batch in batches[ranks.data_rank :: ranks.data_count]:
@@ -177,13 +178,13 @@ def _minibatch(
 def _places(
     batch: MicroBatch, part: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """[N] the place of each trained token: its sample's start, and the trained tokens before it there."""
+    """[N] the place of each scored token: its sample's start, and the scored tokens before it there."""
     owners = batch.sample_index.numpy()
     positions = batch.position_ids[batch.predictor_rows].numpy() + 1
     places = np.empty(len(owners), np.int64)
     for owner in np.unique(owners):
         own = owners == owner
-        before = np.cumsum(part[owner].loss_mask) - 1
+        before = np.cumsum(part[owner].scored_mask) - 1
         places[own] = starts[owner] + before[positions[own]]
     return places
 
@@ -192,7 +193,7 @@ def _load(
     packed: Sequence[Sequence[MicroBatch]], *, ranks: int, shape: ModelShape, token_budget: int
 ) -> Load:
     everything = [batch for batches in packed for batch in batches]
-    real = [len(batch.input_ids) for batch in everything if batch.trained_tokens]
+    real = [len(batch.input_ids) for batch in everything if batch.scored_tokens]
     flops = [[batch.forward_flops(shape) for batch in batches] for batches in packed]
     by_rank = [[sum(costs[rank::ranks]) for rank in range(ranks)] for costs in flops]
     whole = sum(map(sum, by_rank))
@@ -200,7 +201,7 @@ def _load(
         microbatches=len(everything),
         model_tokens=sum(len(batch.input_ids) for batch in everything),
         sample_tokens=sum(batch.sample_tokens for batch in everything),
-        trained_tokens=sum(batch.trained_tokens for batch in everything),
+        scored_tokens=sum(batch.scored_tokens for batch in everything),
         fill=sum(real) / (len(real) * token_budget),
         imbalance=sum(imbalance(sums) * sum(sums) for sums in by_rank) / whole,
         rank_tokens=tuple(

@@ -141,7 +141,7 @@ def next_recorded_batch(
 def _vet(group: RolloutGroup, algorithm: AlgorithmConfig, limits: Limits) -> Refused | None:
     refused = vet(group, algorithm, limits=limits, version=None, refill=True)
     if refused is None and not _trainable(build_training_data([group], algorithm)):
-        return Refused("equal", _NOTHING.get(algorithm.policy_loss, _NOTHING_ELSE))
+        return Refused("equal", _NOTHING.get(algorithm.policy_loss.kind, _NOTHING_ELSE))
     return refused
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from areal_agents.algorithms.losses.dpo import DpoCoefficients
-from areal_agents.algorithms.losses.objective import LossStatistics
+from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.training.learner import Learner
 from areal_agents.training.scoring import Scores
 

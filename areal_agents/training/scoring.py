@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.packing.flops import TRAINING
-from areal_agents.algorithms.losses.kl import kl_estimate
-from areal_agents.algorithms.losses.m2po import m2po_keep
-from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.algorithms.credit.tokens import token_advantages
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.kl import KlInReward, kl_estimate
+from areal_agents.algorithms.losses.trust_region import NoTrustRegion
+from areal_agents.algorithms.packing.flops import TRAINING
+from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.clock import Clock
 from areal_agents.training.critic import Critic
@@ -31,14 +32,14 @@ from areal_agents.training.plan import Plan, Work, by_sample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What is known of the M trained tokens of a batch before the first optimizer step.
+    """What is known of the M scored tokens of a batch before the first optimizer step.
 
     Attributes:
         advantages: [M] float32.
         proximal: [M], None where the current logprobs serve: a single minibatch needs no other.
         reference: [M] logprobs of the reference policy.
         values, value_targets: [M], the critic's values and what they should have been.
-        keep: [M] bool, the tokens that M2PO leaves; None where it is not used.
+        keep: [M] bool, the tokens that a trust region keeps; None without one.
     """
 
     advantages: Tensor
@@ -52,13 +53,13 @@ class Scores:
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether the proximal logprobs take a pass of their own.
 
-    With one minibatch they are the current ones. M2PO's mask and a penalty in the reward need them
+    With one minibatch they are the current ones. A trust region and a penalty in the reward need them
     before; SFT and DPO have no ratio; the behavior policy's logprobs are recorded.
     """
-    if algorithm.proximal == "behavior":
+    if algorithm.proximal == "behavior" or algorithm.is_supervised:
         return False
-    early = algorithm.m2po_threshold is not None or algorithm.kl_in == "reward"
-    return not algorithm.is_supervised and (algorithm.minibatches > 1 or early)
+    early = not isinstance(algorithm.trust_region, NoTrustRegion) or isinstance(algorithm.kl_in, KlInReward)
+    return algorithm.minibatches > 1 or early
 
 
 def passes(algorithm: AlgorithmConfig) -> int:
@@ -67,7 +68,7 @@ def passes(algorithm: AlgorithmConfig) -> int:
     A backward pass counts as two; a pass of the reference or the critic as one of the policy.
     """
     count = TRAINING + needs_proximal(algorithm) + algorithm.needs_reference
-    count += algorithm.policy_loss == "dpo"  # its pairs
+    count += isinstance(algorithm.policy_loss, DpoLoss)  # its pairs
     if algorithm.needs_critic:
         count += 1 + TRAINING
     return count
@@ -114,7 +115,7 @@ def score_batch(
         with clock.part("proximal"):
             proximal = over(lambda batch: policy(batch)[0])
     elif algorithm.proximal == "behavior":
-        proximal = _trained(plan.data.samples, "behavior_logprobs", ranks.device)
+        proximal = _scored(plan.data.samples, "behavior_logprobs", ranks.device)
     if reference is not None:
         with clock.part("reference"):
             reference_logprobs = over(lambda batch: reference(batch)[0])
@@ -135,8 +136,8 @@ def release(policy: Policy) -> None:
             module.reshard()
 
 
-def _trained(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
-    arrays = [getattr(sample, name)[sample.loss_mask] for sample in samples]
+def _scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+    arrays = [getattr(sample, name)[sample.scored_mask] for sample in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
 
 
@@ -150,13 +151,12 @@ def _credit(
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages [M] and value targets [M]."""
     if not algorithm.needs_token_credit:
-        return _trained(plan.data.samples, "advantages", device), None
+        return _scored(plan.data.samples, "advantages", device), None
     penalties = None
-    if algorithm.kl_in == "reward":
+    if isinstance(algorithm.kl_in, KlInReward):
         assert proximal is not None and reference is not None
-        penalties = by_sample(
-            kl_estimate(proximal, reference, estimator=algorithm.kl_estimator), plan.data.samples
-        )
+        estimates = kl_estimate(proximal, reference, estimator=algorithm.kl_in.kl_estimator)
+        penalties = by_sample(estimates, plan.data.samples)
     credit = token_advantages(
         plan.data,
         values=None if values is None else by_sample(values, plan.data.samples),
@@ -173,18 +173,15 @@ def _credit(
 def _keep(
     plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor
 ) -> Tensor | None:
-    """[M] bool, the mask of M2PO, of each minibatch over all of its tokens."""
-    if algorithm.m2po_threshold is None:
+    """[M] bool, the mask of a trust region, chosen for each minibatch over all of its trained tokens."""
+    region = algorithm.trust_region
+    if isinstance(region, NoTrustRegion):
         return None
     assert proximal is not None
-    behavior = _trained(plan.data.samples, "behavior_logprobs", proximal.device)
-    parts = [
-        m2po_keep(
-            behavior[part.tokens],
-            proximal[part.tokens],
-            advantages[part.tokens],
-            threshold=algorithm.m2po_threshold,
-        )
-        for part in plan.minibatches
-    ]
-    return torch.cat(parts)
+    behavior = _scored(plan.data.samples, "behavior_logprobs", proximal.device)
+    trained = _scored(plan.data.samples, "loss_mask", proximal.device).bool()
+    keep = torch.ones_like(trained)
+    for part in plan.minibatches:
+        at = part.tokens.start + torch.nonzero(trained[part.tokens]).squeeze(1)
+        keep[at] = region.keep(behavior[at], proximal[at], advantages[at])
+    return keep

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.objective import LossStatistics, policy_loss
+from areal_agents.algorithms.credit.estimators import GaeEstimator
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
+from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.losses.value import value_loss
 from areal_agents.training.critic import Critic
 from areal_agents.training.model import Policy
@@ -33,22 +35,22 @@ def policy_share(
     proximal = share(scores.proximal)
     return policy_loss(
         current,
+        Objective.of(algorithm),
         proximal=current.detach() if proximal is None else proximal,
         behavior=batch.behavior_logprobs,
         advantages=advantages[work.places],
         loss_weights=batch.loss_weights,
         sequence_ids=batch.sample_index,
-        algorithm=algorithm,
+        turn_ids=batch.turn_ids,
         reference=share(scores.reference),
         entropy=entropy,
         on_policy=batch.versions == version,
         keep=share(scores.keep),
+        trained=batch.trained,
     )
 
 
-def value_share(
-    critic: Critic, work: Work, scores: Scores, algorithm: AlgorithmConfig
-) -> tuple[Tensor, Tensor]:
+def value_share(critic: Critic, work: Work, scores: Scores, estimator: GaeEstimator) -> tuple[Tensor, Tensor]:
     """The critic's loss, and [2] float64: the loss without its coefficient, and the clipped tokens."""
     assert scores.values is not None and scores.value_targets is not None
     loss, clipped = value_loss(
@@ -56,6 +58,6 @@ def value_share(
         old_values=scores.values[work.places],
         targets=scores.value_targets[work.places],
         loss_weights=work.batch.loss_weights,
-        clip=algorithm.value_clip,
+        clip=estimator.value_clip,
     )
-    return algorithm.value_coefficient * loss, torch.stack([loss.detach().double(), clipped])
+    return estimator.value_coefficient * loss, torch.stack([loss.detach().double(), clipped])

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.dpo import DpoCoefficients
-from areal_agents.algorithms.losses.objective import LossStatistics
+from areal_agents.algorithms.credit.estimators import GaeEstimator
+from areal_agents.algorithms.losses.dpo import DpoCoefficients, DpoLoss
+from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.training.clock import Clock
 from areal_agents.training.critic import CriticState
@@ -119,8 +120,8 @@ def _check(
         if needed != given:
             has, got = ("needs a" if needed else "has no"), ("one" if given else "none")
             raise ValueError(f"preset {algorithm.preset} {has} {name}, got {got}")
-    by_sequence = algorithm.policy_loss == "gspo" or algorithm.correction_level != "token" or algorithm.veto
-    assert ranks.context_count == 1 or not by_sequence, "the tokens of a sequence lie on several ranks"
+    whole = algorithm.looks_at_sequences or algorithm.looks_at_turns
+    assert ranks.context_count == 1 or not whole, "the tokens of a sequence lie on several ranks"
 
 
 @dataclass(eq=False)
@@ -155,7 +156,7 @@ class _Batch:
 
     def advantages(self, plan: Plan, minibatch: Minibatch, scores: Scores) -> Tensor:
         """[M] of the batch, or for DPO its coefficients under the weights as they are now."""
-        if self.algorithm.policy_loss != "dpo":
+        if not isinstance(self.algorithm.policy_loss, DpoLoss):
             return scores.advantages
         with self.clock.part("pairs"):
             advantages, coefficients = pair_pass(
@@ -163,7 +164,7 @@ class _Batch:
                 plan,
                 minibatch,
                 scores,
-                beta=self.algorithm.dpo_beta,
+                beta=self.algorithm.policy_loss.dpo_beta,
                 ranks=self.ranks,
                 check_stop=self.check_stop,
             )
@@ -182,7 +183,8 @@ class _Batch:
             self.learners[0].backward(loss * scale, sync=last)
             self.statistics += statistics
             if self.critic is not None:
-                loss, sums = value_share(self.critic.critic, work, scores, self.algorithm)
+                assert isinstance(self.algorithm.estimator, GaeEstimator)
+                loss, sums = value_share(self.critic.critic, work, scores, self.algorithm.estimator)
                 self.learners[1].backward(loss * scale, sync=last)
                 self.value_sums += sums
 

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.samples import build_training_data, has_equal_scores
+from areal_agents.algorithms.samples import build_training_data
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import StoreError, TrainingError
@@ -70,8 +70,8 @@ def vet(
         fault = _fault(sample, limits, version)
         if fault:
             return Refused("bad", f"episode {sample.episode_id}: {fault}")
-    if refill and algorithm.refill_equal_groups and has_equal_scores(group, algorithm):
-        return Refused("equal", "all its episodes have the same score")
+    if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
+        return Refused("equal", "all its episodes have the same score, or the same advantages")
     return None
 
 
@@ -91,7 +91,7 @@ def _fault(sample: TrainingSample, limits: Limits, version: int | None) -> str |
             f"its routed experts are of {routing.shape[1]} layers, {routing.shape[2]} per token, and the "
             f"model has {experts.layers} layers, {experts.per_token} per token: another model was served"
         )
-    newest = int(sample.versions[sample.loss_mask].max())
+    newest = int(sample.versions[sample.scored_mask].max())
     if version is not None and newest > version:
         return f"a token of version {newest}, but the trainer is at version {version}"
     return None

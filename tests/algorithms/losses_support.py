@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.objective import policy_loss
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
 
 Array = npt.NDArray[np.float64]
 
@@ -54,9 +54,11 @@ def evaluate(
     theta = torch.as_tensor(current, dtype=dtype).requires_grad_(True)
     arrays.setdefault("loss_weights", np.ones(len(theta)))
     arrays.setdefault("sequence_ids", np.zeros(len(theta)))
-    kinds = {"sequence_ids": torch.int64, "on_policy": torch.bool, "keep": torch.bool}
+    kinds = {"sequence_ids": torch.int64, "turn_ids": torch.int64}
+    kinds |= dict.fromkeys(("on_policy", "keep", "trained"), torch.bool)
     tensors = {name: torch.as_tensor(a, dtype=kinds.get(name, dtype)) for name, a in arrays.items()}
-    loss, statistics = policy_loss(theta, algorithm=algorithm or AlgorithmConfig(), **tensors)
+    objective = Objective.of(algorithm or AlgorithmConfig())
+    loss, statistics = policy_loss(theta, objective, **tensors)
     loss.backward()
     assert theta.grad is not None
     return loss.item(), theta.grad.double().numpy(), statistics.as_dict()

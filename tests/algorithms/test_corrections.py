@@ -49,7 +49,7 @@ def test_weights_and_what_was_done(
     t = Tokens(seed)
     want = oracle(t, level, action, 2.0, floor, veto)
     algorithm = AlgorithmConfig(
-        correction_level=level, correction_action=action, weight_cap=2.0, weight_floor=floor, veto=veto
+        correction_level=level, correction=action, weight_cap=2.0, weight_floor=floor, veto=veto
     )  # type: ignore[arg-type]
     _, gradient, statistics = evaluate(
         t.proximal, proximal=t.proximal, behavior=t.behavior, advantages=t.advantages,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from losses_support import Tokens, evaluate, slope
 
-from areal_agents.algorithms.config import AlgorithmConfig, KlEstimator
-from areal_agents.algorithms.losses.kl import kl_estimate
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.kl import KlEstimator, kl_estimate
 
 
 def formula(estimator: str, logprob: float, reference: float) -> float:

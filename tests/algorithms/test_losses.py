@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from losses_support import Array, Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.objective import LossStatistics, policy_loss
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
+from areal_agents.algorithms.losses.statistics import LossStatistics
 
 # Every loss, correction, KL and bonus appears once.
 COMPOSITIONS = {
@@ -20,8 +21,8 @@ COMPOSITIONS = {
     "ppo": {"dual_clip": 3.0, "clip_high": 0.28, "entropy_coefficient": 0.01},
     "gspo": {"policy_loss": "gspo", "clip_low": 0.03, "clip_high": 0.04, "correction_level": "geometric"},
     "cispo": {"policy_loss": "cispo", "clip_low": 1.0, "correction_level": "sequence"},
-    "sapo": {"policy_loss": "sapo", "correction_action": "mask", "weight_floor": 0.5, "veto": 0.05},
-    "k3": {"kl_in": "loss", "kl_coefficient": 0.1, "correction_action": "mask", "weight_cap": 2.0},
+    "sapo": {"policy_loss": "sapo", "correction": "mask", "weight_floor": 0.5, "veto": 0.05},
+    "k3": {"kl_in": "loss", "kl_coefficient": 0.1, "correction": "mask", "weight_cap": 2.0},
     "k2": {"kl_in": "loss", "kl_estimator": "k2", "kl_coefficient": 0.1, "veto": 0.1},
     "sft": {"preset": "sft"},
 }
@@ -111,7 +112,7 @@ def test_a_rejected_token_is_out_of_every_term_and_in_the_denominator() -> None:
         same, proximal=same, behavior=[-1.0, -4.0], advantages=[1.0, 1.0], loss_weights=[0.5, 0.5],
         reference=[-2.0, -3.0], entropy=[1.0, 7.0],
         algorithm=AlgorithmConfig(
-            correction_action="mask", kl_in="loss", kl_estimator="k2", kl_coefficient=0.1,
+            correction="mask", kl_in="loss", kl_estimator="k2", kl_coefficient=0.1,
             entropy_coefficient=0.01,
         ),
     )  # fmt: skip
@@ -127,9 +128,9 @@ def test_the_entropy_bonus_has_a_gradient() -> None:
         logp = torch.log_softmax(logits, -1)
         zeros, weights = torch.zeros(2).double(), torch.tensor([0.5, 0.25]).double()
         return policy_loss(
-            logp[:, 0], proximal=logp[:, 0].detach(), behavior=zeros, advantages=zeros, loss_weights=weights,
+            logp[:, 0], Objective.of(AlgorithmConfig(entropy_coefficient=0.2)),
+            proximal=logp[:, 0].detach(), behavior=zeros, advantages=zeros, loss_weights=weights,
             sequence_ids=torch.zeros(2).long(), entropy=-(logp.exp() * logp).sum(-1),
-            algorithm=AlgorithmConfig(entropy_coefficient=0.2),
         )[0]  # fmt: skip
 
     p = torch.softmax(logits.detach(), -1)
@@ -193,7 +194,7 @@ def test_parts_cut_between_sequences_add_up(name: str, seed: int, cuts: set[int]
     for at in parts:
         tensors = {n: torch.tensor(a[at]) for n, a in arrays.items()}
         theta = torch.tensor(t.current[at], requires_grad=True)
-        part, part_statistics = policy_loss(theta, algorithm=algorithm, **tensors)  # type: ignore[arg-type]
+        part, part_statistics = policy_loss(theta, Objective.of(algorithm), **tensors)  # type: ignore[arg-type]
         part.backward()
         assert theta.grad is not None
         cut_loss, total = cut_loss + part.item(), total + part_statistics

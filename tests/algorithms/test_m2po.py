@@ -9,7 +9,7 @@ import pytest
 import torch
 from losses_support import Tokens, evaluate
 
-from areal_agents.algorithms.losses.m2po import m2po_keep
+from areal_agents.algorithms.losses.trust_region import m2po_keep
 
 
 def algorithm_1(behavior, proximal, advantages, threshold: float) -> list[bool]:  # type: ignore[no-untyped-def]

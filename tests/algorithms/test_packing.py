@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.packing.flops import ModelShape
-from areal_agents.algorithms.packing.minibatches import split_minibatches
 from areal_agents.algorithms.packing.microbatches import pack
+from areal_agents.algorithms.packing.minibatches import split_minibatches
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 

@@ -14,8 +14,12 @@ import torch
 from losses_support import Array, Tokens, evaluate, slope
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.ppo import cispo, gspo, likelihood, ppo, sapo
+from areal_agents.algorithms.losses.cispo import cispo
+from areal_agents.algorithms.losses.gspo import gspo
+from areal_agents.algorithms.losses.likelihood import likelihood
+from areal_agents.algorithms.losses.ppo import ppo
 from areal_agents.algorithms.losses.ratios import Sequences
+from areal_agents.algorithms.losses.sapo import sapo
 
 SEEDS = range(4)
 ON_POLICY_WEIGHT = {"weight_cap": 1e6}  # nothing is capped: w is checked in test_corrections

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.returns import EpisodeCredit, turn_returns
+from areal_agents.algorithms.credit.tokens import gae, token_advantages
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.algorithms.staleness import mask_stale
-from areal_agents.algorithms.credit.tokens import gae, token_advantages
 from areal_agents.errors import TrainingError
 
 forests = given(st.integers(0, 10**6))

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.packing.flops import ModelShape
-from areal_agents.algorithms.losses.objective import policy_loss
-from areal_agents.algorithms.losses.normalization import loss_weights
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.bench.trainer_data import Recorder, save_model
 from areal_agents.core.rollout import RolloutGroup
@@ -111,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "grpo": ({}, {"loss_type": "grpo", "use_bias_correction_kl": False}, 0.04),
     "dr_grpo": ({"loss_constant": LONGEST}, {"loss_type": "dr_grpo", "scale_rewards": "none"}, 0.0),
     "dapo": (
-        {"overlong_limit": None, "refill_equal_groups": False, "minibatches": 1},
+        {"length_penalty": "none", "refill_equal_groups": False, "minibatches": 1},
         {"loss_type": "dapo", "epsilon_high": 0.28},
         0.0,
     ),
@@ -141,7 +140,7 @@ def test_loss_advantages_and_gradient_are_those_of_trl(
 
     ours = [sample.advantages[sample.loss_mask][0] for sample in samples]
     scale = [1.0] * len(samples)
-    if algorithm.advantage_std == "group":
+    if algorithm.estimator.advantage_std == "group":
         stds = [np.std(data.group_scores[sample.group_id], ddof=1) for sample in samples]
         scale = [(std + 1e-4) / (std + 1e-5) for std in stds]
     theirs = inputs["advantages"].numpy() * scale
@@ -161,16 +160,16 @@ def test_loss_advantages_and_gradient_are_those_of_trl(
     expected = trainer.compute_loss(trainer.model, inputs)
     expected.backward()
 
-    weights = loss_weights(samples, mode=algorithm.loss_normalization, constant=algorithm.loss_constant)
+    weights = algorithm.loss_normalization.weights(samples)
     advantages = [torch.from_numpy(sample.advantages[sample.loss_mask]) for sample in samples]
     loss, statistics = policy_loss(
         torch.cat(current),
+        Objective.of(algorithm),
         proximal=torch.cat(proximal),
         behavior=torch.cat(proximal),
         advantages=torch.cat(advantages),
         loss_weights=torch.from_numpy(np.concatenate(weights)),
         sequence_ids=torch.cat([torch.full((len(a),), i) for i, a in enumerate(advantages)]),
-        algorithm=algorithm,
         reference=torch.cat(reference) if algorithm.needs_reference else None,
     )
     loss.backward()

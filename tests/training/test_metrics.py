@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from training_support import record_groups
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.losses.statistics import MAXIMA, SUMS
 from areal_agents.algorithms.losses.objective import LossStatistics
+from areal_agents.algorithms.losses.statistics import MAXIMA, SUMS
 from areal_agents.algorithms.samples import BatchReport
 from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.errors import TrainingError

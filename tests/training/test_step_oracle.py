@@ -43,7 +43,7 @@ def reinforced(model: PlainModel, samples: Sequence[TrainingSample], algorithm: 
         current, entropy = model.logprobs(sample)
         behavior = torch.tensor(sample.behavior_logprobs[sample.loss_mask]).double()
         advantages = torch.tensor(sample.advantages[sample.loss_mask]).double()
-        weight = (current - behavior).exp().clamp(max=algorithm.weight_cap).detach()
+        weight = (current - behavior).exp().clamp(max=algorithm.correction.weight_cap).detach()
         ratio = (current - current.detach()).exp()
         total = total - (weight * ratio * advantages + algorithm.entropy_coefficient * entropy).sum()
         tokens += len(current)
@@ -85,8 +85,8 @@ def test_one_step_is_that_of_the_plain_loop(
     data = build_training_data(groups(), algorithm)
     result, weights = train_once(algorithm, model_folder, reference_folder, group, data=data, lr=LR)
     plain = PlainModel(model_folder)
-    if algorithm.policy_loss == "dpo":
-        loss = preference(plain, PlainModel(reference_folder), data, algorithm.dpo_beta)
+    if algorithm.policy_loss.kind == "dpo":
+        loss = preference(plain, PlainModel(reference_folder), data, algorithm.policy_loss.dpo_beta)
         assert result.dpo is not None and result.dpo.loss == pytest.approx(loss.item(), rel=1e-5)
     else:
         loss = (likelihood if algorithm.is_supervised else reinforced)(plain, data.samples, algorithm)

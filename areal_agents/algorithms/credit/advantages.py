@@ -1,19 +1,22 @@
 """Group-relative advantages: how much better a return is than its baseline.
 
-The statistics are over episode scores, one per episode, whatever the number of its turns and
-branches: forks never change a baseline.
+The statistics count each episode once, whatever the number of its turns and branches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.config import NormLevel, StdEstimator
+from areal_agents.algorithms.credit.returns import Returns
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 
-Floats = npt.NDArray[np.float64]
+NormLevel = Literal["group", "batch", "none"]
+StdEstimator = Literal["sample", "population"]
 
 STD_EPSILON = 1e-5
 _EQUAL = 1e-9  # scores closer than this, relative to their size, are one score
@@ -25,65 +28,166 @@ def all_equal(scores: npt.ArrayLike) -> bool:
     return bool(np.ptp(values) <= _EQUAL * max(1.0, float(np.abs(values).max())))
 
 
-def group_advantages(
-    returns: Sequence[Sequence[npt.ArrayLike]],
-    scores: Sequence[npt.ArrayLike],
+@dataclass(frozen=True, slots=True, eq=False)
+class Comparison:
+    """The returns of a group's turns, and what they are compared with.
+
+    Attributes:
+        returns: per episode [T] D_i(k) of each turn.
+        baselines: per episode [T] what is subtracted, 0 without a mean.
+        scale: what the difference is multiplied by: 1/(std + 1e-5), 1 without a deviation, and 0 where the
+            scores that the deviation is of are all equal.
+    """
+
+    returns: tuple[Floats, ...]
+    baselines: tuple[Floats, ...]
+    scale: float
+
+    def advantages(self) -> list[Floats]:
+        """Per episode [T] (return − baseline) · scale."""
+        return [(r - b) * self.scale for r, b in zip(self.returns, self.baselines, strict=True)]
+
+
+def compare(
+    groups: Sequence[Sequence[EpisodeRewards]],
+    returns: Returns,
     *,
     mean: NormLevel = "group",
     std: NormLevel = "group",
     std_estimator: StdEstimator = "sample",
     leave_one_out: bool = False,
-) -> list[list[Floats]]:
-    """Advantages (return − mean)/(std + 1e-5) of the turns, or tokens, of each episode of each group.
+    reductions: Sequence[Sequence[float]] | None = None,
+) -> list[Comparison]:
+    """Each turn's return beside its baseline: A = (D_i(k) − mean_j D_j(k)) / (std + 1e-5).
+
+    k is the number of turns that were recorded when the turn's call began, and D_j(k) the return of episode j
+    from its first k turns on. The baseline of a turn is therefore taken at the same k in every episode, and
+    an episode that ended earlier contributes what it still earned, its episode reward.
 
     Args:
-        returns: per group and episode, the returns of its turns, [N_ge].
-        scores: per group, the scores of its G episodes, [G]; mean and std are over these.
-        mean, std: over the group's scores, over all scores of the batch, or left out.
-        std_estimator: "sample" divides by G − 1, as torch.std does and as the measured recipes
-            did; "population" by G.
-        leave_one_out: the mean is over the other episodes' scores: (Σ_j s_j − s_i)/(n − 1).
+        groups: the episodes of each group.
+        returns: D, see `returns.EpisodeCredit` and `returns.RewardToGo`.
+        mean: where the baseline is taken: over the group, over all episodes of the batch, or nowhere.
+        std: the same for the deviation of the scores.
+        std_estimator: "sample" divides by n − 1, as torch.std does and as the measured recipes
+            did; "population" by n.
+        leave_one_out: the baseline is over the other episodes: (Σ_j D_j − D_i)/(n − 1).
+        reductions: per group and episode what is taken off its D_j in baselines, and off its score: the mean
+            of what its tokens pay.
 
     Returns:
-        Per group and episode an array [N_ge]. All zero where the scores that the std is taken over are
-        all equal (the ratio would only amplify turn rewards by 1e5), a single episode included.
+        One comparison per group. All advantages are 0 where the scores that the std is taken over are all
+        equal (the ratio would only amplify turn rewards by 1e5), a single episode included.
 
     Raises:
-        ValueError: no groups; a group without scores, or with other than one array of returns per
-            score; a score or return that is not finite; no other episode to take the mean over.
+        ValueError: no groups; a group without episodes; a reward that is not finite; no other episode to take
+            the mean over.
 
     Source: GRPO, arXiv 2402.03300 eq. 3; Dr.GRPO (arXiv 2503.20783) is std="none"; leave-one-out is
     RLOO, arXiv 2402.14740.
     """
-    if len(returns) != len(scores) or not scores:
-        raise ValueError(
-            f"expected as many groups of returns as of scores, got {len(returns)}, {len(scores)}"
+    if not groups:
+        raise ValueError("expected at least one group, got none")
+    for index, group in enumerate(groups):
+        if not group:
+            raise ValueError(f"group {index} of the batch has no episode")
+        if not all(np.isfinite(member.score) for member in group):
+            raise ValueError(f"group {index} of the batch has a reward that is not finite")
+    off = reductions or [[0.0] * len(group) for group in groups]
+    batch = _Pool([m for group in groups for m in group], [o for of_group in off for o in of_group], returns)
+    out, first = [], 0
+    for index, (group, of_group) in enumerate(zip(groups, off, strict=True)):
+        own = _Pool(group, of_group, returns)
+        pools = {"group": (own, 0), "batch": (batch, first)}
+        first += len(group)
+        scale = 1.0 if std == "none" else _scale(pools[std][0].scores, std_estimator)
+        earned = tuple(returns.after(member, member.recorded_before) for member in group)
+        if mean == "none":
+            out.append(Comparison(earned, tuple(map(np.zeros_like, earned)), scale))
+            continue
+        pool, shift = pools[mean]
+        if leave_one_out and pool.size < 2:
+            raise ValueError(f"group {index} of the batch has no second episode to leave the first out of")
+        baselines = tuple(
+            pool.baselines(member.recorded_before, left_out=shift + place if leave_one_out else None)
+            for place, member in enumerate(group)
         )
-    returns_g = [[np.asarray(values, np.float64) for values in group] for group in returns]
-    scores_g = [np.asarray(values, np.float64) for values in scores]
-    for index, (group_returns, group_scores) in enumerate(zip(returns_g, scores_g, strict=True)):
-        if not group_scores.size or len(group_returns) != len(group_scores):
-            raise ValueError(
-                f"group {index} of the batch has {group_scores.size} scores and {len(group_returns)} episodes"
-            )
-        if not all(np.isfinite(values).all() for values in (group_scores, *group_returns)):
-            raise ValueError(f"group {index} of the batch has a score or return that is not finite")
-    batch = np.concatenate(scores_g)
-    out = []
-    for index, (group_returns, group_scores) in enumerate(zip(returns_g, scores_g, strict=True)):
-        among = {"group": group_scores, "batch": batch}
-        centres = np.zeros_like(group_scores)
-        if mean != "none" and leave_one_out:
-            if among[mean].size < 2:
-                raise ValueError(
-                    f"group {index} of the batch has no second episode to leave the first out of"
-                )
-            centres = (among[mean].sum() - group_scores) / (among[mean].size - 1)
-        elif mean != "none":
-            centres = centres + among[mean].mean()
-        scale = 1.0 if std == "none" else _scale(among[std], std_estimator)
-        out.append([(values - centre) * scale for values, centre in zip(group_returns, centres, strict=True)])
+        out.append(Comparison(earned, baselines, scale))
     return out
+
+
+class _Pool:
+    """The episodes that a baseline is taken over, with the baseline at each k that was asked for."""
+
+    def __init__(self, members: Sequence[EpisodeRewards], off: Sequence[float], returns: Returns) -> None:
+        self._members, self._off, self._returns = members, np.asarray(off, np.float64), returns
+        self._at: dict[int, Floats] = {}
+        self.size = len(members)
+        self.scores = np.array([member.score for member in members]) - self._off
+
+    def baselines(self, before: Sequence[int], *, left_out: int | None) -> Floats:
+        """[n] the mean over the episodes of D_j(k), for each k in `before`; `left_out` is the place of an
+        episode that does not count."""
+        missing = sorted(set(before) - self._at.keys())
+        if missing:
+            table = np.stack([self._returns.after(member, missing) for member in self._members])  # [n, k]
+            self._at |= dict(zip(missing, (table - self._off[:, None]).T, strict=True))
+        means = {}
+        for k in set(before):
+            values = self._at[k]
+            if left_out is None:
+                means[k] = float(values.mean())
+            else:
+                means[k] = float((values.sum() - values[left_out]) / (self.size - 1))
+        return np.array([means[k] for k in before])
+
+
+def step_advantages(
+    groups: Sequence[Sequence[EpisodeRewards]],
+    *,
+    mean: NormLevel,
+    std: NormLevel,
+    std_estimator: StdEstimator,
+) -> list[list[Floats]]:
+    """Process supervision: the rewards of steps are normalised among all steps, then summed to go.
+
+        r̃ = (r − mean)/(std + 1e-5)        A_t = Σ_{steps that end at turn t or later} r̃
+
+    A step ends at each turn that was given a reward of its own; the episode's reward, where one was given, is
+    one more step after the last turn. Steps are in recording order, and a turn counts the steps of the
+    turns that were recorded after its call began.
+
+    Args:
+        mean, std: over the steps of the group, of the batch, or left out.
+
+    Returns:
+        Per group and episode an array [T]; all zero where the std is over equal rewards.
+
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
+    """
+    steps = [[_steps(member) for member in group] for group in groups]
+    batch = np.concatenate([np.empty(0), *(values for group in steps for values in group)])
+    out = []
+    for group, of_group in zip(groups, steps, strict=True):
+        pools = {"group": np.concatenate([np.empty(0), *of_group]), "batch": batch}
+        centre = 0.0 if mean == "none" else _mean(pools[mean])
+        scale = 1.0 if std == "none" else _scale(pools[std], std_estimator)
+        advantages = []
+        for member, values in zip(group, of_group, strict=True):
+            normalised = (values - centre) * scale
+            # [T + 1] the sum over the steps that end at turn k or later
+            by_turn = np.zeros(len(member.turns) + 1)
+            ends = np.flatnonzero(np.append(member.rewarded, member.has_episode_reward))
+            by_turn[ends] = normalised
+            to_go = by_turn[::-1].cumsum()[::-1]
+            advantages.append(to_go[np.array(member.recorded_before, np.int64)])
+        out.append(advantages)
+    return out
+
+
+def _steps(member: EpisodeRewards) -> Floats:
+    own = member.turns[member.rewarded]
+    return np.append(own, member.episode) if member.has_episode_reward else own
 
 
 def whitened(
@@ -102,13 +206,13 @@ def whitened(
         mean, std: over the tokens of the group, of the batch, or left out.
 
     Source: the advantages of a critic are normalised over the batch's tokens since PPO (arXiv
-    1707.06347); the baseline is the critic's, so no group has one here.
+    1707.06347); REINFORCE++ does so without a critic (arXiv 2501.03262).
     """
     pools = {"group": list(group_ids), "batch": [""] * len(group_ids)}
     centres = [0.0] * len(group_ids)
     scales = [1.0] * len(group_ids)
     if mean != "none":
-        centres = _over_pools(advantages, pools[mean], lambda values: float(values.mean()))
+        centres = _over_pools(advantages, pools[mean], _mean)
     if std != "none":
         scales = _over_pools(advantages, pools[std], lambda values: _scale(values, std_estimator))
     return [(a - c) * s for a, c, s in zip(advantages, centres, scales, strict=True)]
@@ -125,8 +229,13 @@ def _over_pools(
     return [found[pool] for pool in pools]
 
 
+def _mean(values: Floats) -> float:
+    """The mean, and 0 of no values."""
+    return float(values.mean()) if values.size else 0.0
+
+
 def _scale(values: Floats, std_estimator: StdEstimator) -> float:
-    """1/(std + 1e-5), and 0 where all values are equal."""
-    if all_equal(values):
+    """1/(std + 1e-5), and 0 where all values are equal or there are none."""
+    if not values.size or all_equal(values):
         return 0.0
     return float(1 / (values.std(ddof=1 if std_estimator == "sample" else 0) + STD_EPSILON))

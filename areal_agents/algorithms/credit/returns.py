@@ -1,110 +1,80 @@
-"""Which return a turn has earned, and which tokens are trained for it.
+"""What each turn of an episode has earned, and what it is compared with.
 
-A reward counts once: a turn's own reward flows up to its ancestors along its branch only, so a
-sub-agent's interleaved call never takes a share, and the episode reward is the same for every turn.
+Return and baseline must be functions of the same quantity: the return of a turn holds everything that the
+turn can have caused, and the baseline is the mean of the very same quantity over the group. Otherwise the
+expected gradient shrinks or changes its sign (docs/credit.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import Field
 
-from areal_agents.core.rollout import Episode
-from areal_agents.core.trajectory import Turn
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
+from areal_agents.algorithms.parts import Part
 
-Floats = npt.NDArray[np.float64]
-
-_GREEDY_BELOW = 1e-5  # engines draw greedily there: vLLM below 1e-5, SGLang below 1e-6
+_DISCOUNT = "Discount γ of rewards of later turns, per level of depth."
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class EpisodeCredit:
-    """The rewards of an episode on its forest of turns.
+class Returns(Protocol):
+    """A return that is a function of an episode and of k, the turns recorded when a turn's call began."""
 
-    Attributes:
-        parents: per turn the index of the turn that it continues, -1 for a root; a parent comes first.
-        rewards: [turns] each turn's own; a branch's is its leaf's.
-        episode_reward: the episode's.
-        group_id: the group whose baseline it shares.
+    def after(self, rewards: EpisodeRewards, before: Sequence[int]) -> Floats:
+        """[n] the return of an episode from its first k turns on, for each k in `before`, [n]."""
+        ...
+
+
+class EpisodeCredit(Part):
+    """Every turn has earned the score of its episode: the sum of all its rewards, each once.
+
+    Source: the outcome reward of GRPO, arXiv 2402.03300, section 4.1.2.
     """
 
-    parents: tuple[int, ...]
-    rewards: Floats
-    episode_reward: float
-    group_id: str
+    kind: Literal["episode"] = "episode"
 
-    def __post_init__(self) -> None:
-        if len(self.parents) != len(self.rewards):
-            raise ValueError(f"{len(self.parents)} turns with {len(self.rewards)} rewards")
-        if not all(-1 <= parent < turn for turn, parent in enumerate(self.parents)):
-            raise ValueError(f"a turn comes before its parent: {self.parents}")
-
-    @property
-    def score(self) -> float:
-        """The sum of all rewards, each once."""
-        return float(self.rewards.sum()) + self.episode_reward
-
-    def children(self) -> list[list[int]]:
-        """Per turn the indices of the turns that continue it."""
-        following: list[list[int]] = [[] for _ in self.parents]
-        for turn, parent in enumerate(self.parents):
-            if parent >= 0:
-                following[parent].append(turn)
-        return following
+    def after(self, rewards: EpisodeRewards, before: Sequence[int]) -> Floats:
+        return np.full(len(before), rewards.score)
 
 
-def turn_returns(credit: EpisodeCredit, *, turn_discount: float = 1.0) -> Floats:
-    """The return of every turn of an episode, [turns].
+class RewardToGo(Part):
+    """A turn has earned the rewards that were given for it and for what was recorded after its call began."""
 
-    With r_t the reward of turn t (a branch reward is its leaf's), C(t) the turns that continue t,
-    γ the discount per turn and R the episode reward:
+    kind: Literal["reward_to_go"] = "reward_to_go"
+    turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
 
-        b_t = r_t + γ · mean_{c in C(t)} b_c        return_t = b_t + R
+    def after(self, rewards: EpisodeRewards, before: Sequence[int]) -> Floats:
+        return rewards_to_go(rewards, before, turn_discount=self.turn_discount)
 
-    Source: the episode reward is GRPO's outcome reward (arXiv 2402.03300, section 4.1.2); the mean
-    over continuations makes a fork an average over what followed, not a sum.
+
+def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discount: float) -> Floats:
+    """D(k) for each k in `before` [n]: what an episode still earned after its first k turns, [n].
+
+        D(k) = R + Σ_{u ≥ k} γ^max(0, depth(u) − depth(k)) · r_u
+
+    over the turns in recording order without the first k, where depth(k) is 1 + the greatest depth among the
+    first k turns, a turn's own depth is depth at its own k, R is the episode's reward and γ the discount. An
+    episode with no more than k turns has earned R.
+
+    Source: the policy gradient theorem with reward to go (Sutton et al. 2000), on a
+    forest of turns, where "later" means "recorded after the call began".
     """
-    branch_returns = credit.rewards.astype(np.float64)
-    for turn, following in reversed(list(enumerate(credit.children()))):
-        if following:
-            branch_returns[turn] += turn_discount * branch_returns[following].mean()
-    return branch_returns + credit.episode_reward
+    depths = rewards.depths
+    greatest = np.concatenate([[0], np.maximum.accumulate(depths)]) if len(depths) else np.zeros(1, np.int64)
+    out = np.empty(len(before))
+    for place, k in enumerate(before):
+        k = min(k, len(depths))
+        exponents = np.maximum(depths[k:] - (1 + greatest[k]), 0)
+        out[place] = rewards.episode + float((turn_discount**exponents * rewards.turns[k:]).sum())
+    return out
 
 
-def is_trained(
-    turn: Turn,
-    *,
-    train_constrained: bool = False,
-    train_greedy: bool = False,
-    exclude_labels: Collection[str] = (),
-) -> bool:
-    """Whether the sampled tokens of a turn carry a gradient.
+class StepNormalized(Part):
+    """A turn has earned the normalised rewards of the steps that end at it or later: `step_advantages`."""
 
-    A turn whose call was aborted, or whose client hung up, is not trained: the agent never saw it. Nor is
-    one drawn at temperature 0, or so near to it that engines are greedy, where no sampling distribution
-    exists, unless `train_greedy` says that the loss needs none. `exclude_labels` are patterns, so that
-    "sub-agent/*" leaves out every sub-agent.
-    """
-    if turn.constrained and not train_constrained:
-        return False
-    if turn.discarded or turn.completion.finish_reason == "abort":
-        return False
-    if any(fnmatchcase(turn.label, pattern) for pattern in exclude_labels):
-        return False
-    return train_greedy or turn.sampling.temperature >= _GREEDY_BELOW
+    kind: Literal["step_normalized"] = "step_normalized"
 
 
-def owners(episode: Episode) -> dict[str, str]:
-    """For every turn id, the id of the leaf that owns its tokens: the first leaf that it leads to.
-
-    A turn that several leaves share is thereby trained exactly once.
-    """
-    owner: dict[str, str] = {}
-    for leaf in episode.forest.leaves():
-        for turn in episode.forest.path(leaf.id).turns:
-            owner.setdefault(turn.id, leaf.id)
-    return owner
+Credit = Annotated[EpisodeCredit | RewardToGo | StepNormalized, Field(discriminator="kind")]

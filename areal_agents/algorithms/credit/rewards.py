@@ -1,47 +1,167 @@
-"""From the rewards that were given to those that are trained on: scale, bias, clip, length penalty.
+"""The rewards of an episode on its turns in recording order, shaped as the settings say.
 
-Each part leaves the rewards as they are unless it is asked for, so that without shaping an episode's
-credit sums to its score.
+Each part of the shaping leaves the rewards as they are unless it is asked for, so that without shaping the
+rewards of an episode sum to its score.
 """
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import EpisodeCredit
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from areal_agents.algorithms.parts import Part
 from areal_agents.core.rollout import Episode
 
+Floats = npt.NDArray[np.float64]
 
-def episode_credit(episode: Episode, *, group_id: str, config: AlgorithmConfig) -> EpisodeCredit:
+
+class NoLengthPenalty(Part):
+    """Length is neither rewarded nor punished."""
+
+    kind: Literal["none"] = "none"
+
+
+class LinearLengthPenalty(Part):
+    """Settings of `overlong_penalty`."""
+
+    kind: Literal["linear"] = "linear"
+    overlong_limit: int = Field(
+        ge=1, description="Sampled tokens of an episode at which the penalty is full."
+    )
+    overlong_buffer: int = Field(
+        ge=1, description="The penalty grows linearly over this many tokens before the limit."
+    )
+    overlong_factor: float = Field(default=1.0, gt=0, description="The full length penalty.")
+
+    @model_validator(mode="after")
+    def _check(self) -> LinearLengthPenalty:
+        if self.overlong_buffer > self.overlong_limit:
+            raise ValueError(
+                f"overlong_limit: {self.overlong_limit} needs an overlong_buffer from 1 to the limit, got "
+                f"{self.overlong_buffer}"
+            )
+        return self
+
+
+class RewardShaping(Part):
+    """How given rewards become those that are trained on."""
+
+    reward_scale: float = Field(default=1.0, gt=0, description="Every reward is multiplied by it.")
+    reward_bias: float = Field(default=0.0, description="Added to the episode reward before the scale.")
+    reward_clip: float | None = Field(
+        default=None, gt=0, description="Scaled rewards are clipped to ± this; absent: not clipped."
+    )
+    length_penalty: Annotated[NoLengthPenalty | LinearLengthPenalty, Field(discriminator="kind")] = Field(
+        default_factory=NoLengthPenalty, description="none, or linear: DAPO's penalty of long episodes."
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeRewards:
+    """The shaped rewards of an episode of T turns.
+
+    Attributes:
+        group_id: the group whose baseline the episode shares.
+        turns: [T] each turn's own reward, in recording order; a branch's is its last turn's.
+        episode: the episode's own reward, 0 without one.
+        recorded_before: per turn, how many turns of the episode were recorded when its call began.
+        rewarded: [T] bool, turns that were given a reward of their own.
+        has_episode_reward: whether the episode was given one.
+        by_name: the sum of the given rewards of each name.
+    """
+
+    group_id: str
+    turns: Floats
+    episode: float
+    recorded_before: tuple[int, ...]
+    rewarded: npt.NDArray[np.bool_]
+    has_episode_reward: bool
+    by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not len(self.turns) == len(self.recorded_before) == len(self.rewarded):
+            raise ValueError(
+                f"{len(self.turns)} rewards of turns, {len(self.rewarded)} marks and "
+                f"{len(self.recorded_before)} places: expected one of each per turn"
+            )
+        if not all(0 <= before <= place for place, before in enumerate(self.recorded_before)):
+            raise ValueError(f"a turn began after turns that were recorded later: {self.recorded_before}")
+
+    @property
+    def score(self) -> float:
+        """The sum of all rewards, each once."""
+        return float(self.turns.sum()) + self.episode
+
+    @property
+    def depths(self) -> npt.NDArray[np.int64]:
+        """[T] 1 + the greatest depth among the turns that were recorded when the turn's call began."""
+        depths = np.zeros(len(self.turns), np.int64)
+        greatest = np.zeros(len(self.turns) + 1, np.int64)  # among the first k turns
+        for place, before in enumerate(self.recorded_before):
+            depths[place] = 1 + greatest[before]
+            greatest[place + 1] = max(greatest[place], depths[place])
+        return depths
+
+
+def episode_rewards(episode: Episode, *, group_id: str, shaping: RewardShaping) -> EpisodeRewards:
     """The shaped rewards of an episode.
 
     With R the sum of its episode rewards, r_t that of the rewards of turn t, s the scale, b the bias
     and c the clip:
 
-        r_t ← clip(s · r_t, −c, c)        R ← clip(s · (R + b), −c, c) + overlong penalty
+        r_t ← clip(s · r_t, −c, c)        R ← clip(s · (R + b), −c, c) + length penalty
 
-    The bias is of the episode, so that an episode does not gain by having many turns.
+    The bias is of the episode, so that an episode does not gain by having many turns. A turn of an earlier
+    release, which did not note when its call began, counts as begun when its parent was recorded.
     """
     index = {turn.id: place for place, turn in enumerate(episode.turns)}
-    own, whole = np.zeros(len(index)), 0.0
+    turns, whole = np.zeros(len(index)), 0.0
+    rewarded = np.zeros(len(index), bool)
+    by_name: dict[str, float] = {}
     for reward in episode.rewards:
+        by_name[reward.name] = by_name.get(reward.name, 0.0) + reward.value
         if reward.scope == "episode":
             whole += reward.value
         else:
-            own[index[reward.target]] += reward.value
-    limit = np.inf if config.reward_clip is None else config.reward_clip
-    own = np.clip(config.reward_scale * own, -limit, limit)
-    whole = float(np.clip(config.reward_scale * (whole + config.reward_bias), -limit, limit))
-    if config.overlong_limit is not None:
-        whole += overlong_penalty(
-            sampled_tokens(episode),
-            limit=config.overlong_limit,
-            buffer=config.overlong_buffer,
-            factor=config.overlong_factor,
-        )
-    parents = tuple(-1 if turn.parent is None else index[turn.parent] for turn in episode.turns)
-    return EpisodeCredit(parents, own, whole, group_id)
+            turns[index[reward.target]] += reward.value
+            rewarded[index[reward.target]] = True
+    limit = np.inf if shaping.reward_clip is None else shaping.reward_clip
+    turns = np.clip(shaping.reward_scale * turns, -limit, limit)
+    whole = float(np.clip(shaping.reward_scale * (whole + shaping.reward_bias), -limit, limit))
+    whole += length_penalty(episode, shaping)
+    before = tuple(
+        turn.recorded_before
+        if turn.recorded_before is not None
+        else 0 if turn.parent is None else index[turn.parent] + 1
+        for turn in episode.turns
+    )  # fmt: skip
+    return EpisodeRewards(
+        group_id,
+        turns,
+        whole,
+        before,
+        rewarded=rewarded,
+        has_episode_reward=whole != 0 or any(reward.scope == "episode" for reward in episode.rewards),
+        by_name=by_name,
+    )
+
+
+def length_penalty(episode: Episode, shaping: RewardShaping) -> float:
+    """The length penalty of an episode, 0 or negative."""
+    penalty = shaping.length_penalty
+    if isinstance(penalty, NoLengthPenalty):
+        return 0.0
+    return overlong_penalty(
+        sampled_tokens(episode),
+        limit=penalty.overlong_limit,
+        buffer=penalty.overlong_buffer,
+        factor=penalty.overlong_factor,
+    )
 
 
 def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> float:

@@ -1,8 +1,8 @@
 """Advantages of single tokens: a critic's (GAE), and penalties in the token rewards.
 
-Credit flows along the forest of turns as in `credit.turn_returns`: a turn that several turns continue
-takes the mean over them, and the episode reward comes at the end of every leaf. Only trained tokens
-are states; what stands between two of them is part of the step from one to the next.
+An episode is one sequence of states here: its trained tokens, turn after turn in recording order. The reward
+of a turn comes with its last token, the episode's reward once, at the end. What stands between two trained
+tokens is part of the step from one to the next.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from areal_agents.algorithms.credit.advantages import group_advantages, whitened
-from areal_agents.algorithms.config import AlgorithmConfig, GaeLevel
-from areal_agents.algorithms.credit.returns import EpisodeCredit, Floats, turn_returns
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.credit.advantages import whitened
+from areal_agents.algorithms.credit.estimators import GaeEstimator, GaeLevel, GroupEstimator
+from areal_agents.algorithms.credit.returns import RewardToGo, StepNormalized
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
+from areal_agents.algorithms.losses.kl import KlInReward
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
@@ -26,7 +29,7 @@ _ByTurn = Mapping[int, Floats]  # turn index → one number per trained token of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenCredit:
-    """Per sample, over its N_s trained tokens in order.
+    """Per sample, over its N_s scored tokens in order; 0 where a scored token is not trained.
 
     Attributes:
         advantages: [N_s] each.
@@ -47,62 +50,82 @@ def token_advantages(
     """The advantage of every trained token of a batch.
 
     With a critic the advantages are those of `gae`, whitened over tokens. Without one a token's return is
-    its turn's (`credit.turn_returns`) less what it and later tokens pay (`penalties_to_go`), and the
-    baseline is over episodes, each once: its score less the mean over its tokens of what they pay.
+    its turn's less what it and later tokens pay (`penalties_to_go`); the baseline is over episodes, each
+    once, less the mean over an episode's tokens of what they pay, or with `advantage_statistics: token` the
+    mean over tokens.
 
     Args:
         data: of `build_training_data`; tokens that were masked since are no states.
-        values: per sample the critic's V(state before each trained token), [N_s]; None without a critic.
-        penalties: per sample an estimate of KL(proximal, reference) at each trained token, [N_s]; times
-            `config.kl_coefficient` it is taken off the token's reward. None where kl_in is not "reward".
+        values: per sample the critic's V(state before each scored token), [N_s]; None without a critic.
+        penalties: per sample an estimate of KL(proximal, reference) at each scored token, [N_s]; times
+            the KL's coefficient it is taken off the token's reward. None where kl_in is not "reward".
 
     Raises:
         ValueError: values or penalties that the algorithm needs are missing, or it has no use for them.
-        TrainingError: not one finite number per trained token; the message names group and episode.
+        TrainingError: not one finite number per scored token; the message names group and episode.
 
     Source: GAE, arXiv 1506.02438; REINFORCE++, arXiv 2501.03262, eq. 8-10.
     """
     samples = data.samples
     for name, given, needed in (
         ("values", values, config.needs_critic),
-        ("penalties", penalties, config.kl_in == "reward"),
+        ("penalties", penalties, isinstance(config.kl_in, KlInReward)),
     ):
         if (given is not None) != needed:
             raise ValueError(f"{name} {'are missing' if needed else 'have no use'}: preset {config.preset}")
     if not config.needs_token_credit:
-        return TokenCredit([sample.advantages[sample.loss_mask] for sample in samples], None)
+        return TokenCredit([sample.advantages[sample.scored_mask] for sample in samples], None)
     sizes = [int(sample.loss_mask.sum()) for sample in samples]
     costs = np.zeros(sum(sizes))
     if penalties is not None:
-        costs = config.kl_coefficient * _joined("penalties", penalties, samples)
-    if values is None:
-        return TokenCredit(_float32(_split(_without_critic(data, costs, config), sizes)), None)
-    advantages, targets = _with_critic(data, _joined("values", values, samples), costs, config)
-    white = whitened(
-        _split(advantages, sizes),
-        [sample.group_id for sample in samples],
-        mean=config.advantage_mean,
-        std=config.advantage_std,
-        std_estimator=config.std_estimator,
-    )
-    return TokenCredit(_float32(white), _float32(_split(targets, sizes)))
+        assert isinstance(config.kl_in, KlInReward)
+        costs = config.kl_in.kl_coefficient * _joined("penalties", penalties, samples)
+    group_ids = [sample.group_id for sample in samples]
+    estimator = config.estimator
+    if isinstance(estimator, GaeEstimator):
+        assert values is not None
+        made, targets = _with_critic(data, _joined("values", values, samples), costs, estimator)
+        white = whitened(
+            _split(made, sizes),
+            group_ids,
+            mean=estimator.advantage_mean,
+            std=estimator.advantage_std,
+            std_estimator=estimator.std_estimator,
+        )
+        return TokenCredit(_scored(white, samples), _scored(_split(targets, sizes), samples))
+    assert isinstance(estimator, GroupEstimator)
+    if estimator.advantage_statistics == "token":
+        white = whitened(
+            _split(_token_returns(data, costs, estimator), sizes),
+            group_ids,
+            mean=estimator.advantage_mean,
+            std=estimator.advantage_std,
+            std_estimator=estimator.std_estimator,
+        )
+        return TokenCredit(_scored(white, samples), None)
+    return TokenCredit(_scored(_split(_without_critic(data, costs, estimator), sizes), samples), None)
 
 
 def gae(
-    credit: EpisodeCredit, *, values: _ByTurn, costs: _ByTurn, discount: float, decay: float, level: GaeLevel
+    rewards: EpisodeRewards,
+    *,
+    values: _ByTurn,
+    costs: _ByTurn,
+    discount: float,
+    decay: float,
+    level: GaeLevel,
 ) -> tuple[dict[int, Floats], dict[int, Floats]]:
-    """Generalised advantage estimation over the forest of an episode: arXiv 1506.02438, eq. 16.
+    """Generalised advantage estimation over the turns of an episode in recording order.
 
-        δ_i = r_i + γ · mean_j V_j − V_i        A_i = δ_i + γλ · mean_j A_j        target_i = A_i + V_i
+        δ_i = r_i + γ V_{i+1} − V_i        A_i = δ_i + γλ A_{i+1}        target_i = A_i + V_i
 
-    where j are the states that follow i. With level "token" a state is a trained token: the next of its
-    turn follows it, and the first of every turn that continues its turn follows the last. With level
-    "turn" a state is a turn, its value that before its first token, its reward less all it pays; every
-    token of it has the turn's advantage and target. The turn's own reward is the last token's, and so is
-    the episode reward at a leaf, after which nothing follows. A turn without a trained token has no value
-    of its own and takes the one that makes its δ 0; it is a step at level "turn" and none at level "token".
+    With level "token" a state is a trained token, and the first of the next turn follows the last of a turn.
+    With level "turn" a state is a turn, its value that before its first token, its reward less all it pays;
+    every token of it has the turn's advantage and target. The turn's own reward comes with its last token,
+    and with the last turn's the episode's, after which nothing follows. A turn without a trained token has no
+    value of its own: its reward belongs to the step that passes it, and at level "turn" it is a step.
 
-    With γ = λ = 1, no costs and values 0, an advantage is the turn's return of `credit.turn_returns`.
+    With γ = λ = 1, no costs and values 0, an advantage is the sum of the rewards from its turn on.
 
     Args:
         values, costs: per turn with trained tokens, one number per token.
@@ -111,98 +134,123 @@ def gae(
 
     Returns:
         Advantages and value targets, in the form of `values`.
+
+    Source: arXiv 1506.02438, eq. 16.
     """
-    following = credit.children()
-    enter_value, enter_advantage = np.zeros(len(following)), np.zeros(len(following))  # as a parent sees it
     advantages: dict[int, Floats] = {}
     targets: dict[int, Floats] = {}
-    for turn, later in reversed(list(enumerate(following))):
-        next_value = float(enter_value[later].mean()) if later else 0.0
-        next_advantage = float(enter_advantage[later].mean()) if later else 0.0
-        reward = float(credit.rewards[turn]) + (0.0 if later else credit.episode_reward)
+    next_value = next_advantage = 0.0
+    reward = rewards.episode
+    for turn in reversed(range(len(rewards.turns))):
+        reward += float(rewards.turns[turn])
         if turn not in values:
+            # What follows is worth `reward` more to whoever comes before.
             passed = 1.0 if level == "token" else discount
-            enter_value[turn] = reward + passed * next_value
-            enter_advantage[turn] = (1.0 if level == "token" else discount * decay) * next_advantage
+            next_value = reward + passed * next_value
+            next_advantage *= 1.0 if level == "token" else discount * decay
+            reward = 0.0
             continue
         known = values[turn]
         if level == "turn":
             delta = reward - costs[turn].sum() + discount * next_value - known[0]
             advantages[turn] = np.full(len(known), delta + discount * decay * next_advantage)
-            targets[turn] = advantages[turn] + known[0]
         else:
             deltas = discount * np.append(known[1:], next_value) - known - costs[turn]
             deltas[-1] += reward
             advantages[turn] = _discounted_sums(deltas, discount * decay, next_advantage)
-            targets[turn] = advantages[turn] + known
-        enter_value[turn], enter_advantage[turn] = known[0], advantages[turn][0]
+        targets[turn] = advantages[turn] + (known[0] if level == "turn" else known)
+        next_value, next_advantage = float(known[0]), float(advantages[turn][0])
+        reward = 0.0
     return advantages, targets
 
 
-def penalties_to_go(credit: EpisodeCredit, costs: _ByTurn, *, turn_discount: float) -> dict[int, Floats]:
+def penalties_to_go(rewards: EpisodeRewards, costs: _ByTurn, *, turn_discount: float) -> dict[int, Floats]:
     """What each trained token and those after it pay, in the form of `costs`.
 
-    The sum over the rest of the token's turn, itself included, plus turn_discount · the mean over the
-    turns that continue it: as the rewards of turns are summed.
+    The sum over the rest of the token's turn, itself included, and over the turns that were recorded after
+    it, those discounted by turn_discount^max(0, difference in depth), as rewards to go are.
     """
-    following = credit.children()
-    whole = np.zeros(len(following))
+    depths = rewards.depths
     out: dict[int, Floats] = {}
-    for turn, later in reversed(list(enumerate(following))):
-        whole[turn] = turn_discount * whole[later].mean() if later else 0.0
-        if turn in costs:
-            out[turn] = costs[turn][::-1].cumsum()[::-1] + whole[turn]
-            whole[turn] = out[turn][0]
+    later = np.zeros(len(rewards.turns))  # what each turn pays in all, of those already passed
+    for turn in reversed(range(len(rewards.turns))):
+        if turn not in costs:
+            continue
+        exponents = np.maximum(depths[turn + 1 :] - depths[turn], 0)
+        after = float((turn_discount**exponents * later[turn + 1 :]).sum())
+        out[turn] = costs[turn][::-1].cumsum()[::-1] + after
+        later[turn] = costs[turn].sum()
     return out
 
 
 def _with_critic(
-    data: TrainingData, values: Floats, costs: Floats, config: AlgorithmConfig
+    data: TrainingData, values: Floats, costs: Floats, estimator: GaeEstimator
 ) -> tuple[Floats, Floats]:
     advantages, targets = np.empty_like(values), np.empty_like(values)
     for episode_id, spans in _spans(data.samples).items():
         made, wanted = gae(
-            data.credit[episode_id],
+            data.rewards[episode_id],
             values={turn: values[span] for turn, span in spans.items()},
             costs={turn: costs[span] for turn, span in spans.items()},
-            discount=config.gae_discount,
-            decay=config.gae_lambda,
-            level=config.gae_level,
+            discount=estimator.gae_discount,
+            decay=estimator.gae_lambda,
+            level=estimator.gae_level,
         )
         for turn, span in spans.items():
             advantages[span], targets[span] = made[turn], wanted[turn]
     return advantages, targets
 
 
-def _without_critic(data: TrainingData, costs: Floats, config: AlgorithmConfig) -> Floats:
-    tokens = {episode_id: np.empty(0, np.int64) for episode_id in data.credit}  # of an episode, among all
-    returns = np.empty_like(costs)
-    scores = {episode_id: credit.score for episode_id, credit in data.credit.items()}
+def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
+    """[N] what each trained token and those after it pay."""
+    credit = estimator.credit
+    discount = credit.turn_discount if isinstance(credit, RewardToGo) else 1.0
+    paid = np.empty_like(costs)
     for episode_id, spans in _spans(data.samples).items():
-        credit = data.credit[episode_id]
-        paid = penalties_to_go(
-            credit, {turn: costs[span] for turn, span in spans.items()}, turn_discount=config.turn_discount
+        of_turns = penalties_to_go(
+            data.rewards[episode_id],
+            {turn: costs[span] for turn, span in spans.items()},
+            turn_discount=discount,
         )
-        of_turns = turn_returns(credit, turn_discount=config.turn_discount)
         for turn, span in spans.items():
-            returns[span] = of_turns[turn] - paid[turn]
-        tokens[episode_id] = np.concatenate([np.arange(span.start, span.stop) for span in spans.values()])
-        scores[episode_id] -= float(np.concatenate(list(paid.values())).mean())
+            paid[span] = of_turns[turn]
+    return paid
+
+
+def _token_returns(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
+    """[N] the return of each trained token, less what it and later tokens pay."""
+    credit = estimator.credit
+    assert not isinstance(credit, StepNormalized)
+    returns = -_paid(data, costs, estimator)
+    for episode_id, spans in _spans(data.samples).items():
+        rewards = data.rewards[episode_id]
+        of_turns = credit.after(rewards, rewards.recorded_before)
+        for turn, span in spans.items():
+            returns[span] += of_turns[turn]
+    return returns
+
+
+def _without_critic(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
+    """[N] advantages against baselines over episodes, each once."""
     members: dict[str, list[str]] = {}
-    for episode_id, credit in data.credit.items():
-        members.setdefault(credit.group_id, []).append(episode_id)
-    by_group = group_advantages(
-        [[returns[tokens[episode_id]] for episode_id in ids] for ids in members.values()],
-        [[scores[episode_id] for episode_id in ids] for ids in members.values()],
-        mean=config.advantage_mean,
-        std=config.advantage_std,
-        std_estimator=config.std_estimator,
-        leave_one_out=config.leave_one_out,
+    for episode_id, rewards in data.rewards.items():
+        members.setdefault(rewards.group_id, []).append(episode_id)
+    paid, spans = _paid(data, costs, estimator), _spans(data.samples)
+
+    def mean_paid(episode_id: str) -> float:
+        of_turns = [paid[span] for span in spans.get(episode_id, {}).values()]
+        return float(np.concatenate(of_turns).mean()) if of_turns else 0.0
+
+    comparisons = estimator.compare(
+        [[data.rewards[i] for i in ids] for ids in members.values()],
+        reductions=[[mean_paid(i) for i in ids] for ids in members.values()],
     )
     advantages = np.empty_like(costs)
-    for ids, of_group in zip(members.values(), by_group, strict=True):
-        for episode_id, of_episode in zip(ids, of_group, strict=True):
-            advantages[tokens[episode_id]] = of_episode
+    for ids, comparison in zip(members.values(), comparisons, strict=True):
+        for place, episode_id in enumerate(ids):
+            over = comparison.returns[place] - comparison.baselines[place]
+            for turn, span in spans.get(episode_id, {}).items():
+                advantages[span] = (over[turn] - paid[span]) * comparison.scale
     return advantages
 
 
@@ -234,17 +282,18 @@ def _spans(samples: Sequence[TrainingSample]) -> dict[str, dict[int, slice]]:
 
 
 def _joined(name: str, arrays: Sequence[Array], samples: Sequence[TrainingSample]) -> Floats:
-    """One array [N] of all samples' numbers, checked."""
+    """One array [N] of the numbers at the trained tokens of all samples, checked."""
     if len(arrays) != len(samples):
         raise ValueError(f"{name} of {len(arrays)} samples, expected those of {len(samples)}")
     for array, sample in zip(arrays, samples, strict=True):
-        tokens = int(sample.loss_mask.sum())
+        tokens = int(sample.scored_mask.sum())
         if array.shape != (tokens,) or not np.isfinite(array).all():
             raise TrainingError(
                 f"group {sample.group_id}, episode {sample.episode_id}: {name} of shape {array.shape}, "
-                f"{int(np.isfinite(array).sum())} of them finite, for {tokens} trained tokens"
+                f"{int(np.isfinite(array).sum())} of them finite, for {tokens} scored tokens"
             )
-    return np.concatenate([*arrays, np.empty(0)]).astype(np.float64)
+    trained = [a[s.loss_mask[s.scored_mask]] for a, s in zip(arrays, samples, strict=True)]
+    return np.concatenate([*trained, np.empty(0)]).astype(np.float64)
 
 
 def _split(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
@@ -252,5 +301,11 @@ def _split(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
     return [flat[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
-def _float32(arrays: Sequence[Floats]) -> list[npt.NDArray[np.float32]]:
-    return [array.astype(np.float32) for array in arrays]
+def _scored(arrays: Sequence[Floats], samples: Sequence[TrainingSample]) -> list[npt.NDArray[np.float32]]:
+    """Numbers of trained tokens as arrays over the scored tokens, 0 at those that are not trained."""
+    out = []
+    for array, sample in zip(arrays, samples, strict=True):
+        spread = np.zeros(int(sample.scored_mask.sum()), np.float32)
+        spread[sample.loss_mask[sample.scored_mask]] = array
+        out.append(spread)
+    return out

@@ -1,0 +1,6 @@
+"""The policy's loss and what it is composed of: one file per loss, its corrections, masks and averages.
+
+Each file of a loss holds its formula as a function of values, its source, and its settings; `registry.py`
+lists the losses. The settings are read by processes that have no torch, so those files import torch for its
+types only and compute with the methods of tensors.
+"""

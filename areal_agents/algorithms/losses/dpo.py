@@ -9,8 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
+from pydantic import Field
+
+from areal_agents.algorithms.losses.likelihood import likelihood
+from areal_agents.algorithms.losses.loss import SUPERVISED, LossPart, LossTokens, TokenLosses
+
+
+class DpoLoss(LossPart):
+    """Settings of `dpo_coefficients`, which stand in the place of advantages."""
+
+    kind: Literal["dpo"] = "dpo"
+    dpo_beta: float = Field(default=0.1, gt=0, description="β of DPO.")
+    uses_advantages: ClassVar[bool] = False
+    is_supervised: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = True
+    implies: ClassVar[Mapping[str, Any]] = SUPERVISED
+
+    def token_losses(self, tokens: LossTokens) -> TokenLosses:
+        return likelihood(tokens.logprobs, tokens.advantages)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
-"""Estimates of KL(π, reference) from the sampled tokens, one per token.
+"""Estimates of KL(π, reference) from the sampled tokens, one per token, and where they are charged.
 
 With d = log π_ref − log π (J. Schulman, http://joschu.net/blog/kl-approx.html):
 
     k1 = −d        k2 = d²/2        k3 = e^d − 1 − d
 
 All three estimate the same number; k1 is unbiased with the largest variance, k2 is biased, k3 is
-unbiased and never negative. Their gradients are not the same thing at all, which is why the place
-matters. Over tokens that π itself sampled, with s = ∇ log π:
+unbiased and never negative. Their gradients differ, which is why the place matters. Over tokens that π
+itself sampled, with s = ∇ log π:
 
     in the reward (no gradient through it): k1 gives E[(log π − log π_ref) s], the gradient of
         KL(π, ref), which is what one wants; k2 and k3 give gradients of other quantities.
@@ -21,11 +21,55 @@ as far as μ is near π.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from areal_agents.algorithms.config import KlEstimator
+from pydantic import Field, field_validator
+
 from areal_agents.algorithms.losses.ratios import log_ratio
+from areal_agents.algorithms.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KlEstimator = Literal["k1", "k2", "k3"]
+
+_COEFFICIENT = "Weight of the KL to the reference policy."
+_ESTIMATOR = "The estimate of that KL per token."
+
+
+class NoKl(Part):
+    """No KL to a reference policy is charged."""
+
+    kind: Literal["none"] = "none"
+
+
+class KlInReward(Part):
+    """A KL taken off the reward of each token."""
+
+    kind: Literal["reward"] = "reward"
+    kl_estimator: KlEstimator = Field(default="k1", description=_ESTIMATOR)
+    kl_coefficient: float = Field(gt=0, description=_COEFFICIENT)
+
+
+class KlInLoss(Part):
+    """A KL added to the loss of each token."""
+
+    kind: Literal["loss"] = "loss"
+    kl_estimator: Literal["k2", "k3"] = Field(default="k3", description=_ESTIMATOR)
+    kl_coefficient: float = Field(gt=0, description=_COEFFICIENT)
+
+    @field_validator("kl_estimator", mode="before")
+    @classmethod
+    def _refuse_k1(cls, value: object) -> object:
+        if value == "k1":
+            raise ValueError(
+                "the gradient of k1 in the loss is 0 on average, so it only adds noise; use k2 or k3, or "
+                "kl_in: reward"
+            )
+        return value
+
+
+KlPlace = Annotated[NoKl | KlInReward | KlInLoss, Field(discriminator="kind")]
 
 
 def kl_estimate(
@@ -41,4 +85,4 @@ def kl_estimate(
     d = log_ratio(reference.detach(), logprobs, keep=keep)
     if estimator == "k1":
         return -d
-    return d.square() / 2 if estimator == "k2" else torch.expm1(d) - d
+    return d.square() / 2 if estimator == "k2" else d.expm1() - d

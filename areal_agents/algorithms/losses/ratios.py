@@ -1,18 +1,18 @@
-"""Log-ratios of two policies, by token and by sequence.
+"""Log-ratios of two policies, by token, turn and sequence.
 
 Every ratio is the exponential of a log-ratio that is at least float32, masked and clamped to ±20
-first: nothing here can overflow, and a masked token never reaches an exponential. A sequence is the
-tokens of one TrainingSample, which a micro-batch always has whole.
+first: nothing here can overflow, and a masked token never reaches an exponential.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from areal_agents.algorithms.rules import LOG_RATIO_LIMIT
+LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, *, keep: Tensor | None = None) -> Tensor:
@@ -26,18 +26,23 @@ def log_ratio(numerator: Tensor, denominator: Tensor, *, keep: Tensor | None = N
     """
     difference = widen(numerator) - widen(denominator)
     if keep is not None:
-        difference = torch.where(keep, difference, torch.zeros_like(difference))
+        difference = masked(difference, keep)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def widen(values: Tensor) -> Tensor:
     """The same values in float32, or in float64 if they already are."""
-    return values.to(torch.promote_types(values.dtype, torch.float32))
+    return values if values.element_size() == 8 and values.is_floating_point() else values.float()
+
+
+def masked(values: Tensor, keep: Tensor) -> Tensor:
+    """The same values, 0 where `keep` [N] bool is False, whatever they are there."""
+    return values.where(keep, values.new_zeros(()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Which of the N tokens belong together.
+    """Which of the N tokens belong together: those of one root-to-leaf path, or of one turn.
 
     Attributes:
         index: [N] int64, the place of each token's sequence in 0 … S − 1.
@@ -52,9 +57,10 @@ class Sequences:
     @classmethod
     def of(cls, sequence_ids: Tensor, *, keep: Tensor | None = None) -> Sequences:
         """The sequences that [N] int64 ids tell apart; the ids may be any, in any order."""
-        ids, index = torch.unique(sequence_ids, return_inverse=True)
-        keep = torch.ones_like(index, dtype=torch.bool) if keep is None else keep
-        lengths = torch.zeros_like(ids, dtype=torch.int64).index_add_(0, index, keep.long())
+        ids, index = sequence_ids.unique(return_inverse=True)
+        if keep is None:
+            keep = index.bool() | True
+        lengths = index.new_zeros(len(ids)).index_add_(0, index, keep.long())
         return cls(index, keep, lengths)
 
     def __len__(self) -> int:
@@ -62,7 +68,7 @@ class Sequences:
 
     def sums(self, values: Tensor) -> Tensor:
         """[S], the sum of [N] values over the tokens of each sequence that count."""
-        values = torch.where(self.keep, values, torch.zeros_like(values))
+        values = masked(values, self.keep)
         return values.new_zeros(len(self)).index_add(0, self.index, values)
 
     def means(self, values: Tensor) -> Tensor:

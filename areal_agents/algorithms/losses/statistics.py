@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from areal_agents.algorithms.losses.correction import Correction
-from areal_agents.algorithms.losses.ppo import TokenLosses
+from areal_agents.algorithms.losses.correction import CorrectionWeights
+from areal_agents.algorithms.losses.loss import TokenLosses
 from areal_agents.algorithms.losses.ratios import Sequences
 
 SUMS = (
@@ -42,7 +42,7 @@ MAXIMA = ("abs_diff_max", "on_policy_abs_diff_max", "abs_log_ratio_max", "weight
 class LossStatistics:
     """Statistics that add up over micro-batches and ranks.
 
-    Every sum is over the kept tokens (all, where M2PO drops none), rejected ones included. Divided by
+    Every sum is over the trained tokens that a trust region kept, rejected ones included. Divided by
     `tokens` or, for those of sequences, by `sequences` they are means; the effective sample size is
     weight² / (weight_squared · tokens). A sequence that context parallelism spreads over ranks counts
     once on each.
@@ -83,10 +83,11 @@ def measure(
     loss: Tensor,
     log_ratio: Tensor,
     log_weight: Tensor,
-    correction: Correction,
+    correction: CorrectionWeights,
     policy: TokenLosses,
     sequences: Sequences,
     *,
+    trained: Tensor,
     kl: Tensor | None = None,
     entropy: Tensor | None = None,
     on_policy: Tensor | None = None,
@@ -96,28 +97,30 @@ def measure(
     Args:
         loss: [N], the weighted policy loss.
         log_ratio, log_weight: [N], log current/proximal and log proximal/behavior.
+        trained: [N] bool, kept tokens that carry a gradient; the others are measured elsewhere.
         kl: [N] estimates of KL(current, reference); 0 is summed without.
         entropy: [N]; 0 is summed without. on_policy: [N] bool; all tokens without.
     """
-    kept = sequences.keep
-    own = kept if on_policy is None else kept & on_policy
-    rejected = correction.rejected & kept
-    present = sequences.lengths > 0
-    wholly_rejected = present & (sequences.sums(rejected.long()) == sequences.lengths)
+    own = trained if on_policy is None else trained & on_policy
+    rejected = correction.rejected & trained
+    counts = sequences.sums(trained.long())
+    present = counts > 0
+    wholly_rejected = present & (sequences.sums(rejected.long()) == counts)
     current_over_behavior = log_ratio + log_weight
     nothing = torch.zeros_like(log_weight)
 
-    def total(values: Tensor, where: Tensor = kept) -> Tensor:
+    def total(values: Tensor | None, where: Tensor = trained) -> Tensor:
+        values = nothing if values is None else values
         return torch.where(where, values.double(), 0.0).sum()
 
-    def largest(values: Tensor, where: Tensor = kept) -> Tensor:
+    def largest(values: Tensor, where: Tensor = trained) -> Tensor:
         inside = torch.where(where, values.double(), 0.0)
         return torch.cat([inside, inside.new_zeros(1)]).amax()
 
     sums = {
-        "tokens": total(kept),
+        "tokens": trained.sum().double(),
         "sequences": present.sum().double(),
-        "dropped_tokens": (~kept).sum().double(),
+        "dropped_tokens": (~sequences.keep).sum().double(),
         "loss": total(loss),
         "clipped_low": total(policy.clipped_low),
         "clipped_high": total(policy.clipped_high),
@@ -125,18 +128,18 @@ def measure(
         "ratio": total(log_ratio.exp()),
         "kl_k1": -total(current_over_behavior),
         "kl_k3": total(torch.expm1(current_over_behavior) - current_over_behavior),
-        "kl_reference": total(nothing if kl is None else kl),
+        "kl_reference": total(kl),
         "weight": total(correction.weight),
         "weight_squared": total(correction.weight**2),
         "weight_raw": total(correction.raw),
         "weight_capped": total(correction.capped),
         "rejected_tokens": total(rejected),
         "rejected_sequences": wholly_rejected.sum().double(),
-        "vetoed_sequences": correction.vetoed.sum().double(),
+        "vetoed_sequences": (correction.vetoed & present).sum().double(),
         "abs_diff": total(log_weight.abs()),
         "on_policy_tokens": total(own),
         "on_policy_abs_diff": total(log_weight.abs(), own),
-        "entropy": total(nothing if entropy is None else entropy),
+        "entropy": total(entropy),
     }
     maxima = {
         "abs_diff_max": largest(log_weight.abs()),

@@ -1,7 +1,7 @@
 """Samples packed into micro-batches by a token budget, as many on every rank, of about equal cost.
 
 A micro-batch keeps apart what the model reads (the token tree, [T]) and what the loss needs (one
-entry per trained token, [N], pointing at the row whose output predicts it). A row that several
+entry per scored token, [N], pointing at the row whose output predicts it). A row that several
 samples share can carry several entries, so sharing never changes which tokens are trained.
 """
 
@@ -36,12 +36,15 @@ class MicroBatch:
     Attributes:
         input_ids, position_ids: [T] int64.
         segments: which rows attend to which, see `token_tree`.
-        predictor_rows: [N] int64, the row that predicts each trained token.
-        target_ids: [N] int64, the trained tokens.
+        predictor_rows: [N] int64, the row that predicts each scored token.
+        target_ids: [N] int64, the scored tokens.
+        trained: [N] bool, those with a gradient; the others another sample trains, see
+            `TrainingSample.prefix_mask`.
         behavior_logprobs, temperatures, advantages: [N] float32.
         loss_weights: [N] float32, what each token's loss is multiplied by; the loss is the sum.
         versions: [N] int64, the policy version that sampled each.
         sample_index: [N] int64, which sample of the packed list each belongs to.
+        turn_ids: [N] int64, equal for tokens of one turn of one sample only.
         sample_tokens: tokens that the samples have without sharing.
         context_group: the ranks that hold the other rows, None if all T are here. Where it is set the
             segments are those of all rows, and the other arrays those of this rank, of the [N] the
@@ -55,19 +58,21 @@ class MicroBatch:
     segments: tuple[Segment, ...]
     predictor_rows: Tensor
     target_ids: Tensor
+    trained: Tensor
     behavior_logprobs: Tensor
     temperatures: Tensor
     advantages: Tensor
     loss_weights: Tensor
     versions: Tensor
     sample_index: Tensor
+    turn_ids: Tensor
     sample_tokens: int
     context_group: ProcessGroup | None = None
     images: ImageRows | None = None
     routed_experts: Tensor | None = None
 
     @property
-    def trained_tokens(self) -> int:
+    def scored_tokens(self) -> int:
         """N."""
         return len(self.target_ids)
 
@@ -75,7 +80,7 @@ class MicroBatch:
         """FLOPs of a forward pass: shared rows once, attention over the rows attended to."""
         pairs = sum(segment.pairs for segment in self.segments)
         rows = self.segments[-1].end
-        return shape.flops(rows=rows, pairs=pairs, predictions=self.trained_tokens)
+        return shape.flops(rows=rows, pairs=pairs, predictions=self.scored_tokens)
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch with its tensors on `device`."""
@@ -103,21 +108,23 @@ def pack(
     fill up: every rank takes part in every collective.
 
     Args:
-        weights: per sample what the loss of each of its trained tokens is multiplied by [N_s];
-            by default the same for all, and 1 in sum.
+        weights: per sample what the loss of each of its scored tokens is multiplied by [N_s];
+            by default the same for all that are trained, and 1 in sum.
         shape: of the model, for the cost of a micro-batch; without it a token costs 1.
 
     Raises:
         TrainingError: a sample alone is longer than the budget.
-        ValueError: no samples, or weights that are not one per trained token.
+        ValueError: no samples, or weights that are not one per scored token.
     """
     if not samples:
         raise ValueError("there is no sample to pack")
-    counts = [int(sample.loss_mask.sum()) for sample in samples]
+    counts = [int(sample.scored_mask.sum()) for sample in samples]
     if weights is None:
-        weights = [np.full(count, 1 / sum(counts), np.float32) for count in counts]
+        trained = [sample.loss_mask[sample.scored_mask] for sample in samples]
+        total = np.float32(sum(int(mask.sum()) for mask in trained))
+        weights = [(mask / total).astype(np.float32) for mask in trained]
     if [len(array) for array in weights] != counts:
-        raise ValueError(f"expected a weight per trained token, {counts}, got {[len(w) for w in weights]}")
+        raise ValueError(f"expected a weight per scored token, {counts}, got {[len(w) for w in weights]}")
     inputs = [_model_input(sample) for sample in samples]
     for sample, tokens in zip(samples, inputs, strict=True):
         if len(tokens) > token_budget:
@@ -147,20 +154,25 @@ def _microbatch(
     weights: Sequence[npt.NDArray[np.float32]],
 ) -> MicroBatch:
     members = [samples[i] for i in indices]
-    trained = [np.flatnonzero(sample.loss_mask) for sample in members]
+    scored = [np.flatnonzero(sample.scored_mask) for sample in members]
 
     def gather(name: str, dtype: torch.dtype) -> Tensor:
-        arrays = [getattr(samples[i], name)[at] for i, at in zip(indices, trained, strict=True)]
+        arrays = [getattr(samples[i], name)[at] for i, at in zip(indices, scored, strict=True)]
         return torch.from_numpy(np.concatenate([np.empty(0), *arrays])).to(dtype)
 
-    rows = [tree.rows[j][at - 1] for j, at in enumerate(trained)]
-    owners = [np.full(len(at), i) for i, at in zip(indices, trained, strict=True)]
+    rows = [tree.rows[j][at - 1] for j, at in enumerate(scored)]
+    owners = [np.full(len(at), i) for i, at in zip(indices, scored, strict=True)]
+    turns = [
+        sample.turn_index[at].astype(np.int64) + (i << 32)
+        for i, sample, at in zip(indices, members, scored, strict=True)
+    ]
     return MicroBatch(
         input_ids=torch.from_numpy(tree.token_ids),
         position_ids=torch.from_numpy(tree.position_ids),
         segments=tree.segments,
         predictor_rows=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *rows])),
         target_ids=gather("token_ids", torch.int64),
+        trained=gather("loss_mask", torch.bool),
         behavior_logprobs=gather("behavior_logprobs", torch.float32),
         temperatures=gather("temperatures", torch.float32),
         advantages=gather("advantages", torch.float32),
@@ -169,7 +181,8 @@ def _microbatch(
         ),
         versions=gather("versions", torch.int64),
         sample_index=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *owners])),
-        sample_tokens=sum(int(at[-1]) for at in trained),
+        turn_ids=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *turns])),
+        sample_tokens=sum(int(at[-1]) for at in scored),
         images=image_rows(members, tree.rows[: len(members)]),
         routed_experts=routed_rows(members, tree.rows[: len(members)], len(tree.token_ids)),
     )

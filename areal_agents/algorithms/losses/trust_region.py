@@ -1,15 +1,42 @@
-"""M2PO's trust region: the tokens that moved furthest are left out, until the rest moved little enough.
+"""Which tokens of a minibatch keep their gradient, beside what the loss itself clips.
 
-The bound is on a mean over a whole minibatch, so the mask is found once for all its tokens, on
-every rank alike, before the first micro-batch.
+The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
+it does not depend on how the minibatch was cut.
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
 
 from areal_agents.algorithms.losses.ratios import log_ratio
+from areal_agents.algorithms.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class NoTrustRegion(Part):
+    """Every token keeps its gradient."""
+
+    kind: Literal["none"] = "none"
+
+
+class M2po(Part):
+    """Settings of `m2po_keep`."""
+
+    kind: Literal["m2po"] = "m2po"
+    m2po_threshold: float = Field(
+        default=0.04, gt=0, description="Mean squared log-ratio that M2PO leaves in a batch."
+    )
+
+    def keep(self, behavior: Tensor, proximal: Tensor, advantages: Tensor) -> Tensor:
+        """[N] bool, see `m2po_keep`."""
+        return m2po_keep(behavior, proximal, advantages, threshold=self.m2po_threshold)
+
+
+TrustRegion = Annotated[NoTrustRegion | M2po, Field(discriminator="kind")]
 
 
 def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
@@ -36,11 +63,11 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
     if not threshold > 0:
         raise ValueError(f"the M2PO threshold must be positive, got {threshold}")
     moved = log_ratio(proximal, behavior).double()
-    constrained = torch.nonzero(moved * advantages.sign() > 0).squeeze(1)
+    constrained = (moved * advantages.sign() > 0).nonzero().squeeze(1)
     ascending, order = moved[constrained].square().sort(stable=True)
-    counts = torch.arange(1, len(ascending) + 1, device=ascending.device)
+    counts = constrained.new_ones(len(ascending)).cumsum(0)
     # the mean of the n smallest grows with n, so those within the bound come first
     within = ascending.cumsum(0) / counts <= threshold
-    keep = torch.ones_like(moved, dtype=torch.bool)
+    keep = moved.bool() | True
     keep[constrained[order[~within]]] = False
     return keep

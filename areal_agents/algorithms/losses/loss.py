@@ -1,0 +1,94 @@
+"""What every policy loss is given and returns, and what its settings say of it.
+
+u = π_θ/π_prox throughout, given as its clamped logarithm. Each loss returns ℓ_t [N], of which
+`objective.policy_loss` makes Σ_t c_t w_t ℓ_t. With u = 1, which is every policy gradient loss on its first
+minibatch, the gradient of each is −A ∇log π.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from areal_agents.algorithms.parts import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from areal_agents.algorithms.losses.ratios import Sequences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossTokens:
+    """The N tokens that a loss is taken over.
+
+    Attributes:
+        log_ratio: [N] log u, masked and clamped, with the gradient.
+        logprobs: [N] of the current policy, masked, with the gradient.
+        proximal: [N] logprobs of the proximal policy, masked.
+        advantages: [N], 0 where masked.
+        sequences: which tokens lie on one root-to-leaf path.
+        turns: which tokens lie in one turn.
+    """
+
+    log_ratio: Tensor
+    logprobs: Tensor
+    proximal: Tensor
+    advantages: Tensor
+    sequences: Sequences
+    turns: Sequences
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenLosses:
+    """The loss of each token, before weights and normalisation.
+
+    Attributes:
+        values: [N], with the gradient.
+        clipped_low, clipped_high: [N] bool, the ratio was clipped at its lower or upper bound; None: no clip.
+        dual_clipped: [N] bool, the dual clip bounded the loss; None: nowhere.
+    """
+
+    values: Tensor
+    clipped_low: Tensor | None = None
+    clipped_high: Tensor | None = None
+    dual_clipped: Tensor | None = None
+
+
+class LossPart(Part):
+    """The settings of a policy loss.
+
+    Attributes:
+        uses_advantages: whether it multiplies with advantages, so that it needs an estimator of them.
+        is_supervised: whether it learns from recorded episodes as they are, whoever sampled them.
+        needs_reference: whether it needs the logprobs of a reference policy.
+        clips: whether it acts on the ratio u alone, so that one minibatch, where u is 1, leaves it idle.
+        implies: settings of the algorithm that this loss brings with it where nothing else is given.
+    """
+
+    uses_advantages: ClassVar[bool] = True
+    is_supervised: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+    implies: ClassVar[Mapping[str, Any]] = {}
+
+    @property
+    def ratio_level(self) -> str:
+        """What one ratio is taken of: "token", "turn" or "sequence"."""
+        return "token"
+
+    def token_losses(self, tokens: LossTokens) -> TokenLosses:
+        """ℓ_t of each token."""
+        raise NotImplementedError
+
+
+# What a loss without advantages and without a behavior policy brings with it.
+SUPERVISED: Mapping[str, Any] = {
+    "estimator": "none",
+    "correction": "none",
+    "kl_in": "none",
+    "trust_region": "none",
+    "entropy_coefficient": 0.0,
+    "drop_equal_groups": True,
+    "refill_equal_groups": False,
+}

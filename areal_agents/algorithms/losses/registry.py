@@ -1,0 +1,24 @@
+"""The policy losses that `algorithm.policy_loss` chooses among: a new one is a file here and a line below."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from areal_agents.algorithms.losses.cispo import CispoLoss
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.gspo import GspoLoss
+from areal_agents.algorithms.losses.likelihood import SftLoss
+from areal_agents.algorithms.losses.ppo import PpoLoss
+from areal_agents.algorithms.losses.sapo import SapoLoss
+
+PolicyLoss = Annotated[
+    PpoLoss
+    | GspoLoss
+    | CispoLoss
+    | SapoLoss
+    | SftLoss
+    | DpoLoss,
+    Field(discriminator="kind"),
+]  # fmt: skip

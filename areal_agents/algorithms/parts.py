@@ -1,0 +1,181 @@
+"""Settings as a tree of parts, each a small model that holds only its own settings.
+
+A part is chosen among alternatives by its `kind`. Settings can also be given flat, without naming the part
+that they belong to: `{policy_loss: gspo, clip_high: 0.3}` means
+`{policy_loss: {kind: gspo, clip_high: 0.3}}`. A setting that no chosen part has is refused, with the parts
+that do have it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Annotated, Any, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
+
+NONE = "none"  # the kind of an alternative that does nothing
+
+
+class Part(BaseModel):
+    """A frozen group of settings; one of several alternatives has a field `kind` that tells which it is."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of settings that `model` validates, from settings in any mixture of flat and nested.
+
+    What is given wins over the preset. Where the given kind of a part differs from the preset's, none of
+    the preset's settings of that part are taken. A flat setting chooses its part by itself where the part
+    would otherwise be "none" and only one alternative has such a setting.
+
+    Args:
+        model: its fields are plain settings, parts, or unions of parts.
+        given: what the user wrote.
+        preset: flat settings; the name of a part stands for its kind.
+
+    Raises:
+        ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; all
+            faults are named at once.
+    """
+    left = dict(given)
+    faults: list[str] = []
+    tree = _fill(model, left, preset, faults)
+    faults += [_unplaced(model, name, value) for name, value in left.items()]
+    if faults:
+        raise ValueError("; ".join(faults))
+    return tree
+
+
+def alternatives(field: FieldInfo) -> dict[str, type[Part]]:
+    """The parts that a field may hold, by kind; by "" if it is always the same; empty for a plain setting."""
+    members = list(_members(field.annotation))
+    if not members or not all(isinstance(m, type) and issubclass(m, Part) for m in members):
+        return {}
+    return {_kind_of(member): member for member in members}
+
+
+def kind_given(
+    model: type[BaseModel], name: str, given: Mapping[str, Any], preset: Mapping[str, Any]
+) -> type[Part] | None:
+    """The alternative that a field would be filled with, None if there is none of the given kind."""
+    field, value = model.model_fields[name], given.get(name)
+    if isinstance(value, Part):
+        return type(value)
+    kind = value.get("kind") if isinstance(value, Mapping) else value
+    return alternatives(field).get(kind or preset.get(name, _default_kind(field)))
+
+
+def settings_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+    """Every setting that can be given flat, with the part and kind that it needs ("" for none).
+
+    For example ("clip_high", "policy_loss: ppo"); the name of a part is a setting too.
+    """
+    for name, field in model.model_fields.items():
+        if name == "kind":
+            continue
+        parts = alternatives(field)
+        if not parts or "" not in parts:
+            yield name, ""
+        for kind, part in parts.items():
+            for inner, needed in settings_of(part):
+                yield inner, needed or (f"{name}: {kind}" if kind else "")
+
+
+def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]]:
+    """The flat settings of a part that differ from another of the same kind, with their values."""
+    for name in type(chosen).model_fields:
+        ours, theirs = getattr(chosen, name), getattr(default, name)
+        if ours == theirs:
+            continue
+        if isinstance(ours, Part) and type(ours) is type(theirs):
+            yield from differing(ours, theirs)
+        else:
+            yield name, getattr(ours, "kind", ours)
+
+
+def _fill(
+    model: type[BaseModel], left: dict[str, Any], preset: Mapping[str, Any], faults: list[str]
+) -> dict[str, Any]:
+    """As `fill`; what it uses is taken out of `left`."""
+    tree: dict[str, Any] = {}
+    slots = {name: parts for name, field in model.model_fields.items() if (parts := alternatives(field))}
+    for name in model.model_fields:
+        if name not in slots and name != "kind":
+            if name in left:
+                tree[name] = left.pop(name)
+            elif name in preset:
+                tree[name] = preset[name]
+    for name, parts in slots.items():
+        given = left.pop(name, None)
+        if isinstance(given, Part):
+            tree[name] = given
+            continue
+        own = {"kind": given} if isinstance(given, str) else given
+        if own is not None and not isinstance(own, Mapping):
+            faults.append(
+                f"{name}: expected one of {', '.join(filter(None, parts))}, or a mapping, got {given!r}"
+            )
+            continue
+        inner = dict(own or {})
+        standard = str(preset.get(name, _default_kind(model.model_fields[name])))
+        kind = inner.pop("kind", None)
+        if kind is None:
+            kind = _chosen_by_setting(parts, left) if standard == NONE and not inner else None
+            kind = standard if kind is None else kind
+        if kind not in parts:
+            near = difflib.get_close_matches(str(kind), parts, n=1, cutoff=0.0)[0]
+            faults.append(f"{name}: there is no {kind!r}; did you mean {near!r}? Known: {', '.join(parts)}")
+            continue
+        names = {setting for setting, _ in settings_of(parts[kind])}
+        for setting in sorted(names & left.keys()):
+            if setting in inner:
+                faults.append(f"{setting} is given twice, by itself and in {name}")
+            inner[setting] = left.pop(setting)
+        filled = _fill(parts[kind], inner, preset if kind == standard else {}, faults)
+        faults += [_unplaced(parts[kind], unknown, value, where=name) for unknown, value in inner.items()]
+        tree[name] = {"kind": kind, **filled} if kind else filled
+    return tree
+
+
+def _chosen_by_setting(parts: Mapping[str, type[Part]], left: Iterable[str]) -> str | None:
+    """The only alternative that has one of the settings `left`."""
+    wanted = set(left)
+    having = [kind for kind, part in parts.items() if wanted & {name for name, _ in settings_of(part)}]
+    return having[0] if len(having) == 1 else None
+
+
+def _unplaced(model: type[BaseModel], name: str, value: Any, *, where: str = "") -> str:
+    """Why a setting cannot be placed."""
+    known: dict[str, list[str]] = {}
+    for setting, needed in settings_of(model):
+        known.setdefault(setting, []).append(needed)
+    if name in known:
+        choices = [part for part in dict.fromkeys(known[name]) if part]
+        return f"{name}: {value} needs {' or '.join(choices)}"
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    return f"unknown setting {f'{where}.' if where else ''}{name}; {hint}"
+
+
+def _kind_of(part: type[Part]) -> str:
+    field = part.model_fields.get("kind")
+    return "" if field is None else str(get_args(field.annotation)[0])
+
+
+def _default_kind(field: FieldInfo) -> str:
+    default = field.get_default(call_default_factory=True)
+    return getattr(default, "kind", "")
+
+
+def _members(annotation: Any) -> Iterator[Any]:
+    if get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    arguments = get_args(annotation)
+    if arguments and not isinstance(annotation, type):
+        for argument in arguments:
+            yield from _members(argument)
+    else:
+        yield annotation
