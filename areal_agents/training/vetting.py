@@ -71,7 +71,8 @@ def vet(
         if fault:
             return Refused("bad", f"episode {sample.episode_id}: {fault}")
     if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
-        return Refused("equal", "all its episodes have the same score, or the same advantages")
+        same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
+        return Refused("equal", f"all its {same}")
     return None
 
 

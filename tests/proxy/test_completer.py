@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from proxy_support import ScriptedEngine
 
-from areal_agents.algorithms.credit.returns import is_trained
+from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.core.messages import Message, tools_digest
 from areal_agents.errors import EngineUnavailable, RequestError, StoreError
 from areal_agents.proxy import ProxyConfig
@@ -108,7 +108,7 @@ async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_re
     await until(lambda: bool(session.undelivered))
     await until(lambda: store.load_episode("e").turns[0].discarded != "")
     [turn] = store.load_episode("e").turns
-    assert not is_trained(turn) and turn.id == call.turn_ids[0]
+    assert not TrainedTurns().includes(turn) and turn.id == call.turn_ids[0]
     # The same request again, without a word about a retry: it gets the sample that nobody had.
     again = begin(completer, session)
     [done] = await again.task

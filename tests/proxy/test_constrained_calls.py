@@ -14,7 +14,7 @@ import pytest
 from anthropic import Anthropic
 from proxy_support import MODEL, RecordingEngine, RunningProxy, ScriptedEngine, running_proxy
 
-from areal_agents.algorithms.credit.returns import is_trained
+from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import EngineRejected
 from areal_agents.inference import running_engine
@@ -64,7 +64,7 @@ def episode(proxy: RunningProxy) -> dict[str, Any]:
 def the_turn(proxy: RunningProxy, episode: dict[str, Any]) -> Turn:
     """The one turn of the episode; it is recorded as constrained, and whole."""
     [turn] = proxy.store.load_episode(episode["id"]).turns
-    assert turn.constrained and not is_trained(turn) and is_trained(turn, train_constrained=True)
+    assert turn.constrained and not TrainedTurns().includes(turn) and TrainedTurns(constrained=True).includes(turn)
     assert turn.completion.finish_reason == "stop"
     assert np.isfinite(turn.completion.logprobs).all() and turn.completion.logprobs.min() < 0
     return turn

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import ObservedEngine, check_invariant, until
 
-from areal_agents.algorithms.credit.returns import is_trained
+from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
 
@@ -82,7 +82,7 @@ def test_a_client_that_hangs_up_in_mid_stream_leaves_no_trained_turn(
     assert reply.content.startswith("one two three") and len(proxy.engine.calls) == 2
     agent.close()
     [turn] = proxy.store.load_episode(episode["id"]).turns
-    assert turn.id == reply.turn_id == proxy.engine.calls[1].rid and is_trained(turn)
+    assert turn.id == reply.turn_id == proxy.engine.calls[1].rid and TrainedTurns().includes(turn)
 
 
 def test_a_client_that_hangs_up_before_the_first_piece(proxy: RunningProxy) -> None:
@@ -119,7 +119,7 @@ async def test_a_retry_of_a_call_under_way_joins_it_from_its_first_piece(proxy: 
     [call] = proxy.engine.calls
     assert {chunk.id for chunk in chunks} == {call.rid} and proxy.engine.cancelled == []
     [turn] = proxy.store.load_episode(episode["id"]).turns
-    assert is_trained(turn)
+    assert TrainedTurns().includes(turn)
 
 
 def test_the_sdk_retries_until_the_engine_is_back(proxy: RunningProxy) -> None:
