@@ -22,6 +22,7 @@ from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, St
 from areal_agents.algorithms.credit.rewards import NoLengthPenalty, RewardShaping
 from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.algorithms.losses.correction import Correction, NoCorrection, TruncateCorrection
+from areal_agents.algorithms.losses.distillation import DistillationLoss, TeacherKind
 from areal_agents.algorithms.losses.kl import KlInReward, KlPlace, NoKl
 from areal_agents.algorithms.losses.normalization import Normalization, TokenMean
 from areal_agents.algorithms.losses.ppo import PpoLoss
@@ -136,6 +137,9 @@ class AlgorithmConfig(BaseModel):
             yield f"estimator: {estimator.kind} does not go with policy_loss: {loss.kind}, which {needs}"
         if loss.is_supervised:
             yield from self._supervised_faults()
+        elif isinstance(loss, DistillationLoss):
+            yield from self._distillation_faults()
+            yield from self._policy_faults()
         else:
             yield from self._reward_faults()
             yield from self._policy_faults()
@@ -165,6 +169,18 @@ class AlgorithmConfig(BaseModel):
                 )
         if self.policy_loss.kind == "dpo" and not isinstance(self.loss_normalization, TokenMean):
             yield "loss_normalization has no meaning for dpo, whose loss is a mean over pairs"
+
+    def _distillation_faults(self) -> Iterator[str]:
+        """Settings of rewards beside a loss that uses none."""
+        for setting, value in differing(self.rewards, RewardShaping()):
+            shown = getattr(value, "kind", value)
+            yield f"{setting}: {shown} has no meaning for distillation, which uses no reward"
+        if isinstance(self.kl_in, KlInReward):
+            yield "kl_in: reward has no meaning for distillation, which uses no reward; use kl_in: loss"
+        if not isinstance(self.trust_region, NoTrustRegion):
+            yield f"trust_region: {self.trust_region.kind} goes by advantages, and distillation has none"
+        if self.drop_equal_groups:
+            yield "drop_equal_groups: distillation learns from every group; leave it out"
 
     def _reward_faults(self) -> Iterator[str]:
         shaping, estimator = self.rewards, self.estimator
@@ -212,6 +228,11 @@ class AlgorithmConfig(BaseModel):
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy is loaded."""
         return not isinstance(self.kl_in, NoKl) or self.policy_loss.needs_reference
+
+    @property
+    def teacher(self) -> TeacherKind | None:
+        """Where the distribution that is distilled comes from; None without distillation."""
+        return self.policy_loss.teacher if isinstance(self.policy_loss, DistillationLoss) else None
 
     @property
     def needs_token_credit(self) -> bool:

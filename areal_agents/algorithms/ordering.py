@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from areal_agents.core.rollout import RolloutGroup
-from areal_agents.core.trajectory import Turn
+from areal_agents.core.rollout import Episode, RolloutGroup
+from areal_agents.core.trajectory import Trajectory, Turn
 
 
 def ordered_groups(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
@@ -34,6 +34,22 @@ def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
         ordered.append(turn)
         left += sorted(children[turn.id], key=_content, reverse=True)
     return ordered
+
+
+def trajectories(episode: Episode) -> list[Trajectory]:
+    """The root-to-leaf paths of an episode, in an order that follows from the turns alone."""
+    turns = ordered_turns(episode.turns)
+    by_id = {turn.id: turn for turn in turns}
+    continued = {turn.parent for turn in turns}
+    paths = []
+    for leaf in turns:
+        if leaf.id in continued:
+            continue
+        path = [leaf]
+        while path[-1].parent is not None:
+            path.append(by_id[path[-1].parent])
+        paths.append(Trajectory(tuple(reversed(path))))
+    return paths
 
 
 def _content(turn: Turn) -> tuple[list[int], list[int], int]:

@@ -86,6 +86,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "loss_normalization": "sequence_mean",
         },
         "m2po": {**_RATIO, **_ALL_GROUPS, "trust_region": "m2po", "m2po_threshold": 0.04},
+        "distillation": {"policy_loss": "distillation", "teacher": "model"},
+        "self_distillation": {"policy_loss": "distillation", "teacher": "self", "distill_top_k": 64},
         "sft": {"policy_loss": "sft", "train_constrained": True},
         "dpo": {"policy_loss": "dpo", "dpo_beta": 0.1, "train_constrained": True},
     }

@@ -6,7 +6,7 @@ A batch is made whole or not at all: whatever is wrong with a group is an error 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -16,10 +16,12 @@ from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.estimators import GroupEstimator
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats, episode_rewards
 from areal_agents.algorithms.credit.selection import best_episodes, preference_pair
+from areal_agents.algorithms.demonstrations import best_of_each_group
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.losses.likelihood import SftLoss
-from areal_agents.algorithms.ordering import ordered_turns
+from areal_agents.algorithms.ordering import trajectories
 from areal_agents.algorithms.report import BatchReport, batch_report
+from areal_agents.core.completion import TokenIds
 from areal_agents.core.rollout import Episode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory
@@ -39,6 +41,8 @@ class TrainingData:
         group_scores: by group id the shaped scores of its episodes, [G].
         pairs: the ids of a chosen and a rejected episode each (DPO only).
         report: on the batch.
+        demonstrations: by episode id the tokens [D] of a better episode of its group, which the teacher of
+            self-distillation reads first; without one an episode is not trained (self-distillation only).
     """
 
     samples: tuple[TrainingSample, ...]
@@ -46,6 +50,7 @@ class TrainingData:
     group_scores: Mapping[str, Floats]
     pairs: tuple[tuple[str, str], ...]
     report: BatchReport
+    demonstrations: Mapping[str, TokenIds] = field(default_factory=dict)
 
 
 def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> TrainingData:
@@ -77,6 +82,10 @@ def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig)
     )
     if config.needs_token_credit:
         advantages = {episode_id: np.zeros_like(values) for episode_id, values in advantages.items()}
+    demonstrations: dict[str, TokenIds] = {}
+    if config.teacher == "self":
+        demonstrations = best_of_each_group(groups, group_scores)
+        advantages = {episode_id: advantages[episode_id] for episode_id in demonstrations}
     samples = [
         sample
         for group in groups
@@ -87,7 +96,8 @@ def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig)
             rollout.episode, advantages[rollout.episode.id], group_id=group.id, config=config
         )
     ]
-    return TrainingData(tuple(samples), rewards, group_scores, pairs, batch_report(groups, equal, config))
+    report = batch_report(groups, equal, config)
+    return TrainingData(tuple(samples), rewards, group_scores, pairs, report, demonstrations)
 
 
 def _is_equal(
@@ -119,7 +129,7 @@ def episode_samples(
     trained = {turn.id for turn in config.trained_turns.of(episode)}
     owned: set[str] = set()
     samples = []
-    for trajectory in _trajectories(episode):
+    for trajectory in trajectories(episode):
         ids = [turn.id for turn in trajectory.turns]
         here = np.array([turn_id in trained and turn_id not in owned for turn_id in ids])
         elsewhere = np.array([turn_id in trained and turn_id in owned for turn_id in ids])
@@ -134,22 +144,6 @@ def episode_samples(
                 _sample(trajectory, mask, prefix, places, advantages, episode.id, group_id, config)
             )
     return samples
-
-
-def _trajectories(episode: Episode) -> list[Trajectory]:
-    """The root-to-leaf paths of an episode, in an order that follows from the turns alone."""
-    turns = ordered_turns(episode.turns)
-    by_id = {turn.id: turn for turn in turns}
-    continued = {turn.parent for turn in turns}
-    paths = []
-    for leaf in turns:
-        if leaf.id in continued:
-            continue
-        path = [leaf]
-        while path[-1].parent is not None:
-            path.append(by_id[path[-1].parent])
-        paths.append(Trajectory(tuple(reversed(path))))
-    return paths
 
 
 def _turn_advantages(
@@ -171,6 +165,8 @@ def _turn_advantages(
         pairs = _pairs(groups, group_scores, config)
         signs = {best: 1.0 for best, _ in pairs} | {worst: -1.0 for _, worst in pairs}
         return {i: np.full(len(rewards[i].turns), sign) for i, sign in signs.items()}, pairs
+    if config.teacher is not None:
+        return {episode_id: np.ones(len(known.turns)) for episode_id, known in rewards.items()}, ()
     if not isinstance(config.estimator, GroupEstimator):
         return {episode_id: np.zeros(len(known.turns)) for episode_id, known in rewards.items()}, ()
     by_group = config.estimator.turn_advantages([[rewards[i] for i in members] for members in ids])

@@ -93,12 +93,20 @@ def _model_faults(config: Config) -> Iterator[str]:
         ("critic_model", trainer.critic_model, algorithm.needs_critic, "trains no critic (estimator: gae)"),
         ("reference_model", trainer.reference_model, algorithm.needs_reference,
          "has no reference policy (kl_in: reward or loss, or dpo)"),
+        ("teacher_model", trainer.teacher_model, algorithm.teacher == "model",
+         "distils no model that the trainer holds (policy_loss: distillation, teacher: model)"),
     )  # fmt: skip
     for name, path, needed, without in wanted:
         if path and not needed:
             yield f"trainer.{name}: the algorithm {algorithm.preset} {without}; leave it out"
         elif path and not (Path(path) / "config.json").is_file():
             yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
+    if algorithm.teacher == "model" and not trainer.teacher_model:
+        yield "trainer.teacher_model: distillation needs the folder of the model that is learned from"
+    if algorithm.teacher == "engine" and not trainer.teacher_url:
+        yield "trainer.teacher_url: distillation with teacher: engine needs the URL of a SGLang server"
+    if trainer.teacher_url and algorithm.teacher != "engine":
+        yield "trainer.teacher_url: the algorithm asks no engine (policy_loss: distillation, teacher: engine)"
     if trainer.best_metric == "heldout" and (config.eval is None or config.eval.every is None):
         yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
@@ -127,6 +135,8 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
     alone = "rollout.group_size: 1 leaves an episode without others to be compared with, "
     if isinstance(loss, DpoLoss):
         yield alone + "and dpo needs pairs; use at least 2"
+    elif algorithm.teacher == "self":
+        yield alone + "and self-distillation learns from the best of a group; use at least 2"
     elif isinstance(estimator, GroupEstimator):
         parts = {
             "advantage_mean: group": estimator.advantage_mean == "group",

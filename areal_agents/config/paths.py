@@ -11,9 +11,10 @@ from typing import Any
 _PATH_KEYS = (
     ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
     ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
+    ("trainer", "teacher_model"),
     ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
 )  # fmt: skip
-_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "export", "folder")
+_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "teacher_model", "export", "folder")
 
 
 def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:

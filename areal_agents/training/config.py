@@ -88,6 +88,16 @@ class TrainerConfig(BaseModel):
     reference_model: str = Field(
         default="", description="Folder of the frozen reference policy; empty: the run's model."
     )
+    teacher_model: str = Field(
+        default="",
+        description="Folder of the teacher of distillation that the trainer holds (teacher: model).",
+    )
+    teacher_url: str = Field(
+        default="", description="A SGLang server of the teacher of distillation (teacher: engine)."
+    )
+    teacher_timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait for the teacher's engine in one batch."
+    )
     checkpoint_every: int = Field(default=20, ge=1, description="Batches between checkpoints.")
     async_checkpoints: bool = Field(default=True, description="Go on training while a checkpoint is written.")
     keep_checkpoints: int = Field(default=2, ge=1, description="How many checkpoints are kept.")

@@ -46,15 +46,24 @@ def token_logprobs(
     Raises:
         ValueError: a head that is not a plain nn.Linear: its weight would not be all that it computes.
     """
-    if not isinstance(head, nn.Linear):
-        raise ValueError(f"expected an output layer of type nn.Linear, got {type(head).__name__}")
-    rows = max(1, chunk_logits // head.out_features)
-    if hidden.device.type == "cpu":
-        rows = min(rows, CPU_ROWS)
+    rows = chunk_rows(head, hidden, chunk_logits)
+    assert isinstance(head, nn.Linear)
     keep = torch.is_grad_enabled() and len(hidden) * head.out_features <= min(chunk_logits, KEPT_LOGITS)
     return _TokenLogprobs.apply(
         hidden, head.weight, head.bias, targets, temperatures, rows, keep, entropy_gradient
     )
+
+
+def chunk_rows(head: nn.Module, hidden: Tensor, chunk_logits: int) -> int:
+    """Rows of `hidden` [N, d] whose logits are computed at once, so that there are at most `chunk_logits`.
+
+    Raises:
+        ValueError: a head that is not a plain nn.Linear: its weight would not be all that it computes.
+    """
+    if not isinstance(head, nn.Linear):
+        raise ValueError(f"expected an output layer of type nn.Linear, got {type(head).__name__}")
+    rows = max(1, chunk_logits // head.out_features)
+    return min(rows, CPU_ROWS) if hidden.device.type == "cpu" else rows
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -75,8 +84,8 @@ class _TokenLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         kept: list[Tensor] = []
-        for h, y, temperature in _chunks(rows, hidden, targets, temperatures):
-            scores = _scores(h, weight, bias, temperature)
+        for h, y, temperature in chunks(rows, hidden, targets, temperatures):
+            scores = scaled_logits(h, weight, bias, temperature)
             logprobs, entropies, normalizers, shift = _reduce(scores, y)
             parts.append((logprobs, entropies, normalizers if keep else normalizers + shift))
             if keep:
@@ -100,10 +109,10 @@ class _TokenLogprobs(torch.autograd.Function):
         d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
         arrays = (hidden, targets, temperatures, entropies, normalizers, of_logprobs, of_entropies)
-        for index, (h, y, temperature, entropy, normalizer, g, e) in enumerate(_chunks(ctx.rows, *arrays)):
+        for index, (h, y, temperature, entropy, normalizer, g, e) in enumerate(chunks(ctx.rows, *arrays)):
             log_p = kept[index] - normalizer[:, None] if kept else None
             if log_p is None:
-                log_p = _scores(h, weight, bias, temperature).sub_(normalizer[:, None])
+                log_p = scaled_logits(h, weight, bias, temperature).sub_(normalizer[:, None])
             d_logits = _score_gradient(log_p, y, g, None if d_entropies is None else (e, entropy))
             d_logits = d_logits.to(weight.dtype)
             del log_p
@@ -117,7 +126,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
-def _scores(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
     """Logits over temperature [C, V], at least float32, in an array of their own."""
     logits = F.linear(hidden, weight, bias)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperatures[:, None])
@@ -151,5 +160,6 @@ def _score_gradient(
     return gradient.scatter_add_(1, targets[:, None], of_logprobs)
 
 
-def _chunks(rows: int, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def chunks(rows: int, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The arrays in pieces of `rows` rows."""
     return zip(*(array.split(rows) for array in arrays), strict=True)

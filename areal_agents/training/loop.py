@@ -177,6 +177,7 @@ class Loop:
                 seed=self.seed + self.progress.step + 1,
                 critic=self.models.critic,
                 reference=self.models.reference,
+                teacher=self.models.teacher,
                 stopping=self.stop.is_set,
             )
 

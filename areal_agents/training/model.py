@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.training import attention
 from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
 from areal_agents.training.experts import has_experts, prepare_replay
 from areal_agents.training.gathering import whole_adapter, whole_weights
 from areal_agents.training.images import sees_images, vision_inputs
@@ -48,6 +49,20 @@ class ModelOptions:
     dtype: torch.dtype = torch.float32
     activation_checkpointing: Checkpointing = "off"
     lora: LoraOptions | None = None
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of the N scored tokens of a micro-batch, each [N].
+
+    Attributes:
+        logprobs: differentiable.
+        entropies: detached unless asked otherwise.
+        divergence: from a teacher, differentiable; None without one.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    divergence: Tensor | None = None
 
 
 class Policy(nn.Module):
@@ -83,20 +98,37 @@ class Policy(nn.Module):
         """The last hidden states [N, d] at the rows that predict the trained tokens."""
         return hidden_rows(self.model, batch)
 
-    def forward(self, batch: MicroBatch, *, entropy_gradient: bool = False) -> tuple[Tensor, Tensor]:
-        """Logprobs [N] and entropies [N] of the micro-batch's trained tokens.
+    def forward(
+        self,
+        batch: MicroBatch,
+        *,
+        entropy_gradient: bool = False,
+        teacher: TopTargets | FullTargets | None = None,
+    ) -> PolicyOutput:
+        """What the policy says of the micro-batch's scored tokens.
 
         Args:
             entropy_gradient: whether the entropies are differentiable.
+            teacher: the distributions at the same tokens that the divergence is taken from.
         """
-        return token_logprobs(
-            hidden_rows(self.model, batch),
+        hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
+        logprobs, entropies = token_logprobs(
+            hidden,
             batch.target_ids,
             batch.temperatures,
-            self.model.get_output_embeddings(),
+            head,
             chunk_logits=self.chunk_logits,
             entropy_gradient=entropy_gradient,
         )
+        divergence = None
+        if teacher is not None:
+            divergence = reverse_kl(hidden, batch.temperatures, head, teacher, chunk_logits=self.chunk_logits)
+        return PolicyOutput(logprobs, entropies, divergence)
+
+    def top_logprobs(self, batch: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens at the scored ones: ids [N, k] int64, logprobs [N, k]. No gradient."""
+        hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
+        return top_logprobs(hidden, batch.temperatures, head, k, chunk_logits=self.chunk_logits)
 
     def full_state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
         """Every weight, whole, float32, on the CPU, under the names of published checkpoints.
@@ -158,6 +190,7 @@ def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = Model
 
     policy = load_sharded(path, ranks, root, options=options)
     register_fsdp_forward_method(policy, "backbone")
+    register_fsdp_forward_method(policy, "top_logprobs")
     return policy
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.distillation import DistillationLoss
+from areal_agents.inference import SGLangEngine
 from areal_agents.training.checkpoint import Parts
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.critic import CriticState, load_critic
@@ -17,16 +19,18 @@ from areal_agents.training.model import ModelOptions, Policy, load_policy
 from areal_agents.training.optimizer import make_optimizer
 from areal_agents.training.reference import load_reference
 from areal_agents.training.schedule import rate_factor, set_learning_rate
+from areal_agents.training.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
 
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The policy with its optimizer; a critic and a frozen reference policy where they are needed."""
+    """The policy with its optimizer; a critic, a frozen reference policy and a teacher where needed."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: CriticState | None
     reference: Policy | None
+    teacher: Teacher | None = None
 
     @property
     def parts(self) -> Parts:
@@ -67,4 +71,25 @@ def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: P
         critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr))
     if algorithm.needs_reference:
         reference = load_reference(config.reference_model or model_path, ranks, options=frozen)
-    return Models(policy, make_optimizer(policy, config), critic, reference)
+    teacher = _load_teacher(config, algorithm, policy, ranks, options=frozen)
+    return Models(policy, make_optimizer(policy, config), critic, reference, teacher)
+
+
+def _load_teacher(
+    config: TrainerConfig, algorithm: AlgorithmConfig, policy: Policy, ranks: Ranks, *, options: ModelOptions
+) -> Teacher | None:
+    loss = algorithm.policy_loss
+    if not isinstance(loss, DistillationLoss):
+        return None
+    vocab = policy.shape.vocab
+    if loss.teacher == "self":
+        return SelfTeacher(loss.distill_top_k)
+    if loss.teacher == "model":
+        return HeldTeacher(config.teacher_model, ranks, vocab_size=vocab, options=options)
+    return EngineTeacher(
+        lambda: SGLangEngine(config.teacher_url, request_timeout_s=config.teacher_timeout_s),
+        top=loss.distill_top_k,
+        vocab_size=vocab,
+        timeout_s=config.teacher_timeout_s,
+        ranks=ranks,
+    )

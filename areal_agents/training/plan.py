@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.demonstrations import with_demonstrations
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.packing.flops import ModelShape
@@ -79,12 +80,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """A batch, laid out. `data.samples` are in the order of the minibatches."""
+    """A batch, laid out. `data.samples` are in the order of the minibatches.
+
+    Attributes:
+        tokens: M.
+        with_demonstrations: this rank's micro-batches of the same tokens, each sample behind its
+            demonstration; empty without self-distillation.
+    """
 
     data: TrainingData
     minibatches: tuple[Minibatch, ...]
     tokens: int
     load: Load
+    with_demonstrations: tuple[Work, ...] = ()
 
     @property
     def work(self) -> list[Work]:
@@ -142,7 +150,18 @@ def lay_out(
         start = minibatches[-1].tokens.stop
     ordered = replace(data, samples=tuple(sample for part in parts for sample in part))
     load = _load(packed, ranks=ranks.data_count, shape=shape, token_budget=token_budget)
-    return Plan(ordered, tuple(minibatches), start, load)
+    demonstrated: tuple[Work, ...] = ()
+    if ordered.demonstrations:
+        prefixed = with_demonstrations(ordered.samples, ordered.demonstrations)
+        batches = pack(
+            prefixed,
+            token_budget=token_budget,
+            ranks=ranks.data_count,
+            share_prefixes=share_prefixes,
+            shape=shape,
+        )
+        demonstrated = _minibatch(prefixed, batches, 0, ranks).work
+    return Plan(ordered, tuple(minibatches), start, load, demonstrated)
 
 
 def _loss_weights(

@@ -26,8 +26,15 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.training.clock import Clock
 from areal_agents.training.critic import Critic
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.divergence import TopTargets
 from areal_agents.training.model import Policy
 from areal_agents.training.plan import Plan, Work, by_sample
+from areal_agents.training.teacher import (
+    EngineTeacher,
+    HeldTeacher,
+    SelfTeacher,
+    Teacher,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,6 +47,7 @@ class Scores:
         reference: [M] logprobs of the reference policy.
         values, value_targets: [M], the critic's values and what they should have been.
         keep: [M] bool, the tokens that a trust region keeps; None without one.
+        teacher: [M, k] of a teacher that was asked before the step; None of one that runs beside the policy.
     """
 
     advantages: Tensor
@@ -48,6 +56,7 @@ class Scores:
     values: Tensor | None = None
     value_targets: Tensor | None = None
     keep: Tensor | None = None
+    teacher: TopTargets | None = None
 
 
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
@@ -71,6 +80,8 @@ def passes(algorithm: AlgorithmConfig) -> int:
     count += isinstance(algorithm.policy_loss, DpoLoss)  # its pairs
     if algorithm.needs_critic:
         count += 1 + TRAINING
+    if algorithm.teacher in ("model", "self"):
+        count += 1
     return count
 
 
@@ -101,11 +112,12 @@ def score_batch(
     *,
     critic: Critic | None,
     reference: Policy | None,
+    teacher: Teacher | None,
     ranks: Ranks,
     clock: Clock,
     check_stop: Callable[[], None],
 ) -> Scores:
-    """Make the passes that the algorithm needs, in the order proximal, reference, values. Collective."""
+    """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective."""
 
     def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
         return score(forward, plan.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop)
@@ -123,10 +135,34 @@ def score_batch(
     if critic is not None:
         with clock.part("values"):
             values = over(critic)
+    asked = None
+    if teacher is not None and not isinstance(teacher, HeldTeacher):
+        with clock.part("teacher"):
+            asked = _teacher_targets(plan, policy, teacher, ranks=ranks, check_stop=check_stop)
     with clock.part("credit"):
         advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
         keep = _keep(plan, algorithm, proximal, advantages)
-    return Scores(advantages, proximal, reference_logprobs, values, targets, keep)
+    return Scores(advantages, proximal, reference_logprobs, values, targets, keep, asked)
+
+
+def _teacher_targets(
+    plan: Plan,
+    policy: Policy,
+    teacher: EngineTeacher | SelfTeacher,
+    *,
+    ranks: Ranks,
+    check_stop: Callable[[], None],
+) -> TopTargets:
+    """The teacher's most likely tokens at the M scored tokens of the batch. Collective."""
+    if isinstance(teacher, EngineTeacher):
+        return teacher.score(plan.data.samples)
+    ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
+    logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)
+    for work in plan.with_demonstrations:
+        check_stop()
+        ids[work.places], logprobs[work.places] = policy.top_logprobs(work.batch, teacher.top)
+    release(policy)
+    return TopTargets(ranks.sum(ids), ranks.sum(logprobs))
 
 
 def release(policy: Policy) -> None:

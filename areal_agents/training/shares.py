@@ -11,9 +11,11 @@ from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.losses.value import value_loss
 from areal_agents.training.critic import Critic
+from areal_agents.training.divergence import FullTargets, TopTargets
 from areal_agents.training.model import Policy
 from areal_agents.training.plan import Work
 from areal_agents.training.scoring import Scores
+from areal_agents.training.teacher import HeldTeacher, Teacher
 
 
 def policy_share(
@@ -24,10 +26,18 @@ def policy_share(
     algorithm: AlgorithmConfig,
     *,
     version: int,
+    teacher: Teacher | None = None,
 ) -> tuple[Tensor, LossStatistics]:
     """The policy's loss; without proximal logprobs the current ones, detached, are they."""
     batch = work.batch
-    current, entropy = policy(batch, entropy_gradient=algorithm.entropy_coefficient > 0)
+    targets: TopTargets | FullTargets | None = None
+    if isinstance(teacher, HeldTeacher):
+        targets = teacher.targets(batch)
+    elif scores.teacher is not None:
+        targets = TopTargets(scores.teacher.ids[work.places], scores.teacher.logprobs[work.places])
+    current, entropy, divergence = policy(
+        batch, entropy_gradient=algorithm.entropy_coefficient > 0, teacher=targets
+    )
 
     def share(whole: Tensor | None) -> Tensor | None:
         return None if whole is None else whole[work.places]
@@ -47,6 +57,7 @@ def policy_share(
         on_policy=batch.versions == version,
         keep=share(scores.keep),
         trained=batch.trained,
+        divergence=divergence,
     )
 
 

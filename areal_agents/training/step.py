@@ -27,6 +27,7 @@ from areal_agents.training.plan import Minibatch, Plan, lay_out
 from areal_agents.training.results import CriticResult, DpoResult, StepResult, critic_result, dpo_result
 from areal_agents.training.scoring import Scores, passes, score_batch
 from areal_agents.training.shares import policy_share, value_share
+from areal_agents.training.teacher import Teacher
 
 __all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", "train_batch"]
 
@@ -60,6 +61,7 @@ def train_batch(
     seed: int,
     critic: CriticState | None = None,
     reference: Policy | None = None,
+    teacher: Teacher | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Train on a batch, which every rank has whole.
@@ -67,7 +69,7 @@ def train_batch(
     Args:
         version: the version of the weights as they are now.
         seed: of the order of minibatches.
-        critic: exactly if the algorithm has one; reference: exactly if it needs one.
+        critic, reference, teacher: each exactly if the algorithm needs one.
         stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
 
@@ -75,10 +77,10 @@ def train_batch(
         Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
             be trained on these models; their weights are whole.
         TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
-        ValueError: no samples, or a critic or reference that the algorithm needs or has no use for.
+        ValueError: no samples, or a critic, reference or teacher that the algorithm needs or has no use for.
     """
-    _check(algorithm, ranks, critic, reference)
-    batch = _Batch(policy, optimizer, critic, algorithm, ranks, version, stopping)
+    _check(algorithm, ranks, critic, reference, teacher)
+    batch = _Batch(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
     with batch.clock.part("pack"):
         plan = lay_out(
             data,
@@ -96,6 +98,7 @@ def train_batch(
         algorithm,
         critic=critic.critic if critic else None,
         reference=reference,
+        teacher=teacher,
         ranks=ranks,
         clock=batch.clock,
         check_stop=batch.check_stop,
@@ -111,11 +114,16 @@ def train_batch(
 
 
 def _check(
-    algorithm: AlgorithmConfig, ranks: Ranks, critic: CriticState | None, reference: Policy | None
+    algorithm: AlgorithmConfig,
+    ranks: Ranks,
+    critic: CriticState | None,
+    reference: Policy | None,
+    teacher: Teacher | None,
 ) -> None:
     for name, needed, given in (
         ("critic", algorithm.needs_critic, critic is not None),
         ("reference", algorithm.needs_reference, reference is not None),
+        ("teacher", algorithm.teacher is not None, teacher is not None),
     ):
         if needed != given:
             has, got = ("needs a" if needed else "has no"), ("one" if given else "none")
@@ -131,6 +139,7 @@ class _Batch:
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: CriticState | None
+    teacher: Teacher | None
     algorithm: AlgorithmConfig
     ranks: Ranks
     version: int
@@ -178,7 +187,13 @@ class _Batch:
             self.check_stop()
             last = place == len(minibatch.work) - 1
             loss, statistics = policy_share(
-                self.policy, work, scores, advantages, self.algorithm, version=self.version
+                self.policy,
+                work,
+                scores,
+                advantages,
+                self.algorithm,
+                version=self.version,
+                teacher=self.teacher,
             )
             self.learners[0].backward(loss * scale, sync=last)
             self.statistics += statistics

@@ -67,7 +67,8 @@ def vet(
     except (ValueError, TrainingError) as error:
         return Refused("bad", str(error))
     for sample in data.samples:
-        fault = _fault(sample, limits, version)
+        before = len(data.demonstrations.get(sample.episode_id, ()))
+        fault = _fault(sample, limits, version, demonstration=before)
         if fault:
             return Refused("bad", f"episode {sample.episode_id}: {fault}")
     if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
@@ -76,12 +77,17 @@ def vet(
     return None
 
 
-def _fault(sample: TrainingSample, limits: Limits, version: int | None) -> str | None:
+def _fault(sample: TrainingSample, limits: Limits, version: int | None, *, demonstration: int) -> str | None:
     tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model reads those before the last trained one
     if tokens > limits.microbatch_tokens:
         return (
             f"a sample of {tokens} tokens does not fit a micro-batch of {limits.microbatch_tokens}; raise "
             "trainer.microbatch_tokens, or lower rollout.limits.context_tokens"
+        )
+    if demonstration + tokens > limits.microbatch_tokens:
+        return (
+            f"a sample of {tokens} tokens behind a demonstration of {demonstration} does not fit a "
+            f"micro-batch of {limits.microbatch_tokens}; raise trainer.microbatch_tokens"
         )
     low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
     if low < 0 or high >= limits.vocab_size:

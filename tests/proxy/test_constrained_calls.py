@@ -64,7 +64,11 @@ def episode(proxy: RunningProxy) -> dict[str, Any]:
 def the_turn(proxy: RunningProxy, episode: dict[str, Any]) -> Turn:
     """The one turn of the episode; it is recorded as constrained, and whole."""
     [turn] = proxy.store.load_episode(episode["id"]).turns
-    assert turn.constrained and not TrainedTurns().includes(turn) and TrainedTurns(constrained=True).includes(turn)
+    assert (
+        turn.constrained
+        and not TrainedTurns().includes(turn)
+        and TrainedTurns(constrained=True).includes(turn)
+    )
     assert turn.completion.finish_reason == "stop"
     assert np.isfinite(turn.completion.logprobs).all() and turn.completion.logprobs.min() < 0
     return turn

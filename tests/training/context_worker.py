@@ -36,7 +36,7 @@ def policy_results(folder: Path, group: Ranks) -> tuple[list[tuple[Tensor, ...]]
     entries = []
     for batch in batches():
         mine = local_share(batch, group.context_rank, group.context_count, group.context_group)
-        logprobs, _ = policy(mine)
+        logprobs, *_ = policy(mine)
         # FSDP averages over all ranks, and the loss is a sum over them
         ((logprobs * mine.advantages).sum() * group.count).backward()
         entries.append((mine.sample_index, mine.target_ids, logprobs.detach()))

@@ -73,7 +73,7 @@ def packed(
     """The same from packed micro-batches."""
     by_sample: dict[int, list[float]] = {i: [] for i in range(len(batch))}
     for micro in pack(batch, **{"token_budget": 4096, **options}):  # type: ignore[arg-type]
-        chosen, _ = policy(micro)
+        chosen, *_ = policy(micro)
         (chosen * micro.advantages).sum().backward()
         for index, value in zip(micro.sample_index.tolist(), chosen.tolist(), strict=True):
             by_sample[index].append(value)

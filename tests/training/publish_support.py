@@ -79,7 +79,7 @@ def policy_logprobs(policy: Policy, completion: Completion) -> np.ndarray:
     told = make_sample(ids, range(len(PROMPT), len(ids)), rng=np.random.default_rng(0))
     (micro,) = pack([told], token_budget=4096)
     with torch.no_grad():
-        logprobs, _ = policy(micro)
+        logprobs, *_ = policy(micro)
     policy.reshard()  # what a backward pass would do: the root's weights are whole until then
     return logprobs.numpy()
 

@@ -37,7 +37,7 @@ def gradients(
     """The gradient of Σ advantage · logprob over all samples, of which this rank computes its share."""
     batches = pack(batch or samples(), token_budget=250, ranks=group.data_count)
     for batch in batches[group.data_rank :: group.data_count]:
-        logprobs, _ = policy(batch)
+        logprobs, *_ = policy(batch)
         ((logprobs * batch.advantages).sum() * group.count).backward()
     found = {n: p.grad.full_tensor() for n, p in policy.named_parameters() if isinstance(p.grad, DTensor)}
     policy.zero_grad()

@@ -34,7 +34,7 @@ def on_policy(policy: Policy, batch: list[TrainingSample]) -> list[TrainingSampl
     out = [np.zeros(len(s), np.float32) for s in batch]
     with torch.no_grad():
         for micro in pack(batch, token_budget=10**6):
-            logprobs, _ = policy(micro)
+            logprobs, *_ = policy(micro)
             positions = micro.position_ids[micro.predictor_rows] + 1
             rows = zip(micro.sample_index.tolist(), positions.tolist(), logprobs.tolist(), strict=True)
             for index, position, value in rows:

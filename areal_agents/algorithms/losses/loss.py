@@ -30,6 +30,7 @@ class LossTokens:
         advantages: [N], 0 where masked.
         sequences: which tokens lie on one root-to-leaf path.
         turns: which tokens lie in one turn.
+        divergence: [N] of the current policy from a teacher, masked, with the gradient; None without one.
     """
 
     log_ratio: Tensor
@@ -38,6 +39,7 @@ class LossTokens:
     advantages: Tensor
     sequences: Sequences
     turns: Sequences
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

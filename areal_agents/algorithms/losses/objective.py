@@ -52,6 +52,7 @@ def policy_loss(
     on_policy: Tensor | None = None,
     keep: Tensor | None = None,
     trained: Tensor | None = None,
+    divergence: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
     """The share of the loss that these tokens have.
 
@@ -78,6 +79,7 @@ def policy_loss(
         keep: [N] bool, the mask of a trust region.
         trained: [N] bool; the others belong to the path and enter the ratios of sequences, but another
             sample trains them. By default all are trained.
+        divergence: [N] of the current policy from a teacher, with a gradient; for distillation.
 
     Returns:
         The loss, a scalar (float32 for half and single precision), and its statistics.
@@ -86,7 +88,7 @@ def policy_loss(
         ValueError: shapes that differ, or a reference or entropy that the settings need and is missing.
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
-    optional = [t for t in (reference, entropy, on_policy, keep, trained) if t is not None]
+    optional = [t for t in (reference, entropy, on_policy, keep, trained, divergence) if t is not None]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:
         raise ValueError("a KL in the loss needs the logprobs of the reference policy, got none")
@@ -104,6 +106,7 @@ def policy_loss(
         advantages=masked(widen(advantages), keep),
         sequences=sequences,
         turns=turns,
+        divergence=None if divergence is None else masked(widen(divergence), keep),
     )
     correction = objective.correction.weights(log_weight, sequences=sequences, turns=turns)
     policy = objective.loss.token_losses(tokens)

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from areal_agents.algorithms.losses.cispo import CispoLoss
+from areal_agents.algorithms.losses.distillation import DistillationLoss
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.losses.gspo import GspoLoss
 from areal_agents.algorithms.losses.likelihood import SftLoss
@@ -18,6 +19,7 @@ PolicyLoss = Annotated[
     | GspoLoss
     | CispoLoss
     | SapoLoss
+    | DistillationLoss
     | SftLoss
     | DpoLoss,
     Field(discriminator="kind"),

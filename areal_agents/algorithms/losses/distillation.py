@@ -1,0 +1,70 @@
+"""On-policy distillation: the reverse KL to a teacher, at the tokens that the policy itself sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from areal_agents.algorithms.losses.loss import LossPart, LossTokens, TokenLosses
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_REST_EPSILON = 1e-6  # the least probability that is left to the tokens outside of the top k
+
+TeacherKind = Literal["model", "engine", "self"]
+
+
+class DistillationLoss(LossPart):
+    """Settings of on-policy distillation (arXiv 2306.13649, section 3, with reverse KL and λ = 1).
+
+    The loss of a token is KL(π_θ, teacher) at its position, over the whole vocabulary for a teacher that the
+    trainer holds, else over the teacher's `distill_top_k` most likely tokens and the rest. It needs no
+    rewards. As for every policy gradient, the weight π_prox/μ corrects for the age of the sampled context.
+    """
+
+    kind: Literal["distillation"] = "distillation"
+    teacher: TeacherKind = Field(
+        default="model",
+        description="model: trainer.teacher_model, held by the trainer. engine: trainer.teacher_url. self: "
+        "the policy itself when the batch begins, after it has read the best episode of the group.",
+    )
+    distill_top_k: int = Field(
+        default=64, ge=1, le=1024, description="Tokens of the teacher's distribution (engine and self)."
+    )
+    uses_advantages: ClassVar[bool] = False
+    implies: ClassVar[Mapping[str, Any]] = {
+        "estimator": "none",
+        "drop_equal_groups": False,
+        "refill_equal_groups": False,
+    }
+
+    def token_losses(self, tokens: LossTokens) -> TokenLosses:
+        if tokens.divergence is None:
+            raise ValueError("distillation needs the divergence from the teacher at each token, got none")
+        return TokenLosses(tokens.advantages * tokens.divergence)
+
+
+def reverse_kl_top_k(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL(π_θ, teacher) between the distributions over k tokens and "any other token", [N].
+
+        Σ_{i ≤ k} p_i log(p_i / q_i) + p_rest log(p_rest / q_rest),   p_rest = 1 − Σ p_i,  q_rest = 1 − Σ q_i
+
+    Joining tokens into one outcome never raises a divergence, so this is at most the KL over the vocabulary,
+    and equal to it where the policy is proportional to the teacher outside of the k tokens.
+
+    Args:
+        student: [N, k] logprobs of the policy at the teacher's top tokens, with the gradient.
+        teacher: [N, k] logprobs of the teacher there.
+    """
+    p_rest, q_rest = _log_rest(student), _log_rest(teacher.detach())
+    top = (student.exp() * (student - teacher.detach())).sum(-1)
+    return top + p_rest.exp() * (p_rest - q_rest)
+
+
+def _log_rest(top: Tensor) -> Tensor:
+    """log(1 − Σ_i e^top_i) [N], at least log(1e-6)."""
+    mass = top.exp().sum(-1)
+    return (1 - mass).clamp(min=_REST_EPSILON).log()

@@ -1,0 +1,192 @@
+"""The divergence of the policy from a teacher at each scored token, chunk by chunk.
+
+As in `logprobs`, only the hidden rows that predict a scored token meet the output matrices, and the backward
+pass computes each chunk's logits again, so that about two chunks of logits [C, V] live at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from areal_agents.algorithms.losses.distillation import reverse_kl_top_k
+from areal_agents.training.logprobs import chunk_rows, chunks, scaled_logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopTargets:
+    """The most likely tokens of a teacher at the N scored tokens of a micro-batch.
+
+    Attributes:
+        ids: [N, k] int64.
+        logprobs: [N, k] float32.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FullTargets:
+    """A teacher's whole distribution at the N scored tokens of a micro-batch.
+
+    Attributes:
+        hidden: [N, d_T] the teacher's last hidden states.
+        weight, bias: [V, d_T] and [V] of its output layer.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def reverse_kl(
+    hidden: Tensor,
+    temperatures: Tensor,
+    head: nn.Linear,
+    targets: TopTargets | FullTargets,
+    *,
+    chunk_logits: int,
+) -> Tensor:
+    """KL(π_θ, teacher) [N] at each row, differentiable in `hidden` and in the head.
+
+    Args:
+        hidden: [N, d] of the policy.
+        temperatures: [N], of both distributions.
+        targets: the teacher's; with `TopTargets` see `reverse_kl_top_k`.
+        chunk_logits: bound on C · V.
+
+    Raises:
+        ValueError: a teacher of another vocabulary.
+    """
+    rows = chunk_rows(head, hidden, chunk_logits)
+    if isinstance(targets, TopTargets):
+        top = _LogprobsAt.apply(hidden, head.weight, head.bias, targets.ids, temperatures, rows)
+        return reverse_kl_top_k(top, targets.logprobs.to(top.dtype))
+    if len(targets.weight) != head.out_features:
+        raise ValueError(
+            f"the teacher has a vocabulary of {len(targets.weight)} tokens and the policy one of "
+            f"{head.out_features}; distillation needs a teacher with the policy's tokenizer and vocabulary"
+        )
+    divergence: Tensor = _ReverseKl.apply(
+        hidden, head.weight, head.bias, temperatures, targets.hidden, targets.weight, targets.bias, rows
+    )
+    return divergence
+
+
+def top_logprobs(
+    hidden: Tensor, temperatures: Tensor, head: nn.Linear, k: int, *, chunk_logits: int
+) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens at each row: ids [N, k] int64 and logprobs [N, k], without a gradient."""
+    rows = chunk_rows(head, hidden, chunk_logits)
+    ids, values = (
+        [hidden.new_zeros((0, k), dtype=torch.int64)],
+        [hidden.new_zeros((0, k), dtype=torch.float32)],
+    )
+    with torch.no_grad():
+        for h, temperature in chunks(rows, hidden, temperatures):
+            best = torch.log_softmax(scaled_logits(h, head.weight, head.bias, temperature), -1).topk(k)
+            ids.append(best.indices)
+            values.append(best.values)
+    return torch.cat(ids), torch.cat(values)
+
+
+class _LogprobsAt(torch.autograd.Function):
+    """log softmax(s) at k tokens of each row, s the logits over temperature.
+
+    With g the gradient by the k logprobs and p = softmax(s), the gradient by s is Σ_i g_i (1_{y_i} − p).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        ids: Tensor,
+        temperatures: Tensor,
+        rows: int,
+    ) -> Tensor:
+        parts = [
+            torch.log_softmax(scaled_logits(h, weight, bias, t), -1).gather(1, y)
+            for h, y, t in chunks(rows, hidden, ids, temperatures)
+        ]
+        ctx.save_for_backward(hidden, weight, bias, ids, temperatures)
+        ctx.rows = rows
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias, ids, temperatures = ctx.saved_tensors
+        sums = _HeadGradient(ctx, hidden, weight, bias)
+        for h, y, t, g in chunks(ctx.rows, hidden, ids, temperatures, grads[0]):
+            p = torch.softmax(scaled_logits(h, weight, bias, t), -1)
+            d_scores = p.mul_(-g.sum(-1, keepdim=True)).scatter_add_(1, y, g)
+            sums.add(h, d_scores.div_(t[:, None]))
+        return sums.hidden(), sums.weight, sums.bias, None, None, None
+
+
+class _ReverseKl(torch.autograd.Function):
+    """D = Σ_v p_v (log p_v − log q_v), and ∂D/∂s_v = p_v (log p_v − log q_v − D).
+
+    s are the policy's logits over temperature, p = softmax(s), and q is the teacher's distribution.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperatures: Tensor,
+        t_hidden: Tensor,
+        t_weight: Tensor,
+        t_bias: Tensor | None,
+        rows: int,
+    ) -> Tensor:
+        parts = []
+        for h, t, th in chunks(rows, hidden, temperatures, t_hidden):
+            log_p = torch.log_softmax(scaled_logits(h, weight, bias, t), -1)
+            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, t), -1)
+            parts.append((log_p.exp_() * gap).sum(-1))
+        divergence = torch.cat(parts)
+        ctx.save_for_backward(hidden, weight, bias, temperatures, t_hidden, t_weight, t_bias, divergence)
+        ctx.rows = rows
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden, weight, bias, temperatures, t_hidden, t_weight, t_bias, divergence = ctx.saved_tensors
+        sums = _HeadGradient(ctx, hidden, weight, bias)
+        for h, t, th, d, g in chunks(ctx.rows, hidden, temperatures, t_hidden, divergence, grads[0]):
+            log_p = torch.log_softmax(scaled_logits(h, weight, bias, t), -1)
+            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, t), -1)
+            d_scores = gap.sub_(d[:, None]).mul_(log_p.exp_()).mul_((g / t)[:, None])
+            sums.add(h, d_scores)
+        return sums.hidden(), sums.weight, sums.bias, None, None, None, None, None
+
+
+class _HeadGradient:
+    """Gradients of an output layer's inputs, summed over the chunks of its rows in order."""
+
+    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self._head = weight
+        self._parts: list[Tensor] = [hidden[:0]]
+        self.weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        self.bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+
+    def add(self, hidden: Tensor, d_logits: Tensor) -> None:
+        """Add a chunk: its rows [C, d] and the gradient by its logits [C, V]."""
+        d_logits = d_logits.to(self._head.dtype)
+        self._parts.append(d_logits @ self._head)
+        if self.weight is not None:
+            self.weight.addmm_(d_logits.T, hidden)
+        if self.bias is not None:
+            self.bias += d_logits.sum(0)
+
+    def hidden(self) -> Tensor:
+        """[N, d]"""
+        return torch.cat(self._parts)

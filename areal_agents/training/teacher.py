@@ -1,0 +1,190 @@
+"""Teachers of distillation: where the distributions come from that the policy is drawn towards.
+
+A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
+with a demonstration in front, are asked once a batch, before the first optimizer step; what they say is one
+array per batch, whole and equal on every rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
+from areal_agents.inference.engine import PromptScores, Sampler
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.divergence import FullTargets, TopTargets
+from areal_agents.training.model import ModelOptions, load_policy
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CONCURRENCY = 32  # sequences that an engine scores at a time
+_RETRY_S = 2.0
+
+
+class HeldTeacher:
+    """A frozen model that the trainer holds, sharded like the policy; each rank has all of its output matrix."""
+
+    def __init__(self, path: str, ranks: Ranks, *, vocab_size: int, options: ModelOptions) -> None:
+        """Load a folder.
+
+        Raises:
+            TrainingError: it cannot be loaded, or has another vocabulary than the policy.
+        """
+        self._policy = load_policy(path, ranks, options=replace(options, lora=None))
+        self._policy.requires_grad_(False)
+        head = self._policy.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise TrainingError(f"{path}: a teacher needs a plain output layer, got {type(head).__name__}")
+        self._weight = _whole(head.weight).to(options.dtype)
+        self._bias = None if head.bias is None else _whole(head.bias).to(options.dtype)
+        if len(self._weight) != vocab_size:
+            raise TrainingError(
+                f"{path}: the teacher has a vocabulary of {len(self._weight)} tokens and the policy one of "
+                f"{vocab_size}; distillation needs a teacher with the policy's tokenizer and vocabulary"
+            )
+
+    def targets(self, batch: MicroBatch) -> FullTargets:
+        """The teacher's distributions at the N scored tokens of a micro-batch. Collective."""
+        with torch.no_grad():  # recorded routing is the policy's, and these are other weights
+            hidden = self._policy.backbone(replace(batch, routed_experts=None))
+        return FullTargets(hidden, self._weight, self._bias)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTeacher:
+    """A model behind an engine, asked for its k most likely tokens by the first rank.
+
+    Attributes:
+        connect: makes a client, on the first rank; it is closed after each batch.
+        top: k.
+        timeout_s: the longest wait for one batch, the times in which the engine does not answer included.
+    """
+
+    connect: Callable[[], Sampler]
+    top: int
+    vocab_size: int
+    timeout_s: float
+    ranks: Ranks
+
+    def score(self, samples: Sequence[TrainingSample]) -> TopTargets:
+        """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
+
+        Raises:
+            TrainingError: the engine has another vocabulary, refuses a sequence, or does not answer in time.
+        """
+        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TrainingError | None = None
+        if self.ranks.is_first:
+            try:
+                found = asyncio.run(asyncio.wait_for(self._ask(samples), self.timeout_s))
+            except TimeoutError:
+                found = TrainingError(
+                    f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
+                    f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)"
+                )
+            except EngineError as error:
+                found = TrainingError(f"the teacher's engine (trainer.teacher_url): {error}")
+            except TrainingError as error:
+                found = error
+        answered = self.ranks.broadcast(found)
+        if isinstance(answered, TrainingError):
+            raise answered
+        assert answered is not None
+        ids = np.concatenate([np.empty((0, self.top), np.int32), *(one for one, _ in answered)])
+        logprobs = np.concatenate([np.empty((0, self.top), np.float32), *(one for _, one in answered)])
+        return TopTargets(
+            torch.from_numpy(ids.astype(np.int64)).to(self.ranks.device),
+            torch.from_numpy(logprobs).to(self.ranks.device),
+        )
+
+    async def _ask(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+        engine = self.connect()
+        free = asyncio.Semaphore(_CONCURRENCY)
+        try:
+            info = await _answered(engine.model_info)
+            if info.vocab_size != self.vocab_size:
+                raise TrainingError(
+                    f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} "
+                    f"tokens and the policy one of {self.vocab_size}; distillation needs the policy's vocabulary"
+                )
+            if self.top > info.vocab_size:
+                raise TrainingError(
+                    f"algorithm.distill_top_k: {self.top} is more than the teacher's {info.vocab_size} tokens"
+                )
+
+            async def one(place: int, sample: TrainingSample) -> PromptScores:
+                scored = np.flatnonzero(sample.scored_mask)
+                if (sample.temperatures[scored] != 1).any():
+                    raise TrainingError(
+                        f"group {sample.group_id}, episode {sample.episode_id}: tokens sampled at another "
+                        "temperature than 1, and a teacher's engine scores at 1; pin the temperature, or use "
+                        "a teacher that the trainer holds (teacher: model)"
+                    )
+                ids = sample.token_ids[: scored[-1] + 1]
+                async with free:
+                    return await _answered(
+                        lambda: engine.score(
+                            f"teacher-{time.time_ns()}-{place}", ids, start=int(scored[0]), top=self.top
+                        )
+                    )
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(place, sample)) for place, sample in enumerate(samples)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await engine.aclose()
+        return [_at_scored(sample, task.result()) for sample, task in zip(samples, tasks, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTeacher:
+    """The policy as it is when the batch begins, reading a demonstration first: `algorithms.demonstrations`.
+
+    Attributes:
+        top: k, of its most likely tokens.
+    """
+
+    top: int
+
+
+Teacher = HeldTeacher | EngineTeacher | SelfTeacher
+
+
+def _at_scored(
+    sample: TrainingSample, scores: PromptScores
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The rows of a sequence's scores that belong to its scored tokens."""
+    places = np.flatnonzero(sample.scored_mask)
+    rows = places - places[0]
+    return scores.top_ids[rows], scores.top_logprobs[rows]
+
+
+async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask until the engine answers; the caller limits the time."""
+    while True:
+        try:
+            return await ask()
+        except EngineUnavailable as error:
+            log.warning("the teacher's engine does not answer, asking again: %s", error)
+            await asyncio.sleep(_RETRY_S)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
