@@ -7,7 +7,7 @@ by one client.
 from __future__ import annotations
 
 from areal_agents.inference.config import EmbeddedEngineConfig, EngineConfig
-from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode, Sampler
+from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode, PromptScores, Sampler
 from areal_agents.inference.server import EngineProcess, running_engine
 from areal_agents.inference.sglang import SGLangEngine
 
@@ -19,6 +19,7 @@ __all__ = [
     "ModelInfo",
     "OnTokens",
     "PauseMode",
+    "PromptScores",
     "SGLangEngine",
     "Sampler",
     "running_engine",

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, Protocol, get_args
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+import numpy as np
+
+from areal_agents.core.completion import Completion, Logprobs, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError
 from areal_agents.inference.routing import ExpertLayout
 
@@ -19,6 +21,8 @@ PauseMode = Literal["retract", "in_place", "abort"]
 MemoryKind = Literal["weights", "kv_cache"]
 GroupBackend = Literal["gloo", "nccl"]
 OnTokens = Callable[[TokenChunk], None]
+MOST_LOGPROB = 1e-4  # a logprob may exceed 0 by this much, for rounding
+MOST_MASS = 1.02  # a sum of probabilities may exceed 1 by this much: some engines round logprobs to bfloat16
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -41,6 +45,58 @@ class ModelInfo:
     experts: ExpertLayout | None = None
     workers: int = 1
     architecture: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptScores:
+    """What a model says of given tokens: the logprobs of the tokens at N consecutive positions of a sequence.
+
+    All logprobs are natural logarithms of the plain distribution (temperature 1, nothing truncated) over the
+    next token, given all tokens before it. ValueError if the arrays do not fit together, or hold no logprobs.
+
+    Attributes:
+        token_logprobs: [N] float32, of the tokens that the sequence has.
+        top_ids: [N, k] int32, the most likely tokens at each position, best first.
+        top_logprobs: [N, k] float32, their logprobs.
+        version: of the weights, as the engine reported it with the answer. If weights were swapped with the
+            pause mode in_place meanwhile, the first positions may be of the weights before.
+    """
+
+    token_logprobs: Logprobs
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    version: int
+
+    def __post_init__(self) -> None:
+        for name, dtype in (
+            ("token_logprobs", np.float32),
+            ("top_ids", np.int32),
+            ("top_logprobs", np.float32),
+        ):
+            array = np.array(getattr(self, name), dtype=dtype)
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        count, shape = self.token_logprobs.shape, self.top_ids.shape
+        if len(count) != 1 or len(shape) != 2 or shape[:1] != count or self.top_logprobs.shape != shape:
+            raise ValueError(
+                f"token_logprobs, top_ids and top_logprobs must be [N], [N, k] and [N, k], got {count}, "
+                f"{shape} and {self.top_logprobs.shape}"
+            )
+        for values in (self.token_logprobs, self.top_logprobs):
+            if not np.isfinite(values).all() or (values > MOST_LOGPROB).any():
+                raise ValueError("logprobs must be finite and at most 0")
+        if (np.diff(self.top_logprobs, axis=1) > 0).any():
+            raise ValueError("top_logprobs must not ascend")
+        if (np.diff(np.sort(self.top_ids, axis=1), axis=1) == 0).any():
+            raise ValueError("top_ids must differ at each position")
+        mass = np.exp(self.top_logprobs, dtype=np.float64).sum(axis=1)
+        if (mass > MOST_MASS).any():
+            raise ValueError(
+                f"the probabilities of top_logprobs must add up to at most 1, got {mass.max():.4f}"
+            )
+
+    def __len__(self) -> int:
+        return len(self.token_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +187,9 @@ class WeightsChecksum:
 
 
 class Sampler(Protocol):
-    """What draws completions: one engine, or a pool of them. Every method raises EngineUnavailable when the
-    engine does not answer in time, EngineRejected when it refuses the request, and EngineError when its
-    answer cannot be trusted."""
+    """What draws completions and scores tokens: one engine, or a pool of them. Every method raises
+    EngineUnavailable when the engine does not answer in time, EngineRejected when it refuses the request, and
+    EngineError when its answer cannot be trusted."""
 
     async def generate(
         self,
@@ -149,6 +205,25 @@ class Sampler(Protocol):
         `on_tokens` is called in the event loop with each piece as it arrives; together they are the
         completion's tokens. What it raises ends the call and aborts the generation. `affinity` names calls
         that share a prefix, such as an episode's: a pool keeps them on one replica, one engine ignores it.
+        """
+        ...
+
+    async def score(
+        self, rid: str, input_ids: TokenIds, *, start: int, top: int = 0, affinity: str = ""
+    ) -> PromptScores:
+        """Compute the logprobs of the tokens at positions `start`..P-1 of `input_ids` [P], sampling nothing.
+
+        Each is conditioned on all tokens before it, so 1 ≤ `start` < P; anything else raises EngineRejected.
+        N is P - `start`. Call it concurrently for a batch: the engine schedules the requests together.
+        Cancelling the call ends the computation; EngineUnavailable if another aborts it.
+
+        Args:
+            rid: names the request; it must not be running.
+            input_ids: [P] the sequence. An engine refuses one that fills its context: the embedded engine
+                takes P ≤ `max_context`, SGLang 0.5.21 P < `max_context` - 6.
+            start: the first position that is scored.
+            top: k, how many of the most likely tokens are returned at each position; at most the vocabulary.
+            affinity: see `generate`.
         """
         ...
 

@@ -9,18 +9,26 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.engine import ModelInfo, OnTokens, adapter_name, version_from_wire
+from areal_agents.inference.engine import (
+    ModelInfo,
+    OnTokens,
+    PromptScores,
+    adapter_name,
+    version_from_wire,
+)
 from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_layout
+from areal_agents.inference.scoring import check_range, scores_from_wire, scoring_to_wire
 from areal_agents.inference.sglang_control import SGLangControl
 from areal_agents.inference.transport import HttpTransport
 from areal_agents.inference.wire import (
@@ -33,6 +41,8 @@ from areal_agents.inference.wire import (
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
 # What every id ends with on the wire: a real server aborts all requests whose ids begin with the one given,
@@ -111,43 +121,69 @@ class SGLangEngine(SGLangControl):
         routing = await self._routing_asked(len(input_ids), sampling)
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
-        if self._adapters:
-            return await self._generate_with_adapter(body, on_tokens, routing, bounds)
-        return await self._generate(body, on_tokens, routing, bounds)
+        if not self._adapters:
+            return await self._generate(body, on_tokens, routing, bounds)
+        return await self._with_adapter(
+            lambda version: self._generate_under(version, body, on_tokens, routing, bounds)
+        )
+
+    async def score(
+        self, rid: str, input_ids: TokenIds, *, start: int, top: int = 0, affinity: str = ""
+    ) -> PromptScores:
+        """See Sampler.score."""
+        vocab_size = await self._check_ids(input_ids)
+        check_range(len(input_ids), start, top, vocab_size)
+        body = {"rid": rid + RID_END, **scoring_to_wire(input_ids, start, top)}
+
+        async def scored(version: int | None) -> PromptScores:
+            named = {**body, "lora_path": adapter_name(version)} if version else body
+            with self._aborting(rid):
+                answer = await self._http.call("POST", "/generate", named, timeout_s=self._request_timeout_s)
+            scores = scores_from_wire(answer, input_ids, start=start, top=top, vocab_size=vocab_size)
+            return scores if version is None else replace(scores, version=version)
+
+        if not self._adapters:
+            return await scored(None)
+        return await self._with_adapter(scored)
 
     async def _generate(
         self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, bounds: Bounds
     ) -> Completion:
-        try:
+        with self._aborting(body["rid"].removesuffix(RID_END)):
             if on_tokens is not None:
                 return await self._generate_streamed(body, on_tokens, routing, bounds)
             answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
-        except (EngineRejected, EngineUnavailable):
-            raise
-        except (asyncio.CancelledError, Exception):
-            # A real server looks for closed connections every 4 s only, and samples on until then.
-            task = asyncio.create_task(self._abort_left(body["rid"].removesuffix(RID_END)))
-            self._aborts.add(task)
-            task.add_done_callback(self._aborts.discard)
-            raise
         completion = completion_from_wire(answer, routing, bounds)
         self._heard(answer["meta_info"].get("weight_version"))
         return completion
 
-    async def _generate_with_adapter(
-        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, bounds: Bounds
-    ) -> Completion:
-        """Under the adapter of the version served; its tokens are of that version, whatever is answered."""
+    @contextmanager
+    def _aborting(self, rid: str) -> Iterator[None]:
+        """Abort the request `rid` on the server if its caller is cancelled, or its answer cannot be used."""
+        try:
+            yield
+        except (EngineRejected, EngineUnavailable):
+            raise
+        except (asyncio.CancelledError, Exception):
+            # A real server looks for closed connections every 4 s only, and samples on until then.
+            task = asyncio.create_task(self._abort_left(rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+
+    async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
+        """`ask` under the adapter of the version served; what it answers is of that version, whatever the
+        server says."""
         # Asked each time: what was heard last may be older than what the next batch must be drawn by.
         version = (await self.model_info()).version
         try:
-            return await self._generate_under(version, body, on_tokens, routing, bounds)
+            return await ask(version)
         except EngineRejected:
             # The adapter may be gone: versions have gone on, or the server was started again.
             now = (await self.model_info()).version
             if now == version:
                 raise
-            return await self._generate_under(now, body, on_tokens, routing, bounds)
+            return await ask(now)
 
     async def _generate_under(
         self,

@@ -28,7 +28,7 @@ FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"
 MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 _FAILED = (400, 500, 503)  # of an aborted stream; the same statuses are HTTP errors where nothing is streamed
 _EXCLUDED = -1e30
-_UNREADABLE = (KeyError, TypeError, IndexError, ValueError, OverflowError)
+UNREADABLE = (KeyError, TypeError, IndexError, ValueError, OverflowError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ def completion_from_wire(
     EngineError if ids, logprobs and versions do not fit together or leave `bounds`; EngineRejected or
     EngineUnavailable if the answer says that the request was refused or failed.
     """
-    meta = _meta(answer)
-    reason = _finish_reason(meta)
+    meta = meta_of(answer)
+    reason = finish_reason_of(meta)
     try:
         ids = list(answer["output_ids"])
         triples = meta["output_token_logprobs"] if ids else []
@@ -103,7 +103,7 @@ def completion_from_wire(
             top_logprobs=_top_logprobs(meta.get("output_top_logprobs")),
             routed_experts=None if routing is None else routing_from_wire(meta, routing, versions),
         )
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise EngineError(f"/generate returned an answer that cannot be read: {error!r}") from error
 
 
@@ -146,12 +146,12 @@ class StreamedCompletion:
             raise EngineError(f"/generate streamed an event that is not JSON: {error}") from error
         if isinstance(chunk, dict) and chunk.get("error"):
             raise _streamed_error(chunk["error"])
-        meta = _meta(chunk)
+        meta = meta_of(chunk)
         # First, because the tokens of a refused request cannot be trusted to fit together.
-        reason = None if meta.get("finish_reason") is None else _finish_reason(meta)
+        reason = None if meta.get("finish_reason") is None else finish_reason_of(meta)
         try:
             new = self._new_tokens(chunk, meta, aborted=reason == "abort")
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"/generate streamed a chunk that cannot be read: {error!r}") from error
         self._last, self._reason = meta, reason
         return new
@@ -169,7 +169,7 @@ class StreamedCompletion:
                 top_logprobs=tuple(self._top),
                 routed_experts=None if routing is None else routing_from_wire(self._last, routing, versions),
             )
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise EngineError(f"/generate streamed an answer that cannot be read: {error!r}") from error
 
     def _new_tokens(
@@ -245,11 +245,11 @@ def shorten(text: str) -> str:
     return line if len(line) <= MESSAGE_LIMIT else line[: MESSAGE_LIMIT - 1] + "…"
 
 
-def _meta(answer: Any) -> dict[str, Any]:
+def meta_of(answer: Any) -> dict[str, Any]:
     return as_object(as_object(answer, "/generate").get("meta_info"), "/generate meta_info")
 
 
-def _finish_reason(meta: Mapping[str, Any]) -> FinishReason:
+def finish_reason_of(meta: Mapping[str, Any]) -> FinishReason:
     """The finish reason; an abort that carries an HTTP status is the error that it stands for."""
     reason = meta.get("finish_reason")
     details: Mapping[str, Any] = reason if isinstance(reason, dict) else {"type": reason}

@@ -443,10 +443,9 @@ async def test_prompt_logprobs(engine: SGLangEngine, target: Target) -> None:
         )
         triples = raw["meta_info"]["input_token_logprobs"]
         assert [t[1] for t in triples] == prompt[start:].tolist()
-        first = 0 if start and target.embedded else 1
-        expected = reference_logprobs(target.reference, prompt[: start + first], prompt[start + first :])
-        np.testing.assert_allclose([t[0] for t in triples[first:]], expected, atol=1e-5)
-        assert not first or triples[0][0] is None
+        expected = reference_logprobs(target.reference, prompt[: start + 1], prompt[start + 1 :])
+        np.testing.assert_allclose([t[0] for t in triples[1:]], expected, atol=1e-5)
+        assert triples[0][0] is None
 
 
 async def test_a_batch_answers_in_order(engine: SGLangEngine, target: Target) -> None:

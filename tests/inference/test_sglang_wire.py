@@ -163,7 +163,8 @@ def test_a_base_url_without_a_scheme_is_refused() -> None:
         SGLangEngine("localhost:30000")
 
 
-async def test_a_cancelled_call_is_aborted_by_name() -> None:
+@pytest.mark.parametrize("scored", [False, True])
+async def test_a_cancelled_call_is_aborted_by_name(scored: bool) -> None:
     """A real server notices a closed connection only seconds later, and would sample on until then."""
     calls: asyncio.Queue[tuple[str, Any]] = asyncio.Queue()
 
@@ -181,7 +182,10 @@ async def test_a_cancelled_call_is_aborted_by_name() -> None:
     app.router.add_post("/abort_request", abort)
     async with TestServer(app) as server, SGLangEngine(str(server.make_url("/")), vocab_size=8) as engine:
         ids = as_token_ids([1, 2])
-        call = asyncio.create_task(engine.generate("r1", ids, SamplingParams(max_new_tokens=4)))
+        if scored:
+            call: asyncio.Task[Any] = asyncio.create_task(engine.score("r1", ids, start=1))
+        else:
+            call = asyncio.create_task(engine.generate("r1", ids, SamplingParams(max_new_tokens=4)))
         assert (await calls.get())[0] == "generate"
         call.cancel()
         with pytest.raises(asyncio.CancelledError):

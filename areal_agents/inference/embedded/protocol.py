@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +19,11 @@ from areal_agents.inference.embedded.text import Detokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
 MAX_SEED = 2**63 - 1
+_FLAT, _FLAT_B64 = "return_flat_raw_top_logprobs", "return_flat_raw_top_logprobs_b64"
 _GENERATE_FIELDS = {
     "input_ids", "rid", "sampling_params", "return_logprob", "logprob_start_len", "stream",
     "top_logprobs_num", "return_text_in_logprobs", "priority", "routed_dp_rank", "bootstrap_room",
-    "lora_path",
+    "lora_path", _FLAT, _FLAT_B64,
 }  # fmt: skip
 _SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
@@ -42,6 +44,9 @@ class Generation:
     sampling: SamplingParams
     logprobs: bool
     input_logprobs_from: int
+    input_top: int
+    flat_top: bool
+    prompt_only: bool
     skip_special_tokens: bool
     trim_stop: bool
     adapter: str
@@ -75,10 +80,14 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[Generation], bool, b
     stream = _flag(body, "stream", default=False)
     if stream and batch:
         raise RequestError("stream takes a single prompt")
+    if _flag(body, _FLAT, default=False) != _flag(body, _FLAT_B64, default=False):
+        raise RequestError(f"the embedded engine knows {_FLAT} and {_FLAT_B64} only together")
     generations = [
         _generation(body, prompt, rid, sampling, limits)
         for prompt, rid, sampling in zip(prompts, rids, params, strict=True)
     ]
+    if stream and any(generation.prompt_only for generation in generations):
+        raise RequestError("max_new_tokens 0 computes a prompt only, which is not streamed")
     return generations, batch, stream
 
 
@@ -89,11 +98,15 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
         raise RequestError(f"sampling_params must be an object, got {params!r}")
     _check_fields(params, _SAMPLING_FIELDS, "sampling parameter")
     ids = _prompt_ids(prompt, limits)
-    sampling = _sampling(params, top_logprobs=_integer(body, "top_logprobs_num", 0, low=0))
-    if len(ids) + sampling.max_new_tokens > limits.max_context:
+    count = _integer(params, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, low=0)
+    top = _integer(body, "top_logprobs_num", 0, low=0)
+    if top > limits.vocab_size:
+        raise RequestError(f"top_logprobs_num {top} exceeds the vocabulary of {limits.vocab_size}")
+    # A request that computes its prompt only has nothing to sample: its parameters are merely checked.
+    sampling = _sampling(params, max_new_tokens=count or 1, top_logprobs=top if count else 0)
+    if len(ids) + count > limits.max_context:
         raise RequestError(
-            f"{len(ids)} prompt tokens and max_new_tokens {sampling.max_new_tokens} exceed the context of "
-            f"{limits.max_context}",
+            f"{len(ids)} prompt tokens and max_new_tokens {count} exceed the context of {limits.max_context}",
             code="context_length_exceeded",
         )
     if sampling.stop and not limits.has_tokenizer:
@@ -102,12 +115,17 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
         raise RequestError(f"{sampling.grammar.kind} needs a tokenizer.json in the model folder")
     logprobs = _flag(body, "return_logprob", default=False)
     start = _integer(body, "logprob_start_len", -1, low=-1)
+    if logprobs and start > len(ids):
+        raise RequestError(f"logprob_start_len {start} exceeds the {len(ids)} prompt tokens")
     return Generation(
         rid=rid or uuid.uuid4().hex,
         prompt=ids,
         sampling=sampling,
         logprobs=logprobs,
         input_logprobs_from=start if logprobs and start < len(ids) else -1,
+        input_top=top,
+        flat_top=_flag(body, _FLAT, default=False),
+        prompt_only=not count,
         skip_special_tokens=_flag(params, "skip_special_tokens", default=True),
         trim_stop=not _flag(params, "no_stop_trim", default=False),
         adapter=_adapter(body),
@@ -136,7 +154,7 @@ def _prompt_ids(prompt: Any, limits: Limits) -> TokenIds:
     return as_token_ids(ids)
 
 
-def _sampling(params: dict[str, Any], *, top_logprobs: int) -> SamplingParams:
+def _sampling(params: dict[str, Any], *, max_new_tokens: int, top_logprobs: int) -> SamplingParams:
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     stop_ids = params.get("stop_token_ids") or []
@@ -148,7 +166,7 @@ def _sampling(params: dict[str, Any], *, top_logprobs: int) -> SamplingParams:
     seed = params.get("sampling_seed")
     try:
         return SamplingParams(
-            max_new_tokens=_integer(params, "max_new_tokens", DEFAULT_MAX_NEW_TOKENS, low=1),
+            max_new_tokens=max_new_tokens,
             temperature=_number(params, "temperature", 1.0),
             top_p=_number(params, "top_p", 1.0),
             top_k=max(top_k, 0),
@@ -235,6 +253,8 @@ def make_request(
         seed=seed if sampling.seed is None else sampling.seed,
         notify=notify,
         input_logprobs_from=generation.input_logprobs_from,
+        input_top=generation.input_top,
+        prompt_only=generation.prompt_only,
         streaming=streaming,
         matcher=matcher,
         adapter=generation.adapter,
@@ -274,6 +294,8 @@ def answer(
             ]
         if request.input_logprobs is not None:
             meta["input_token_logprobs"] = _input_logprobs(request)
+            if request.input_top:
+                meta |= _flat_input_top(request) if generation.flat_top else _input_top(request)
     if progress.finish is not None:
         meta["finish_reason"] = _finish_reason(progress.finish, len(progress.ids))
     return {"text": text, "output_ids": ids, "meta_info": meta}
@@ -288,12 +310,41 @@ def _finish_reason(finish: Finish, count: int) -> dict[str, Any]:
 
 
 def _input_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
+    """The prompt's tokens from position `input_logprobs_from` on; the first has null, as SGLang's."""
     start = request.input_logprobs_from
     assert request.input_logprobs is not None
-    values: list[float | None] = request.input_logprobs[start:].tolist()
-    if start == 0:
-        values[0] = None
+    values: list[float | None] = [None, *request.input_logprobs[start + 1 :].tolist()]
     return list(zip(values, request.prompt[start:].tolist(), repeat(None)))  # noqa: B905
+
+
+def _input_top(request: Request) -> dict[str, Any]:
+    """The most likely tokens at the same positions, as [logprob, id, null]."""
+    ids, logprobs = _input_top_arrays(request)
+    rows: list[list[tuple[float, int, None]] | None] = [
+        list(zip(values, tokens, repeat(None)))  # noqa: B905
+        for values, tokens in zip(logprobs.tolist(), ids.tolist(), strict=True)
+    ]
+    return {"input_top_logprobs": [None, *rows]}
+
+
+def _flat_input_top(request: Request) -> dict[str, Any]:
+    """The same as little-endian arrays in base64, which is many times faster to write and to read."""
+    ids, logprobs = _input_top_arrays(request)
+    return {
+        "input_top_logprobs_val_flat_b64": base64.b64encode(logprobs.astype("<f4").tobytes()).decode(),
+        "input_top_logprobs_val_flat_b64_dtype": "float32",
+        "input_top_logprobs_idx_flat_b64": base64.b64encode(ids.astype("<i4").tobytes()).decode(),
+        "input_top_logprobs_idx_flat_b64_dtype": "int32",
+        "input_top_logprobs_shape": list(ids.shape),
+        "input_top_logprobs_null_prefix": 1,
+    }
+
+
+def _input_top_arrays(request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and logprobs [N, input_top] at the N positions after `input_logprobs_from`."""
+    assert request.input_top_ids is not None and request.input_top_logprobs is not None
+    start = request.input_logprobs_from + 1
+    return request.input_top_ids[start:], request.input_top_logprobs[start:]
 
 
 def text_of(progress: Progress, generation: Generation, detokenizer: Detokenizer) -> str:

@@ -69,7 +69,11 @@ class Request:
     sampling: SamplingParams
     seed: int
     notify: Callable[[Request], None]
-    input_logprobs_from: int = -1  # first prompt position whose logprob is wanted; -1: none
+    input_logprobs_from: int = (
+        -1
+    )  # the logprobs of the prompt's tokens after this position are wanted; -1: none
+    input_top: int = 0  # how many of the most likely tokens are wanted at each of these positions
+    prompt_only: bool = False  # nothing is sampled: the request ends when its prompt has been computed
     streaming: bool = False
     matcher: TokenMatcher | None = None  # what the output must match
     adapter: str = ""  # its name on the wire; none: the base model
@@ -78,6 +82,8 @@ class Request:
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     output_ranked: list[RankedTokens] = field(default_factory=list)
     input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for or not yet computed
+    input_top_ids: np.ndarray | None = None  # [P, input_top], likewise
+    input_top_logprobs: np.ndarray | None = None  # [P, input_top], likewise
     prompt_scored: bool = False
     spans: list[Span] = field(default_factory=list)
     cached_tokens: int = 0

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 Float32 = npt.NDArray[np.float32]
+_SCORED_ROWS = 64  # rows whose whole distributions are in memory at once while given tokens are scored
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -77,6 +78,35 @@ def best_tokens(logits: Tensor, temperature: float, count: int) -> list[tuple[fl
     logprobs = torch.log_softmax(logits / temperature if temperature else logits, dim=-1)
     best = logprobs.topk(min(count, len(logprobs)))
     return list(zip(best.values.tolist(), best.indices.tolist(), strict=True))
+
+
+@torch.inference_mode()
+def score_tokens(
+    logits: Tensor, tokens: npt.NDArray[np.int32], top: int
+) -> tuple[Float32, npt.NDArray[np.int32], Float32]:
+    """Logprobs of given tokens under rows of logits, at temperature 1.
+
+    Args:
+        logits: [N, V], float32.
+        tokens: [N] one per row.
+        top: how many of the most likely tokens to return for each row, at most V.
+
+    Returns:
+        logprobs [N] of `tokens`, and the ids and logprobs [N, top] of the most likely tokens, best first.
+    """
+    logprobs = np.empty(len(tokens), np.float32)
+    top_ids = np.empty((len(tokens), top), np.int32)
+    top_logprobs = np.empty((len(tokens), top), np.float32)
+    for first in range(0, len(tokens), _SCORED_ROWS):
+        part = slice(first, first + _SCORED_ROWS)
+        table = torch.log_softmax(logits[part], dim=-1)
+        given = torch.from_numpy(tokens[part].astype(np.int64)).to(table.device)
+        logprobs[part] = table.gather(1, given[:, None])[:, 0].cpu().numpy()
+        if top:
+            best = table.topk(top)
+            top_ids[part] = best.indices.cpu().numpy()
+            top_logprobs[part] = best.values.cpu().numpy()
+    return logprobs, top_ids, top_logprobs
 
 
 def _truncate(logprobs: Tensor, batch: SamplingBatch) -> Tensor:

@@ -22,7 +22,7 @@ from areal_agents.inference.embedded.batch import SlotSampling
 from areal_agents.inference.embedded.model_set import ModelSet
 from areal_agents.inference.embedded.request import Finish, Request
 from areal_agents.inference.embedded.runner import Rows, Runner
-from areal_agents.inference.embedded.sampling import best_tokens
+from areal_agents.inference.embedded.sampling import best_tokens, score_tokens
 from areal_agents.inference.embedded.slots import SlotTable
 from areal_agents.inference.embedded.weights import Weights
 from areal_agents.inference.engine import MemoryKind, PauseMode
@@ -64,6 +64,7 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._watched: set[int] = set()  # slots whose requests stream or have stop strings
         self._scored: set[int] = set()  # slots whose prompt logprobs are still being computed
+        self._prompt_only: set[int] = set()  # slots whose requests end with their prompt
         self._constrained: set[int] = set()  # slots whose requests must match a grammar
         self._ranked: set[int] = set()  # slots whose requests want the best tokens at each position
         self._when_idle: deque[Callable[[], None]] = deque()
@@ -170,8 +171,11 @@ class Scheduler:
         self._table.valid[slots] += counts
         if self._scored:
             logits = self._score_prompts(rows, logits, (rows.segment_starts[1:] - 1)[complete])
-        if complete.any():
-            self._commit(slots[complete], logits)
+        done = slots[complete]
+        if self._prompt_only:
+            done, logits = self._end_prompts(done, logits)
+        if len(done):
+            self._commit(done, logits)
         self._drop_retired()
 
     def _admit(self) -> None:
@@ -181,7 +185,7 @@ class Scheduler:
             ids = np.concatenate([request.prompt, request.output_ids])
             reuse = len(ids) - 1 if self._prefix_cache else 0
             if scored:
-                reuse = min(reuse, max(request.input_logprobs_from - 1, 0))
+                reuse = min(reuse, request.input_logprobs_from)
             place = self._table.take(ids, max_reuse=reuse, model=request.model)
             if place is None:
                 return
@@ -191,8 +195,13 @@ class Scheduler:
             if not request.retractions:
                 request.cached_tokens = place.reused
             if scored:
-                request.input_logprobs = np.full(len(request.prompt), np.nan, np.float32)
+                size, top = len(request.prompt), request.input_top
+                request.input_logprobs = np.full(size, np.nan, np.float32)
+                request.input_top_ids = np.zeros((size, top), np.int32)
+                request.input_top_logprobs = np.full((size, top), np.nan, np.float32)
                 self._scored.add(place.slot)
+            if request.prompt_only:
+                self._prompt_only.add(place.slot)
             request.mark_version(self.version, len(request.output_ids))
             self._sampling.assign(place.slot, request)
             self._running[place.slot] = request
@@ -236,8 +245,8 @@ class Scheduler:
             positions = first + np.arange(starts[-1], dtype=np.int32)
         outputs = (starts[1:] - 1)[complete]
         if self._scored:
-            wanted = [row for row, _, _ in self._scored_rows(row_slots, positions)]
-            outputs = np.union1d(outputs, np.array(wanted, np.int32)).astype(np.int32)
+            wanted = [scored for _, scored, _ in self._scored_rows(row_slots, positions)]
+            outputs = np.unique(np.concatenate([outputs, *wanted])).astype(np.int32)
         return Rows(
             tokens=table.tokens[row_slots, positions],
             slots=row_slots,
@@ -248,27 +257,43 @@ class Scheduler:
             outputs=outputs,
         )
 
-    def _scored_rows(self, row_slots: np.ndarray, positions: np.ndarray) -> list[tuple[int, Request, int]]:
-        """(row, request, prompt position that the row predicts) wherever a prompt logprob was asked for."""
+    def _scored_rows(
+        self, row_slots: np.ndarray, positions: np.ndarray
+    ) -> list[tuple[Request, np.ndarray, np.ndarray]]:
+        """(request, rows [n], prompt positions that they predict [n]) for each request whose prompt logprobs
+        are being computed."""
         found = []
         for slot in self._scored:
             request = self._running[slot]
-            for row in np.flatnonzero(row_slots == slot).tolist():
-                predicted = int(positions[row]) + 1
-                if request.input_logprobs_from <= predicted < len(request.prompt):
-                    found.append((row, request, predicted))
+            rows = np.flatnonzero(row_slots == slot)
+            predicted = positions[rows] + 1
+            wanted = (predicted > request.input_logprobs_from) & (predicted < len(request.prompt))
+            found.append((request, rows[wanted], predicted[wanted]))
         return found
 
     def _score_prompts(self, rows: Rows, logits: torch.Tensor, last_rows: np.ndarray) -> torch.Tensor:
         """Fill in prompt logprobs (at temperature 1, as SGLang does); return the logits of `last_rows`."""
-        for row, request, predicted in self._scored_rows(rows.slots, rows.positions):
-            logprobs = torch.log_softmax(logits[int(np.searchsorted(rows.outputs, row))], dim=-1)
+        for request, scored, predicted in self._scored_rows(rows.slots, rows.positions):
             assert request.input_logprobs is not None
-            request.input_logprobs[predicted] = float(logprobs[int(request.prompt[predicted])])
+            assert request.input_top_ids is not None and request.input_top_logprobs is not None
+            found = score_tokens(
+                logits[torch.from_numpy(np.searchsorted(rows.outputs, scored))],
+                request.prompt[predicted],
+                request.input_top,
+            )
+            request.input_logprobs[predicted] = found[0]
+            request.input_top_ids[predicted], request.input_top_logprobs[predicted] = found[1:]
         for slot in self._scored.intersection(rows.slots[last_rows].tolist()):
             self._running[slot].prompt_scored = True
             self._scored.remove(slot)
         return logits[torch.from_numpy(np.searchsorted(rows.outputs, last_rows))]
+
+    def _end_prompts(self, slots: np.ndarray, logits: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
+        """Finish those of `slots` [M] that only compute their prompt; return the others with their logits."""
+        ends = np.isin(slots, list(self._prompt_only))
+        for slot in slots[ends].tolist():
+            self._finish(slot, Finish("length"))
+        return slots[~ends], logits[torch.from_numpy(np.flatnonzero(~ends))]
 
     def _commit(self, slots: np.ndarray, logits: torch.Tensor) -> None:
         """Sample for `slots` [M] from logits [M, V]; append, and finish what has ended."""
@@ -371,6 +396,7 @@ class Scheduler:
         request = self._running.pop(slot)
         self._watched.discard(slot)
         self._scored.discard(slot)
+        self._prompt_only.discard(slot)
         self._constrained.discard(slot)
         self._ranked.discard(slot)
         request.output_ids, request.output_logprobs = self._output(slot)

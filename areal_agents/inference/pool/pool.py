@@ -13,11 +13,12 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.draft import Decode, Draft, OldVersion, StopString
-from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, Sampler
+from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PromptScores, Sampler
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
 from areal_agents.inference.pool.router import is_routable
@@ -26,6 +27,7 @@ from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived
 from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavailable
 from areal_agents.inference.resubmit import rid_of, stalled
 
+_NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
 _MOST_GARBAGE = 3  # answers in a row that cannot be trusted, after which a replica rests
 
 
@@ -124,6 +126,41 @@ class EnginePool:
         finally:
             del self._drafts[rid]
 
+    async def score(
+        self, rid: str, input_ids: TokenIds, *, start: int, top: int = 0, affinity: str = ""
+    ) -> PromptScores:
+        """See Sampler.score. One replica computes all of it, and another one does if it is lost.
+
+        It is always sent to a replica itself, never through a router. EngineUnavailable if no replica serves
+        for `limits.wait_s`, or several in a row are lost; EngineError if it is given up because replicas die
+        of it. `abort` does not know it: cancel the call.
+        """
+        case = self._suspects.case_of(input_ids, _NOTHING_SAMPLED)
+        stalls, avoid = 0, None
+        for attempt in itertools.count():
+            async with case.turn():
+                replica = await self._serving(partial(self._place, affinity, avoid=avoid))
+                began = asyncio.get_running_loop().time()
+                least = replica.version if self._watch.current is not None else -1
+                try:
+                    async with replica.attempt():
+                        scores = await replica.engine.score(
+                            rid_of(rid, attempt), input_ids, start=start, top=top, affinity=affinity
+                        )
+                    await self._check_versions(replica, scores.version, scores.version, least)
+                    replica.garbage = 0
+                    return scores
+                except EngineError as error:
+                    if not await self._may_go_on(replica, error):
+                        raise
+                    if await self._has_died(replica, error, began):
+                        case.died(0, error)
+                    self.counts.failovers += 1
+                    failure = error
+            avoid = replica
+            stalls = await stalled(stalls, brought=0, cause=failure)
+        raise AssertionError("an endless loop has ended")
+
     async def abort(self, rid: str) -> None:
         """See Sampler.abort."""
         draft, replica = self._drafts.get(rid, (None, None))
@@ -173,7 +210,7 @@ class EnginePool:
         for attempt in itertools.count():
             before = draft.kept
             async with case.turn():
-                replica = self._route(affinity, draft, avoid) or await self._wait(affinity, draft, avoid)
+                replica = await self._serving(partial(self._route, affinity, draft, avoid))
                 self._drafts[rid] = draft, replica
                 whole, failure = await self._tried(replica, rid_of(rid, attempt), draft, case, affinity)
             if whole is not None:
@@ -225,16 +262,16 @@ class EnginePool:
             )
         if len(completion):
             try:
-                await self._check_versions(replica, completion, least)
+                oldest, newest = int(completion.versions[0]), int(completion.versions[-1])
+                await self._check_versions(replica, oldest, newest, least)
             except EngineError:
                 draft.discard()
                 raise
         replica.garbage = 0
         return completion
 
-    async def _check_versions(self, replica: Replica, completion: Completion, least: int) -> None:
+    async def _check_versions(self, replica: Replica, oldest: int, newest: int, least: int) -> None:
         """EngineError for versions that this run cannot have."""
-        oldest, newest = int(completion.versions[0]), int(completion.versions[-1])
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
         current = self._watch.current
@@ -262,18 +299,24 @@ class EnginePool:
         """A replica that serves, None without any."""
         if self._router is not None and is_routable(draft.sampling):
             return self._router if any(replica.is_serving for replica in self.replicas) else None
+        return self._place(affinity, newest=draft.newest, avoid=avoid)
+
+    def _place(self, affinity: str, *, newest: int = -1, avoid: Replica | None = None) -> Replica | None:
+        """A replica of the pool itself that serves, None without any; see Affinities.route."""
         if len(self.replicas) == 1:
             return self.replicas[0] if self.replicas[0].is_serving else None
-        return self._affinities.route(self.replicas, affinity, newest=draft.newest, avoid=avoid)
+        return self._affinities.route(self.replicas, affinity, newest=newest, avoid=avoid)
 
-    async def _wait(self, affinity: str, draft: Draft, avoid: Replica | None) -> Replica:
-        """A replica that serves, as soon as there is one; EngineUnavailable if none comes back in time."""
+    async def _serving(self, route: Callable[[], Replica | None]) -> Replica:
+        """What `route` finds, as soon as it finds one; EngineUnavailable if no replica serves in time."""
+        if (replica := route()) is not None:
+            return replica
         self.start()
         try:
             async with asyncio.timeout(self._limits.wait_s):
                 while True:
                     self._changed.clear()
-                    if (replica := self._route(affinity, draft, avoid)) is not None:
+                    if (replica := route()) is not None:
                         return replica
                     if self._is_closed:
                         raise unavailable(self.replicas)
