@@ -37,7 +37,7 @@ _RETRY_S = 2.0
 
 
 class HeldTeacher:
-    """A frozen model that the trainer holds, sharded like the policy; each rank has all of its output matrix."""
+    """A frozen model that the trainer holds, sharded like the policy, but for its output matrix."""
 
     def __init__(self, path: str, ranks: Ranks, *, vocab_size: int, options: ModelOptions) -> None:
         """Load a folder.
@@ -121,7 +121,7 @@ class EngineTeacher:
             if info.vocab_size != self.vocab_size:
                 raise TrainingError(
                     f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} "
-                    f"tokens and the policy one of {self.vocab_size}; distillation needs the policy's vocabulary"
+                    f"tokens and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
                 )
             if self.top > info.vocab_size:
                 raise TrainingError(

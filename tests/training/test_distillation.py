@@ -1,0 +1,309 @@
+"""Distillation against float64 autograd over the definition, and against a plain loop over transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from presets_support import WHOLE, groups
+from torch import Tensor, nn
+from training_support import VOCAB, build_model, make_sample
+from transformers import AutoModelForCausalLM
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.demonstrations import with_demonstrations
+from areal_agents.algorithms.losses.distillation import reverse_kl_top_k
+from areal_agents.algorithms.packing.microbatches import pack
+from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.core.rollout import RolloutGroup
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
+from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
+from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.step import StepOptions, StepResult, train_batch
+from areal_agents.training.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
+
+LR = 0.05
+ROWS, WIDTH, TEACHER_WIDTH, TOKENS = 11, 6, 9, 40
+
+
+def head(width: int, seed: int) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(width, TOKENS, dtype=torch.float64)
+
+
+def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The definition, over all outcomes."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def coarse(logprobs: Tensor, ids: Tensor) -> Tensor:
+    """The log distribution [N, k + 1] over k tokens and any other, from probabilities."""
+    top = logprobs.exp().gather(1, ids)
+    others = torch.ones_like(logprobs).scatter(1, ids, 0)
+    return torch.cat([top, (logprobs.exp() * others).sum(-1, keepdim=True)], 1).log()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 11, 50])
+@pytest.mark.parametrize("k", [None, 1, 5])
+def test_the_divergence_and_its_gradient_are_those_of_the_definition(rows: int, k: int | None) -> None:
+    torch.manual_seed(1)
+    policy_head, teacher_head = head(WIDTH, 2), head(TEACHER_WIDTH, 3)
+    hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+    teacher_hidden = torch.randn(ROWS, TEACHER_WIDTH, dtype=torch.float64)
+    temperatures = torch.rand(ROWS, dtype=torch.float64) + 0.5
+    weights = torch.randn(ROWS, dtype=torch.float64)
+    log_p = torch.log_softmax(policy_head(hidden) / temperatures[:, None], -1)
+    log_q = torch.log_softmax(teacher_head(teacher_hidden) / temperatures[:, None], -1).detach()
+    if k is None:
+        wanted = kl(log_p, log_q)
+        targets: FullTargets | TopTargets = FullTargets(
+            teacher_hidden, teacher_head.weight.detach(), teacher_head.bias.detach()
+        )
+    else:
+        ids, values = top_logprobs(teacher_hidden, temperatures, teacher_head, k, chunk_logits=rows * TOKENS)
+        assert torch.equal(ids, log_q.topk(k).indices)
+        torch.testing.assert_close(values, log_q.topk(k).values)
+        wanted = kl(coarse(log_p, ids), coarse(log_q, ids))
+        targets = TopTargets(ids, values)
+    inputs = (hidden, policy_head.weight, policy_head.bias)
+    expected = torch.autograd.grad((wanted * weights).sum(), inputs)
+    got = reverse_kl(hidden, temperatures, policy_head, targets, chunk_logits=rows * TOKENS)
+    torch.testing.assert_close(got, wanted)
+    for ours, theirs in zip(torch.autograd.grad((got * weights).sum(), inputs), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_joining_tokens_never_raises_the_divergence_and_all_tokens_give_it_whole() -> None:
+    torch.manual_seed(0)
+    log_p, log_q = (torch.log_softmax(torch.randn(64, TOKENS, dtype=torch.float64), -1) for _ in range(2))
+    whole = kl(log_p, log_q)
+    before = torch.zeros(64, dtype=torch.float64)
+    for k in (1, 2, 8, 20, TOKENS - 1):
+        ids = log_q.topk(k).indices
+        joined = reverse_kl_top_k(log_p.gather(1, ids), log_q.gather(1, ids))
+        assert (joined <= whole + 1e-9).all() and (joined >= before - 1e-3).all()
+        before = joined
+    rest = 1 - log_q.topk(TOKENS - 1).values.exp().sum(-1)
+    kept = rest > 1e-4  # where the least probable token is not clamped
+    torch.testing.assert_close(before[kept], whole[kept], rtol=1e-6, atol=1e-9)
+
+
+def test_a_certain_policy_has_a_finite_divergence_and_gradient() -> None:
+    student = torch.tensor([[0.0, -80.0], [-1e-9, -30.0]], dtype=torch.float32, requires_grad=True)
+    divergence = reverse_kl_top_k(student, torch.tensor([[-0.5, -1.2], [0.0, -60.0]]))
+    divergence.sum().backward()
+    assert torch.isfinite(divergence).all() and student.grad is not None
+    assert torch.isfinite(student.grad).all()
+
+
+class Plain:
+    """A folder through transformers, float64, unpacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+    def distribution(self, sample: TrainingSample) -> Tensor:
+        """[N, V] log probabilities at the scored tokens."""
+        places = np.flatnonzero(sample.scored_mask)
+        logits = self.model(torch.tensor(sample.token_ids[None].astype(np.int64))).logits[0, places - 1]
+        return torch.log_softmax(logits / torch.tensor(sample.temperatures[places])[:, None], -1)
+
+
+def loss_of(
+    plain: Plain,
+    samples: Sequence[TrainingSample],
+    teacher: Sequence[Tensor],
+    *,
+    k: int | None = None,
+) -> Tensor:
+    """Σ_t w_t KL_t / tokens with the truncated weight π_prox/μ, at the weights of the batch's beginning."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for sample, log_q in zip(samples, teacher, strict=True):
+        log_p, places = plain.distribution(sample), np.flatnonzero(sample.loss_mask)
+        chosen = log_p.detach().gather(1, torch.tensor(sample.token_ids[places].astype(np.int64))[:, None])[
+            :, 0
+        ]
+        weight = (chosen - torch.tensor(sample.behavior_logprobs[places]).double()).exp().clamp(max=5.0)
+        if k is not None:
+            ids = log_q.topk(k).indices
+            log_p, log_q = coarse(log_p, ids), coarse(log_q, ids)
+        total = total + (weight * kl(log_p, log_q)).sum()
+        tokens += len(places)
+    return total / tokens
+
+
+def step(
+    folder: Path,
+    ranks: Ranks,
+    data: TrainingData,
+    algorithm: AlgorithmConfig,
+    teacher: Teacher,
+    *,
+    options: StepOptions = WHOLE,
+) -> tuple[StepResult, dict[str, Tensor]]:
+    """One batch by plain SGD."""
+    policy = load_policy(folder, ranks)
+    result = train_batch(
+        policy,
+        torch.optim.SGD(policy.parameters(), lr=LR),
+        data,
+        algorithm,
+        options,
+        ranks=ranks,
+        version=0,
+        seed=0,
+        teacher=teacher,
+    )
+    return result, policy.full_state_dict()
+
+
+def check(plain: Plain, loss: Tensor, result: StepResult, weights: dict[str, Tensor]) -> None:
+    """Whether the step is that of the plain loop."""
+    loss.backward()
+    largest = 0.0
+    for name, parameter in plain.model.named_parameters():
+        want = parameter.detach() - LR * parameter.grad
+        torch.testing.assert_close(weights[name].double(), want, atol=3e-7, rtol=1e-5)
+        largest = max(largest, float(parameter.grad.abs().max()))
+    assert LR * largest > 1e-4  # far above the tolerance
+
+
+def at_one(recorded: list[RolloutGroup]) -> list[RolloutGroup]:
+    """The groups with every turn sampled at temperature 1."""
+    return [
+        replace(
+            group,
+            rollouts=tuple(
+                replace(
+                    rollout,
+                    episode=replace(
+                        rollout.episode,
+                        turns=tuple(
+                            replace(turn, sampling=replace(turn.sampling, temperature=1.0))
+                            for turn in rollout.episode.turns
+                        ),
+                    ),
+                )
+                for rollout in group.rollouts
+            ),
+        )
+        for group in recorded
+    ]
+
+
+@pytest.fixture(scope="module")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("teacher"), seed=5)
+
+
+@pytest.mark.parametrize("share_prefixes", [True, False])
+def test_a_held_teacher_gives_the_step_of_the_plain_loop(
+    model_folder: Path, teacher_folder: Path, group: Ranks, share_prefixes: bool
+) -> None:
+    algorithm = AlgorithmConfig(preset="distillation")
+    data = build_training_data(groups(), algorithm)
+    assert data.report.dropped_groups == 0 and len({s.group_id for s in data.samples}) == 4
+    teacher = HeldTeacher(str(teacher_folder), group, vocab_size=VOCAB, options=ModelOptions())
+    options = StepOptions(microbatch_tokens=160, share_prefixes=share_prefixes, grad_clip=1e9)
+    result, weights = step(model_folder, group, data, algorithm, teacher, options=options)
+    assert result.microbatches > 1
+    plain, other = Plain(model_folder), Plain(teacher_folder)
+    targets = [other.distribution(sample).detach() for sample in data.samples]
+    check(plain, loss_of(plain, data.samples, targets), result, weights)
+
+
+def test_an_engine_gives_the_step_of_the_plain_loop_over_its_top_tokens(
+    model_folder: Path, teacher_folder: Path, group: Ranks
+) -> None:
+    algorithm = AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=7)
+    data = build_training_data(at_one(groups()), algorithm)
+    with running_engine(teacher_folder, kernel="torch", threads=1, slots=8, max_context=512) as url:
+        teacher = EngineTeacher(
+            lambda: SGLangEngine(url), top=7, vocab_size=VOCAB, timeout_s=60.0, ranks=group
+        )
+        result, weights = step(model_folder, group, data, algorithm, teacher)
+    plain, other = Plain(model_folder), Plain(teacher_folder)
+    targets = [other.distribution(sample).detach() for sample in data.samples]
+    check(plain, loss_of(plain, data.samples, targets, k=7), result, weights)
+
+
+def test_an_engine_that_is_not_the_teacher_is_refused(
+    model_folder: Path, group: Ranks, engine_url: str
+) -> None:
+    rng = np.random.default_rng(0)
+    sample = make_sample(range(2, 12), range(5, 10), rng=rng)
+
+    def teacher(url: str = engine_url, *, vocab: int = VOCAB, timeout_s: float = 30.0) -> EngineTeacher:
+        return EngineTeacher(
+            lambda: SGLangEngine(url, connect_timeout_s=0.2),
+            top=3,
+            vocab_size=vocab,
+            timeout_s=timeout_s,
+            ranks=group,
+        )
+
+    with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
+        teacher(vocab=100).score([sample])
+    hot = make_sample(range(2, 12), range(5, 10), rng=rng, temperature=0.7)
+    with pytest.raises(TrainingError, match="another temperature than 1"):
+        teacher().score([hot])
+    with pytest.raises(TrainingError, match=r"did not score 1 sequences within 0\.5 s"):
+        teacher("http://127.0.0.1:9", timeout_s=0.5).score([sample])
+    long = make_sample([2] * 300, range(5, 300), rng=rng)
+    with pytest.raises(TrainingError, match="the teacher's engine"):
+        teacher().score([long])
+    scored = teacher().score([sample, sample])
+    assert scored.ids.shape == (10, 3) and torch.equal(scored.ids[:5], scored.ids[5:])
+
+
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_self_distillation_reads_the_best_episode_first_and_trains_the_others(
+    model_folder: Path, group: Ranks, minibatches: int
+) -> None:
+    algorithm = AlgorithmConfig(preset="self_distillation", distill_top_k=9, minibatches=minibatches)
+    recorded = groups()
+    data = build_training_data(recorded, algorithm)
+    scores = {r.episode.id: r.episode.score for g in recorded for r in g.rollouts}
+    best = {g.id: max(r.episode.score for r in g.rollouts) for g in recorded}
+    assert data.samples and all(scores[s.episode_id] < best[s.group_id] for s in data.samples)
+    lower = {r.episode.id for g in recorded for r in g.rollouts if r.episode.score < best[g.id]}
+    assert {s.episode_id for s in data.samples} <= lower == set(data.demonstrations)
+    result, weights = step(model_folder, group, data, algorithm, SelfTeacher(9))
+    assert result.skipped_steps == 0
+    if minibatches == 1:  # afterwards the policy has moved, and the teacher has not
+        plain = Plain(model_folder)
+        prefixed = with_demonstrations(data.samples, data.demonstrations)
+        targets = [plain.distribution(sample).detach() for sample in prefixed]
+        check(plain, loss_of(plain, data.samples, targets, k=9), result, weights)
+
+
+def test_a_demonstration_moves_nothing_but_the_context() -> None:
+    rng = np.random.default_rng(0)
+    sample = make_sample(range(2, 12), [5, 6, 9], rng=rng)
+    (prefixed,) = with_demonstrations([sample], {"e": np.array([40, 41, 42], np.int32)})
+    assert prefixed.token_ids.tolist() == [40, 41, 42, *range(2, 12)]
+    for name in ("token_ids", "behavior_logprobs", "temperatures", "advantages", "versions", "turn_index"):
+        before, after = getattr(sample, name), getattr(prefixed, name)
+        assert after[prefixed.scored_mask].tolist() == before[sample.scored_mask].tolist(), name
+    (batch,) = pack([prefixed], token_budget=64)
+    assert batch.target_ids.tolist() == [7, 8, 11]
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(model_folder: Path, group: Ranks) -> None:
+    with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 95"):
+        HeldTeacher(str(model_folder), group, vocab_size=95, options=ModelOptions())
+
+
+def test_a_policy_that_is_its_own_teacher_does_not_move(model_folder: Path, group: Ranks) -> None:
+    algorithm = AlgorithmConfig(preset="distillation")
+    data = build_training_data(groups(), algorithm)
+    teacher = HeldTeacher(str(model_folder), group, vocab_size=VOCAB, options=ModelOptions())
+    result, _ = step(model_folder, group, data, algorithm, teacher)
+    assert abs(result.statistics.as_dict()["loss"]) < 1e-3 and result.grad_norm < 1e-5
