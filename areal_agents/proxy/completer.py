@@ -218,6 +218,7 @@ class Completer:
             constrained=drawing.constrained,
             overrides=drawing.overrides,
             has_instructions=request.has_instructions,
+            recorded_before=prompt.recorded_before,
         )
 
     async def _generate(
@@ -260,7 +261,11 @@ class Completer:
         return replace(params, routed_experts_from=max(known - 1, 0))
 
     async def _record(self, call: Call, session: Session, turns: list[Turn]) -> None:
-        """Write the turns, then remember them. Nothing comes between the two, not even a shutdown."""
+        """Write the turns, then remember them, in the order of the writes.
+
+        Whatever becomes of the call, turns that are in the store are remembered. The order of a session's
+        forest is thus the order of its rows in the store, which `Turn.recorded_before` counts in.
+        """
         write = self._store.add_turn(session.id, *turns)
         if self._config.durability == "batched":
             session.watch_write(write, call.turn_ids)
@@ -280,24 +285,34 @@ class Completer:
     async def _written(
         self, call: Call, session: Session, turns: list[Turn], write: concurrent.futures.Future[None]
     ) -> None:
-        def remember_discarded() -> None:
+        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def land() -> None:
+            session.pending_writes -= 1
             if write.exception() is None:
                 _remember(session, turns)
+            if not landed.done():
+                landed.set_result(None)
+
+        def discard() -> None:
+            if write.exception() is None:
                 self.retries.discard(session, call)
 
+        session.pending_writes += 1
+        _when_ended(write, land)  # not by this task, which another one may overtake
         try:
-            await _ended(write, self._config.generate_timeout_s)
+            async with asyncio.timeout(self._config.generate_timeout_s):
+                await landed
         except asyncio.CancelledError:
-            _when_ended(write, remember_discarded)
+            _when_ended(write, discard)  # runs after `land`
             raise
-        if not write.done():
-            _when_ended(write, remember_discarded)
-            raise StoreError("the store did not take the turn in time")
+        except TimeoutError:
+            _when_ended(write, discard)
+            raise StoreError("the store did not take the turn in time") from None
         try:
             write.result()
         except Conflict as error:  # sealed while this call was under way
             raise RequestError(str(error), status=409, code="episode_sealed") from None
-        _remember(session, turns)
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
         if session.limit_reached is None:
@@ -305,25 +320,8 @@ class Completer:
             await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
 
 
-async def _ended(write: concurrent.futures.Future[None], timeout_s: float) -> None:
-    """Wait until a write has ended, at most `timeout_s`."""
-    loop = asyncio.get_running_loop()
-    ended: asyncio.Future[None] = loop.create_future()
-
-    def wake() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    _when_ended(write, wake)
-    timer = loop.call_later(timeout_s, wake)
-    try:
-        await ended
-    finally:
-        timer.cancel()
-
-
 def _when_ended(write: concurrent.futures.Future[None], act: Callable[[], None]) -> None:
-    """Call `act` on this event loop once a write has ended."""
+    """Call `act` on this event loop once a write has ended, in the order of the writes and of these calls."""
     loop = asyncio.get_running_loop()
     write.add_done_callback(lambda _: loop.call_soon_threadsafe(act))
 

@@ -210,4 +210,5 @@ def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[s
         out["token_ids"] = turn.completion.token_ids
         out["logprobs"] = turn.completion.logprobs
         out["versions"] = turn.completion.versions
+        out["recorded_before"] = turn.recorded_before
     return out

@@ -39,12 +39,22 @@ _MOST_CANDIDATES = 4  # turns that the second look renders
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """The prompt of a turn: `ids` [P] is all of it, `new_ids` what its parent does not have."""
+    """The prompt of a turn.
+
+    Attributes:
+        where: the turn that it continues, or why it continues none.
+        ids: [P] the whole prompt.
+        new_ids: the part of `ids` that the parent does not have.
+        renderer: what rendered it, and parses the reply.
+        recorded_before: how many turns of the episode were recorded when `where` was decided. `where` refers
+            to none but these.
+    """
 
     where: Continuation
     ids: TokenIds
     new_ids: TokenIds
     renderer: ChatRenderer
+    recorded_before: int
 
 
 class Prompts:
@@ -133,11 +143,13 @@ class Prompts:
 
     async def _chat(self, forest: Forest, request: ModelRequest) -> Prompt:
         renderer = await self._renderer_of(request)
+        # The forest is searched here, without an await in between, and may have grown by the next line.
+        recorded_before = len(forest)
         where = forest.continuation(request.messages, request.tools_id)
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
             where = await self._second_look(forest, request, renderer, where)
         if where.parent is not None:
-            extended = await self._extended(forest, request, renderer, where, where.parent)
+            extended = await self._extended(forest, request, renderer, where, where.parent, recorded_before)
             if extended is not None:
                 return extended
             reason = _why_not_extended(where.new_messages)
@@ -146,10 +158,16 @@ class Prompts:
             self._rendering_ms(request.messages, request),
             lambda: renderer.render(request.messages, request.tools),
         )
-        return Prompt(where, ids, ids, renderer)
+        return Prompt(where, ids, ids, renderer, recorded_before)
 
     async def _extended(
-        self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation, parent: Turn
+        self,
+        forest: Forest,
+        request: ModelRequest,
+        renderer: ChatRenderer,
+        where: Continuation,
+        parent: Turn,
+        recorded_before: int,
     ) -> Prompt | None:
         context = forest.context(parent.id)
         split = len(context) - len(parent.completion)
@@ -160,7 +178,7 @@ class Prompts:
         )
         if new_ids is None:
             return None
-        return Prompt(where, np.concatenate([context, new_ids]), new_ids, renderer)
+        return Prompt(where, np.concatenate([context, new_ids]), new_ids, renderer, recorded_before)
 
     async def _second_look(
         self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation
@@ -180,15 +198,17 @@ class Prompts:
         return where
 
     async def _raw_prompt(self, forest: Forest, raw: str | tuple[int, ...]) -> Prompt:
+        recorded_before = len(forest)
         best = self._raw.parent(forest, raw)
         rest = raw if best is None else raw[best[1] :]
         rate = _MS_PER_CHARACTER if isinstance(rest, str) else _MS_PER_SAMPLED_TOKEN
         new_ids, message = await self.off_loop(len(rest) * rate, lambda: self._raw.encode(rest))
         if best is not None:
             ids = np.concatenate([forest.context(best[0].id), new_ids])
-            return Prompt(Continuation(best[0], (message,), None), ids, new_ids, self.renderer)
-        fork = Fork(None, "new conversation", 0) if len(forest) else None
-        return Prompt(Continuation(None, (message,), fork), new_ids, new_ids, self.renderer)
+            where = Continuation(best[0], (message,), None)
+            return Prompt(where, ids, new_ids, self.renderer, recorded_before)
+        fork = Fork(None, "new conversation", 0) if recorded_before else None
+        return Prompt(Continuation(None, (message,), fork), new_ids, new_ids, self.renderer, recorded_before)
 
 
 def _replayed_at_most(forest: Forest, request: ModelRequest) -> list[tuple[Turn, int]]:

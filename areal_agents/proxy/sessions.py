@@ -84,6 +84,7 @@ class Session:
         self.status: EpisodeStatus = row.status
         self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
+        self.pending_writes = 0  # writes of turns that the forest does not have yet
         self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
         self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
         self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
@@ -230,7 +231,8 @@ class Sessions:
         """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""
         limit = time.monotonic() - idle_s
         for session in list(self._by_id.values()):
-            if session.last_used < limit and not session.pending_calls and session.row.implicit_key is None:
+            is_idle = session.last_used < limit and not session.pending_calls and not session.pending_writes
+            if is_idle and session.row.implicit_key is None:
                 self._forget(session)
 
     def used_since(self, episode_id: str, since: float) -> bool:

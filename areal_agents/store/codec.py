@@ -83,6 +83,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         overrides=tuple(record.get("overrides", ())),
         has_instructions=record.get("has_instructions", False),
         discarded=row["discarded"] or "",
+        recorded_before=record.get("recorded_before"),
     )
 
 
@@ -107,6 +108,8 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["overrides"] = turn.overrides
     if turn.has_instructions:
         record["has_instructions"] = True
+    if turn.recorded_before is not None:
+        record["recorded_before"] = turn.recorded_before
     if turn.completion.routed_experts is not None:
         record["routing"] = turn.completion.routed_experts.shape[1:]
     return record

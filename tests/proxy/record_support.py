@@ -141,6 +141,10 @@ def check_invariant(
     """
     episode = store.load_episode(episode_id)
     recorded = {turn.id: turn for turn in episode.turns}
+    place = {turn.id: index for index, turn in enumerate(episode.turns)}
+    for turn in episode.turns:  # what a call continues was recorded when it began, and itself was not
+        assert turn.recorded_before is not None and turn.recorded_before <= place[turn.id]
+        assert turn.parent is None or place[turn.parent] < turn.recorded_before
     assert len(recorded) == len(episode.turns)
     assert {turn for turn in received if turn} <= set(recorded)
     sent = {call.rid: call for call in engine_calls if call.rid in recorded}

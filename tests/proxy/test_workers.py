@@ -109,6 +109,7 @@ def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
     shown = httpx.get(f"{serving.url}/episodes/{episode_id}", params={"tokens": 1}, timeout=30).json()
     assert [turn["id"] for turn in shown["turns"]] == list(ids)
     assert [turn["parent"] for turn in shown["turns"]] == [None, *ids[:-1]]
+    assert [turn["recorded_before"] for turn in shown["turns"]] == list(range(len(ids)))
     for earlier, later in zip(shown["turns"], shown["turns"][1:], strict=False):
         context = earlier["prompt_ids"] + earlier["token_ids"]
         assert later["prompt_ids"][: len(context)] == context

@@ -28,6 +28,7 @@ def make_turn(turn_id: str, parent: str | None = None, version: int = 0) -> Turn
         forked_from=Fork(None, "new conversation", 0) if parent is None else None,
         constrained=True,
         overrides=("temperature",),
+        recorded_before=0 if parent is None else 1,
     )
 
 

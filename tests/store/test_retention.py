@@ -137,6 +137,7 @@ def test_what_goes_is_exported_first_and_once(store: Store, tmp_path: Path) -> N
         assert (row["parent"], row["score"]) == (turn.parent, float(row["index"]))
         assert row["token_ids"] == turn.completion.token_ids.tolist()
         assert row["versions"] == turn.completion.versions.tolist()
+        assert row["recorded_before"] == turn.recorded_before
         np.testing.assert_array_equal(np.float32(row["logprobs"]), turn.completion.logprobs)
     train(store, 4)
     go_on(Retention(store, config))

@@ -45,6 +45,7 @@ def test_an_episode_is_read_as_it_was_written(store: Store) -> None:
         store, "e", metadata={"eval": "before"}, limits={"max_turns": 3}, sampling={"temperature": 0}
     )
     turns = [make_turn("a"), make_turn("b", parent="a", version=4), make_turn("c")]
+    turns.append(dataclasses.replace(make_turn("d", parent="c"), recorded_before=None))
     for turn in turns:
         store.add_turn("e", turn).result()
     store.set_rewards(
@@ -55,7 +56,7 @@ def test_an_episode_is_read_as_it_was_written(store: Store) -> None:
         assert_same_turn(written, read)
     assert episode.task == Task("t", {"question": 1}) and episode.score == 1.25
     assert [trajectory.token_ids.tolist() for trajectory in episode.forest.trajectories()] == [
-        [5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9],
+        [5, 6, 7, 8, 9, 5, 6, 7, 8, 9], [5, 6, 7, 8, 9, 5, 6, 7, 8, 9],
     ]  # fmt: skip
     row = store.episode_row("e")
     assert (row.limits, row.sampling, row.metadata) == (
@@ -64,10 +65,10 @@ def test_an_episode_is_read_as_it_was_written(store: Store) -> None:
         {"eval": "before"},
     )
     (summary,) = store.episodes(metadata={"eval": "before"})
-    assert (summary.turns, summary.sampled_tokens, summary.score) == (3, 6, 1.25)
+    assert (summary.turns, summary.sampled_tokens, summary.score) == (4, 8, 1.25)
     assert (summary.version_min, summary.version_max) == (0, 5)
     by_key, by_key_turns = store.episode_by_key("hash of e")
-    assert by_key == row and [turn.id for turn in by_key_turns] == ["a", "b", "c"]
+    assert by_key == row and [turn.id for turn in by_key_turns] == ["a", "b", "c", "d"]
     assert store.episode_of_turn("b") == row
 
 
