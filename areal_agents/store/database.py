@@ -23,6 +23,7 @@ import sqlalchemy as sa
 
 from areal_agents.errors import StoreError
 from areal_agents.store.config import Durability
+from areal_agents.store.migrations import PREVIOUS_SCHEMA, migrate
 from areal_agents.store.schema import SCHEMA_VERSION, metadata, store_meta
 
 T = TypeVar("T")
@@ -140,6 +141,20 @@ class Database:
         return cast(int, self._watcher.exec_driver_sql("PRAGMA data_version").scalar_one())
 
     def _create_or_check(self, url: str) -> None:
+        found = self._created_or_found(url)
+        if found == str(PREVIOUS_SCHEMA):
+            self._writer_engine.dispose()  # the migration needs the file for itself
+            migrate(Path(str(sa.make_url(url).database)))
+            found = self._created_or_found(url)
+        if found != str(SCHEMA_VERSION):
+            raise StoreError(
+                f"{url} was written with store schema {found}, and this release reads {SCHEMA_VERSION} and "
+                f"migrates {PREVIOUS_SCHEMA}: use the release that wrote it, or a new run folder"
+            )
+        self._add_columns()
+
+    def _created_or_found(self, url: str) -> str | None:
+        """The schema of the store, which is created if there is none."""
         with self._writer_engine.begin() as connection:
             names = set(sa.inspect(connection).get_table_names())
             if not names:
@@ -147,22 +162,17 @@ class Database:
                 connection.execute(
                     sa.insert(store_meta).values(key="schema_version", value=str(SCHEMA_VERSION))
                 )
-                return
+                return str(SCHEMA_VERSION)
             if store_meta.name not in names:
                 raise StoreError(f"{url} is a database of something else: it has the tables {sorted(names)}")
-            found = connection.execute(
+            return connection.execute(
                 sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
             ).scalar_one_or_none()
-        if found != str(SCHEMA_VERSION):
-            raise StoreError(
-                f"{url} was written with store schema {found}, and this release reads {SCHEMA_VERSION}: "
-                "use the release that wrote it, or a new run folder"
-            )
-        self._add_columns()
 
     def _add_columns(self) -> None:
         """Add to the tables of an earlier release what later ones write. It may be null, so that neither
-        release misreads what the other wrote, and the schema keeps its number."""
+        release misreads what the other wrote, and the schema keeps its number. Any other change of the schema
+        is a migration."""
         with self._writer_engine.begin() as connection:
             inspector = sa.inspect(connection)
             for table in metadata.sorted_tables:

@@ -42,7 +42,7 @@ _UNREWARDED = sa.and_(
     episodes.c.status == "finished",
     episodes.c.group_id.is_not(None),
     ~sa.exists().where(rewards.c.episode_id == episodes.c.id),
-    ~sa.exists().where(leases.c.group_id == episodes.c.group_id),
+    ~sa.exists().where(leases.c.group_id == episodes.c.group_id, leases.c.use == 0),
 )
 
 

@@ -67,7 +67,7 @@ def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:
     """Give a group up for good. Conflict if the trainer holds or has trained it; else idempotent."""
     group = lock_group(connection, group_id)
     lease = connection.execute(
-        sa.select(leases.c.state).where(leases.c.group_id == group_id)
+        sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()
     if lease is not None:
         raise Conflict(f"group {group_id} is {lease}: only the trainer can drop it now")

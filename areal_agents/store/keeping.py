@@ -32,6 +32,7 @@ class Retention:
         self._versions = config.versions
         self._folder = Path(config.export) if config.export else None
         self._done_step = -1  # of every step up to it nothing is left to be given up
+        self._life: int | None = None  # of the run, as the numbers of its versions tell
         self._has_looked_back = self._folder is None
 
     def go(self) -> int:
@@ -43,6 +44,7 @@ class Retention:
         """
         if not self._has_looked_back:
             self._look_back()
+        self._note_life()
         found = self._store.expired_groups(
             keep_versions=self._versions, after_step=self._done_step, limit=_GROUPS_A_GO
         )
@@ -57,6 +59,13 @@ class Retention:
             "store.retain: the turns of %d groups up to step %d were given up", len(groups), found[-1][1]
         )
         return emptied
+
+    def _note_life(self) -> None:
+        """Begin with the first step again after a resume: a reuse that it took back had held its group."""
+        newest = self._store.latest_version()
+        life = None if newest is None else newest.version - newest.step
+        if life != self._life:
+            self._life, self._done_step = life, -1
 
     def _look_back(self) -> None:
         """Finish what an earlier life had exported only."""

@@ -192,8 +192,8 @@ def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
     own = sa.select(groups.c.state, sa.func.count()).where(groups.c.split == split).group_by(groups.c.state)
     counts = {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(own)}}
     if split == "train":  # what the trainer took was complete
-        taken = sa.select(leases.c.state, sa.func.count()).group_by(leases.c.state)
-        for state, count in connection.execute(taken):
+        taken = sa.select(leases.c.state, sa.func.count()).where(leases.c.use == 0)
+        for state, count in connection.execute(taken.group_by(leases.c.state)):
             counts["complete"] -= count
             counts[state] += count
     return counts
@@ -214,7 +214,9 @@ def in_flight_episodes(connection: sa.Connection) -> int:
             groups.c.state.in_(("pending", "complete")),
             groups.c.split == "train",
             episodes.c.status.in_(LIVE),
-            ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state != "leased"),
+            ~sa.exists().where(
+                leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"
+            ),
         )
     )
     return connection.execute(query).scalar_one()
@@ -222,7 +224,9 @@ def in_flight_episodes(connection: sa.Connection) -> int:
 
 def recorded_groups(connection: sa.Connection) -> list[str]:
     """The ids of the training groups that were completed and not dropped, oldest first."""
-    dropped = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state == "dropped")
+    dropped = sa.exists().where(
+        leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state == "dropped"
+    )
     query = sa.select(groups.c.id).where(groups.c.state == "complete", groups.c.split == "train", ~dropped)
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())
 

@@ -2,7 +2,8 @@
 
 The rows stay, with everything that is counted: only their blobs go, and `codec` says so. A group is
 given up when the trainer is done with it, by a step that two checkpoints have passed (so the newest one
-may be lost), and whose version is older than those to be kept.
+may be lost), and whose version is older than those to be kept. Of a group that was reused, that step is the
+one of its last use, so nothing is given up of a group that is leased for reuse.
 """
 
 from __future__ import annotations
@@ -29,10 +30,17 @@ def is_emptied(group_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
     )
 
 
+def is_last_use() -> sa.ColumnElement[bool]:
+    """Whether a row of `leases` is the last use of its group."""
+    later = leases.alias()
+    return ~sa.exists().where(later.c.group_id == leases.c.group_id, later.c.use > leases.c.use)
+
+
 def expired_groups(
     connection: sa.Connection, *, keep_versions: int, after_step: int, limit: int
 ) -> list[tuple[str, int]]:
-    """(group, step) of the oldest steps after `after_step` whose turns can be given up and were not yet."""
+    """(group, step of its last use) of the oldest steps after `after_step` whose turns can be given up and
+    were not yet."""
     query = (
         sa.select(leases.c.group_id, leases.c.step)
         .where(_is_expired(keep_versions), leases.c.step > after_step, _has_turns(leases.c.group_id))
@@ -81,6 +89,7 @@ def _is_expired(keep_versions: int) -> sa.ColumnElement[bool]:
     first_kept = sa.select(sa.func.min(last.c.step)).scalar_subquery()
     safe = sa.select(checkpoints.c.step).order_by(checkpoints.c.step.desc()).limit(1).offset(1)
     return sa.and_(
+        is_last_use(),
         leases.c.state.in_(("trained", "dropped")),
         leases.c.step < first_kept,
         leases.c.step <= safe.scalar_subquery(),  # null, so never, with fewer than two checkpoints

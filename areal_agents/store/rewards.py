@@ -56,7 +56,7 @@ def write_default_reward(connection: sa.Connection, episode_id: str, value: floa
 def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
     lock_group(connection, group_id)
     state = connection.execute(
-        sa.select(leases.c.state).where(leases.c.group_id == group_id)
+        sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()
     if state is not None:
         raise Conflict(f"group {group_id} is {state}: rewards are accepted until the trainer takes the group")

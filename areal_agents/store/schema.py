@@ -2,14 +2,18 @@
 the trainer writes leases, versions and checkpoints.
 
 So the state of a group has two halves. `groups.state` is pending, complete or dropped; once the
-trainer takes the group, its row in `leases` (leased, trained or dropped) stands over it.
+trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) stands over it.
+
+The rows of use 1, 2, … are reuses from the replay buffer, and say nothing about the state of the group. The
+uses of a group are numbered without gaps, each was leased in a later step than the one before it, and all but
+the last are trained.
 """
 
 from __future__ import annotations
 
 import sqlalchemy as sa
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 metadata = sa.MetaData()
 
@@ -110,6 +114,7 @@ leases = sa.Table(
     "leases",
     metadata,
     sa.Column("group_id", sa.Text, sa.ForeignKey("groups.id"), primary_key=True),
+    sa.Column("use", sa.Integer, primary_key=True, autoincrement=False),  # 0 is the first
     sa.Column("state", sa.Text, nullable=False),  # leased | trained | dropped
     sa.Column("step", sa.Integer, nullable=False),
     sa.Column("holder", sa.Text, nullable=False),  # the life of a trainer, see TrainerLock

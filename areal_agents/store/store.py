@@ -48,7 +48,11 @@ class Store:
 
     @classmethod
     def open(cls, url_or_path: str | Path, durability: Durability = "process") -> Store:
-        """Open or create a store. StoreError if it is unusable, foreign or of another schema."""
+        """Open or create a store; one of the previous schema is migrated first.
+
+        StoreError if it is unusable, foreign or of another schema, or if it must be migrated while another
+        process has it open.
+        """
         url = store_url(url_or_path)
         return cls(Database(url, durability), url)
 
@@ -192,21 +196,61 @@ class Store:
         with self._database.read() as connection:
             return reads.load_groups(connection, ids) if ids else []
 
-    def mark_trained(self, group_ids: Iterable[str], *, step: int, version: int) -> None:
-        """Note that leased groups were trained into `version`. Conflict if one is not leased for `step`."""
+    def lease_replays(
+        self, count: int, *, step: int, min_version: int, max_uses: int
+    ) -> list[tuple[str, int]]:
+        """Lease up to `count` trained groups for one more use in `step`; (group, use) of each.
+
+        Leased are groups that are trained in all their uses so far, the last of them in an earlier step, that
+        have fewer than `max_uses` uses, and none of whose sampled tokens is older than `min_version`. Those
+        that were submitted last come first: their tokens are the least stale, and the order of submission
+        is one that no clock and no resume changes. Groups without sampled tokens, and groups whose turns were
+        given up (`store.retain`), are passed over.
+
+        A reuse counts neither in the gate nor in `group_counts`, and leaves the state of its group alone.
+
+        Args:
+            count: at least 1; fewer are leased where there are fewer.
+            step: the step that trains them.
+            min_version: every version from this one on is within the staleness bound at `step`.
+            max_uses: uses of a group in all, its first one included.
+
+        Raises:
+            ValueError: `count` or `max_uses` is below 1.
+            Conflict: another trainer has the store.
+        """
+        self.become_trainer()
+        holder = self._trainer.holder
+        return self._database.submit(
+            lambda c: leases.take_replays(
+                c, count, step=step, min_version=min_version, max_uses=max_uses, holder=holder
+            )
+        ).result()
+
+    def mark_trained(self, group_ids: Iterable[str | tuple[str, int]], *, step: int, version: int) -> None:
+        """Note that leased groups were trained into `version`. Conflict if one is not leased for `step`.
+
+        A group is given as (group, use), or as its id alone for its first use.
+        """
         ids = list(group_ids)
         self._database.submit(lambda c: leases.mark_trained(c, ids, step=step, version=version)).result()
 
-    def drop_group(self, group_id: str, reason: str, *, step: int) -> None:
-        """Drop a complete or leased group for good. Conflict in any other state."""
-        self._database.submit(lambda c: leases.drop_leased(c, group_id, reason, step=step)).result()
+    def drop_group(self, group_id: str, reason: str, *, step: int, use: int = 0) -> None:
+        """Drop a complete or leased group for good. Conflict in any other state.
+
+        With a `use` above 0, end a leased reuse instead: the group stays trained, and is not reused any more.
+        """
+        self._database.submit(lambda c: leases.drop_leased(c, group_id, reason, step=step, use=use)).result()
 
     def commit_checkpoint(self, step: int) -> None:
         """Note that a resume can start after `step`."""
         self._database.submit(lambda c: leases.write_checkpoint(c, step)).result()
 
     def return_leases(self, after_step: int) -> int:
-        """Make the groups of all steps after `after_step` complete again; how many. For a resume."""
+        """Make the groups of all steps after `after_step` complete again; how many. For a resume.
+
+        Reuses in those steps, and reuses that are only leased, are deleted.
+        """
         return self._database.submit(lambda c: leases.return_leases(c, after_step)).result()
 
     def publish_version(
@@ -250,7 +294,7 @@ class Store:
             return reads.in_flight_episodes(connection)
 
     def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
-        """(group, step) of up to `limit` groups whose turns can be given up, oldest step first.
+        """(group, step of its last use) of up to `limit` groups whose turns can be given up, by that step.
 
         Trained or dropped by the trainer, before the last `keep_versions` versions, and in a step that the
         checkpoint before the newest one has in it: so no resume can bring them back.

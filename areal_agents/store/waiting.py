@@ -23,13 +23,13 @@ def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
     )
     query = sa.select(
         groups.c.id, groups.c.state, sa.func.coalesce(oldest, groups.c.version, 0).label("version")
-    ).where(_TRAINING, ~sa.exists().where(leases.c.group_id == groups.c.id))
+    ).where(_TRAINING, ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0))
     return [WaitingGroup(*row) for row in connection.execute(query.order_by(groups.c.seq))]
 
 
 def untrained_groups(connection: sa.Connection) -> list[UntrainedGroup]:
     """The training groups that are neither trained nor dropped, in the order of submission."""
-    done = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.state != "leased")
+    done = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased")
     query = sa.select(groups.c.id, (groups.c.state == "pending").label("is_pending")).where(_TRAINING, ~done)
     return [
         UntrainedGroup(row.id, bool(row.is_pending))

@@ -36,12 +36,13 @@ class Ledger:
 
     Attributes:
         scores: of every episode that was seen in a complete group: its score and a digest of its tokens.
-        settled: group → step, of the groups that a checkpoint had behind it.
+        settled: (group, use) → step, of the uses of groups that a checkpoint had behind it.
+        trained_twice: groups of which a use was trained in two steps, or of which a step trained two uses.
     """
 
     store: Path
     scores: dict[str, tuple[float, str]] = field(default_factory=dict)
-    settled: dict[str, int] = field(default_factory=dict)
+    settled: dict[tuple[str, int], int] = field(default_factory=dict)
     trained_twice: set[str] = field(default_factory=set)
     _next_look: float = 0.0
 
@@ -67,12 +68,19 @@ class Ledger:
             if episode not in self.scores:
                 self.scores[episode] = (score, _digest(connection, episode))
         checkpoint = connection.execute("SELECT COALESCE(MAX(step), 0) FROM checkpoints").fetchone()[0]
-        trained = connection.execute("SELECT group_id, step FROM leases WHERE state = 'trained'")
-        for group, step in trained:
-            if self.settled.get(group, step) != step:
+        steps: dict[str, set[int]] = defaultdict(set)
+        query = "SELECT group_id, use, step FROM leases WHERE state = 'trained' ORDER BY group_id, use"
+        for group, use, step in connection.execute(query):
+            # The uses of a group are numbered without gaps, and each is of another step.
+            if (
+                self.settled.get((group, use), step) != step
+                or step in steps[group]
+                or use != len(steps[group])
+            ):
                 self.trained_twice.add(group)
+            steps[group].add(step)
             if step <= checkpoint:
-                self.settled[group] = step
+                self.settled[group, use] = step
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +138,9 @@ def count(run: ChaosRun, ledger: Ledger, *, most_turns: int = 500) -> Counts:
         versions = connection.execute("SELECT version, step, path FROM versions ORDER BY version").fetchall()
         per_step = Counter(
             dict(
-                connection.execute("SELECT step, COUNT(*) FROM leases WHERE state = 'trained' GROUP BY step")
+                connection.execute(
+                    "SELECT step, COUNT(*) FROM leases WHERE state = 'trained' AND use = 0 GROUP BY step"
+                )
             )
         )
         turns = {row[0] for row in connection.execute("SELECT id FROM turns")}
@@ -163,7 +173,8 @@ def _episodes_lost(connection: sqlite3.Connection, ledger: Ledger) -> int:
         row[0]
         for row in connection.execute(
             "SELECT e.id FROM episodes e JOIN groups g ON g.id = e.group_id LEFT JOIN leases l "
-            "ON l.group_id = g.id WHERE g.state = 'complete' AND COALESCE(l.state, '') != 'dropped'"
+            "ON l.group_id = g.id AND l.use = 0 "
+            "WHERE g.state = 'complete' AND COALESCE(l.state, '') != 'dropped'"
         )
     }
     return sum(
