@@ -30,6 +30,7 @@ from areal_agents.algorithms.losses.registry import PolicyLoss
 from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TrustRegion
 from areal_agents.algorithms.parts import differing, fill, kind_given
 from areal_agents.algorithms.presets import preset_values
+from areal_agents.algorithms.replay import NoReplay, Replay
 
 Proximal = Literal["batch", "behavior"]
 
@@ -80,6 +81,9 @@ class AlgorithmConfig(BaseModel):
     )
     refill_equal_groups: bool = Field(
         default=False, description="Lease other groups in the place of those (DAPO's dynamic sampling)."
+    )
+    replay: Replay = Field(
+        default_factory=NoReplay, description="Whether groups are trained on again: none, recent."
     )
     truncated: Literal["score", "mask"] = Field(
         default="score",

@@ -5,7 +5,7 @@ A batch is made whole or not at all: whatever is wrong with a group is an error 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,11 +53,17 @@ class TrainingData:
     demonstrations: Mapping[str, TokenIds] = field(default_factory=dict)
 
 
-def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> TrainingData:
+def build_training_data(
+    groups: Sequence[RolloutGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
+) -> TrainingData:
     """The training samples of a batch of groups, with what their advantages are made of.
 
     A trajectory without a trained token yields no sample. Groups with equal scores are left out if
     `config.drop_equal_groups`; the statistics of the batch include them.
+
+    Args:
+        replayed: the ids of groups that earlier batches were trained on: the report leaves them out, so that
+            every episode is reported once.
 
     Raises:
         ValueError: no groups.
@@ -96,7 +102,7 @@ def build_training_data(groups: Sequence[RolloutGroup], config: AlgorithmConfig)
             rollout.episode, advantages[rollout.episode.id], group_id=group.id, config=config
         )
     ]
-    report = batch_report(groups, equal, config)
+    report = batch_report([group for group in groups if group.id not in replayed], equal, config)
     return TrainingData(tuple(samples), rewards, group_scores, pairs, report, demonstrations)
 
 

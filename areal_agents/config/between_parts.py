@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from areal_agents.algorithms.credit.estimators import GroupEstimator
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.replay import NoReplay
 from areal_agents.inference.routing import expert_layout
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def _loop_faults(config: Config) -> Iterator[str]:
         for name, used in (
             ("loop", config.loop != "async"),
             ("rollout.on_stale", rollout.on_stale != "mask"),
+            ("algorithm.replay", not isinstance(config.algorithm.replay, NoReplay)),
         ):
             if used:
                 yield f"{name}: training on data.episodes has no rollouts and no staleness; leave it out"
@@ -66,6 +68,11 @@ def _loop_faults(config: Config) -> Iterator[str]:
         yield (
             f"loop: {config.loop} means rollout.max_staleness: {wanted}, got "
             f"{'inf' if bound is None else bound}; leave one of them out"
+        )
+    if bound == 0 and not isinstance(config.algorithm.replay, NoReplay):
+        yield (
+            "algorithm.replay: a group that was trained on is one version old, which "
+            "rollout.max_staleness: 0 does not allow; use at least 1"
         )
     if bound is None and rollout.on_stale in ("wait", "drop"):
         yield f"rollout.on_stale: {rollout.on_stale} does nothing where max_staleness: inf keeps all tokens"

@@ -80,7 +80,9 @@ class RolledOut:
 
     def mark_trained(self, batch: Batch, progress: Progress) -> None:
         """The groups are no longer leased, so others may be submitted."""
-        self.store.mark_trained(batch.group_ids, step=progress.step, version=progress.version)
+        self.store.mark_trained(
+            [*batch.group_ids, *batch.replayed], step=progress.step, version=progress.version
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.ordering import ordered_groups
+from areal_agents.algorithms.replay import RecentReplay
 from areal_agents.algorithms.samples import BatchReport, TrainingData, build_training_data
 from areal_agents.algorithms.staleness import StalenessReport, mask_stale
 from areal_agents.core.rollout import OnStale, RolloutGroup
@@ -53,7 +54,8 @@ class Batch:
     """What one step trains on.
 
     Attributes:
-        group_ids: the groups, leased or recorded.
+        group_ids: the groups that are trained on for the first time, leased or recorded.
+        replayed: the groups that are trained on again, each with the number of this use.
         data: of these groups; its samples are within the staleness bound, and may be none (all groups
             had equal scores).
         staleness, queue: for the metrics.
@@ -73,6 +75,7 @@ class Batch:
     equal_groups: int = 0
     bad_groups: Mapping[str, str] = field(default_factory=dict)
     position: int = 0
+    replayed: tuple[tuple[str, int], ...] = ()
 
     @property
     def samples(self) -> tuple[TrainingSample, ...]:
@@ -142,12 +145,16 @@ def next_batch(
     `drop`) is dropped too. Always the oldest complete groups are taken; with `wait` not before every
     group that they leave behind can still be trained in time, or they are the oldest of all.
 
+    With `replay: recent` groups that earlier batches were trained on, and whose tokens are all within the
+    bound, are added; the gate does not count them, and none is waited for.
+
     Raises:
         TrainingError: there were not enough complete groups within `timeout_s`, or so many that cannot
             be trained on that something else must be wrong.
     """
     started = time.monotonic()
     taken: list[RolloutGroup] = []
+    reused: dict[tuple[str, int], RolloutGroup] = {}
     dropped = Dropped(step=step, groups=groups)
     lineage = Lineage.of(store, version)
     bound = Bound(version, max_staleness, on_stale, groups, lineage)
@@ -176,15 +183,58 @@ def next_batch(
                 dropped.note(group_id, group)
             else:
                 taken.append(group)
+    if isinstance(algorithm.replay, RecentReplay):
+        oldest = lineage.oldest_within(version, max_staleness)
+        while len(reused) < algorithm.replay.replay_groups:
+            leased = store.lease_replays(
+                algorithm.replay.replay_groups - len(reused),
+                step=step,
+                min_version=oldest,
+                max_uses=algorithm.replay.replay_uses,
+            )
+            if not leased:
+                break
+            for group_id, use in leased:
+                group = _judge_again(store, group_id, algorithm, lineage, limits=limits, version=version)
+                if isinstance(group, Refused):
+                    store.drop_group(group_id, group.reason, step=step, use=use)
+                else:
+                    reused[group_id, use] = group
     dropped.log()
     wait_s = time.monotonic() - started
+    data, staleness = _within_bound(
+        ordered_groups([*taken, *reused.values()]),
+        algorithm,
+        version=version,
+        max_staleness=max_staleness,
+        replayed={group_id for group_id, _ in reused},
+    )
     taken = ordered_groups(taken)
-    data, staleness = _within_bound(taken, algorithm, version=version, max_staleness=max_staleness)
     staleness = replace(staleness, share_by_length=bound.share_by_length())
     return Batch(
         tuple(group.id for group in taken), data, staleness, _queue(store, taken), dropped.stale, wait_s,
-        equal_groups=dropped.equal, bad_groups=dropped.bad,
+        equal_groups=dropped.equal, bad_groups=dropped.bad, replayed=tuple(reused),
     )  # fmt: skip
+
+
+def _judge_again(
+    store: Store,
+    group_id: str,
+    algorithm: AlgorithmConfig,
+    lineage: Lineage,
+    *,
+    limits: Limits,
+    version: int,
+) -> RolloutGroup | Refused:
+    """A group that was trained on before, or why it is not trained on again."""
+    recorded = load_group(store, group_id)
+    if isinstance(recorded, Refused):
+        return recorded
+    group = lineage.of_group(recorded)
+    refused = vet(group, algorithm, limits=limits, version=version, refill=False)
+    if refused is None and not build_training_data([group], algorithm).samples:
+        refused = Refused("equal", "it has nothing to train on")
+    return refused or group
 
 
 def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
@@ -199,9 +249,14 @@ def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> Train
 
 
 def _within_bound(
-    groups: list[RolloutGroup], algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None
+    groups: list[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    *,
+    version: int,
+    max_staleness: int | None,
+    replayed: Collection[str],
 ) -> tuple[TrainingData, StalenessReport]:
-    data = build_training_data(groups, algorithm)
+    data = build_training_data(groups, algorithm, replayed=replayed)
     fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
     return keep_samples(data, fresh), staleness
 

@@ -45,6 +45,15 @@ class Lineage:
         """What a version counts as."""
         return self.moved.get(version, version)
 
+    def oldest_within(self, version: int, max_staleness: int | None) -> int:
+        """The smallest version from which on every one up to `version` is within the bound, if any."""
+        if max_staleness is None:
+            return 0
+        oldest = version
+        while oldest > 0 and version - self.counted(oldest - 1) <= max_staleness:
+            oldest -= 1
+        return oldest
+
     def of_group(self, group: RolloutGroup) -> RolloutGroup:
         """A group with every token's version as it counts."""
         if not self.moved:

@@ -40,7 +40,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "data": (
         "reward_mean", "reward_std", "rewards_by_name",
         "groups_solved_all", "groups_solved_some", "groups_solved_none", "groups_equal_dropped",
-        "groups_refilled", "groups_bad", "stale_groups_dropped",
+        "groups_refilled", "groups_replayed", "groups_bad", "stale_groups_dropped",
         "staleness_mean", "staleness_p50", "staleness_p90", "staleness_max", "staleness_histogram",
         "stale_tokens_masked", "stale_samples_dropped", "stale_share_by_length", "versions_per_rollout",
         "episodes", "failed_episodes", "truncated", "truncated_share", "overlong",
@@ -153,6 +153,7 @@ def queue_metrics(batch: Batch) -> dict[str, Any]:
         "wait_s": batch.wait_s,
         "stale_groups_dropped": batch.stale_groups,
         "groups_refilled": batch.equal_groups,
+        "groups_replayed": len(batch.replayed),
         "groups_bad": len(batch.bad_groups),
         "queue_groups": batch.queue.groups_complete,
         "queue_pending_groups": batch.queue.groups_pending,

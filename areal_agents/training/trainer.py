@@ -192,5 +192,8 @@ def _limits(options: StepOptions, policy: Policy) -> Limits:
 def _metrics(
     config: TrainerConfig, algorithm: AlgorithmConfig, run_dir: Path, *, after_step: int
 ) -> MetricsWriter:
-    settings = {"trainer": config.model_dump(mode="json"), "algorithm": algorithm.model_dump(mode="json")}
+    settings = {
+        "trainer": config.model_dump(mode="json", exclude={"teacher_url"}),
+        "algorithm": algorithm.model_dump(mode="json"),
+    }
     return MetricsWriter(run_dir, after_step=after_step, trackers=config.trackers, config=settings)

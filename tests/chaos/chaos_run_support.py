@@ -35,7 +35,7 @@ CONFIG = {
         "groups": GROUPS, "group_size": GROUP_SIZE, "max_staleness": 4, "concurrency": 4, "workers": 4,
         "retries": 100, "give_up_after": 100_000,
     },
-    "algorithm": {"drop_equal_groups": False},
+    "algorithm": {"drop_equal_groups": False, "replay": "recent", "replay_groups": 1, "replay_uses": 3},
     # So far apart that a token tells which version it is of; and all of them are kept to ask.
     "trainer": {
         "lr": 3e-3, "checkpoint_every": CHECKPOINT_EVERY, "keep_weights": 100_000, "trackers": [],

@@ -37,6 +37,7 @@ STEPS, GROUPS = 3, 2
 # published before step 1, and the checkpoint of step 1 is there.
 POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "after leasing": (Store, "lease_group_ids", "after", 2),
+    "after leasing a group again": (Store, "lease_replays", "after", 2),
     "between the optimizer's step and the weights": (Publisher, "publish", "before", 3),
     "between the weights and their row": (Store, "publish_version", "before", 3),
     "between the row and the swap": (Store, "publish_version", "after", 3),
@@ -62,7 +63,7 @@ class Ended:
     """What a run ended with."""
 
     weights: dict[str, torch.Tensor]
-    trained: list[tuple[str, int]]
+    trained: list[tuple[str, int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def train(run_dir: Path, model: Path, engine_url: str) -> None:
                 async_checkpoints=False,  # so that a death has one outcome
                 publish=PublishConfig(verify="off"),
             ),
-            AlgorithmConfig(),
+            AlgorithmConfig(replay="recent", replay_groups=1),
             store=store,
             engines=[SGLangEngine(engine_url, control_timeout_s=30)],
             model_path=model,
@@ -134,7 +135,7 @@ def dying(function: Callable[..., Any], when: str, calls: int) -> Callable[..., 
 
 
 def ended(run_dir: Path) -> Ended:
-    trained = rows(run_dir, "SELECT group_id, step FROM leases WHERE state = 'trained' ORDER BY group_id")
+    trained = rows(run_dir, "SELECT group_id, use, step FROM leases WHERE state = 'trained' ORDER BY 1, 2")
     return Ended(load_file(run_dir / "final" / "model.safetensors"), trained)
 
 
