@@ -218,9 +218,10 @@ class Sampler(Protocol):
         Cancelling the call ends the computation; EngineUnavailable if another aborts it.
 
         Args:
-            rid: names the request; it must not be running.
-            input_ids: [P] the sequence. An engine refuses one that fills its context: the embedded engine
-                takes P ≤ `max_context`, SGLang 0.5.21 P < `max_context` - 6.
+            rid: names the request. Use each once: SGLang may abort a request whose id was used before, even
+                if that request has just ended.
+            input_ids: [P] the sequence. The embedded engine takes P ≤ `max_context`, SGLang 0.5.21
+                P ≤ `max_context` - 7.
             start: the first position that is scored.
             top: k, how many of the most likely tokens are returned at each position; at most the vocabulary.
             affinity: see `generate`.

@@ -101,6 +101,19 @@ async def test_every_call_gets_the_adapter_of_the_version_served(
 
 
 @each_engine
+async def test_tokens_are_scored_under_the_adapter_of_the_version_served(
+    engine: SGLangEngine, adapters: dict[int, Path], policies: dict[int, PreTrainedModel]
+) -> None:
+    for version in (0, 1, 2):
+        if version:
+            await publish(engine, adapters, version)
+        scores = await engine.score(f"s{version}", PROMPT, start=50, top=1)
+        assert scores.version == version
+        expected = reference_logprobs(policies[version], PROMPT[:50], PROMPT[50:])
+        np.testing.assert_allclose(scores.token_logprobs, expected, atol=1e-4)
+
+
+@each_engine
 @again_if_missed
 async def test_a_running_call_keeps_its_adapter_and_its_label(
     engine: SGLangEngine,

@@ -1,4 +1,7 @@
-"""Scores of given tokens: every server against transformers, the client's checks, and pools."""
+"""Scores of given tokens: every server against transformers, the client's checks, and pools.
+
+Every request has an id of its own: SGLang may abort a request whose id was used a moment before.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import PromptScores, SGLangEngine, running_engine
 from areal_agents.inference.pool import EnginePool
 from areal_agents.inference.scoring import scores_from_wire, scoring_to_wire
+from areal_agents.inference.sglang_server import running_sglang
 
 ATOL = 1e-4  # every server computes in float32
 
@@ -58,7 +62,7 @@ async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
 async def test_scores_equal_transformers(engine: SGLangEngine, target: Target, top: int) -> None:
     ids = prompt_of(150, seed=80 + top)
     for start in (1, 77, 149):
-        scores = await engine.score(f"s{start}", ids, start=start, top=top)
+        scores = await engine.score(f"s{top}-{start}", ids, start=start, top=top)
         assert_scores(scores, target.reference, ids, start, top)
         assert scores.version == 0
 
@@ -69,7 +73,7 @@ async def test_a_cached_prefix_changes_no_scores(engine: SGLangEngine, target: T
     first = await engine.score("c0", ids, start=1, top=4)
     await engine.generate("c1", ids, SamplingParams(5, temperature=0.0, ignore_eos=True))
     for start in (1, 60, 119):
-        again = await engine.score("c2", ids, start=start, top=4)
+        again = await engine.score(f"c2-{start}", ids, start=start, top=4)
         np.testing.assert_allclose(again.token_logprobs, first.token_logprobs[start - 1 :], atol=1e-5)
         assert_scores(again, target.reference, ids, start, 4)
     longer = as_token_ids(np.concatenate([ids, prompt_of(40, seed=82)]))
@@ -83,9 +87,9 @@ async def test_a_batch_is_scored_concurrently_beside_generation(engine: SGLangEn
     batch += [prompt_of(2 + 31 * i, seed=90 + i) for i in range(6)]
     starts = [1 + (7 * i) % (len(ids) - 1) for i, ids in enumerate(batch)]
     params = SamplingParams(60, temperature=0.0, ignore_eos=True)
-    before = await engine.generate("g", prompt_of(30, seed=84), params)
+    before = await engine.generate("g0", prompt_of(30, seed=84), params)
     drawn, *scored = await asyncio.gather(
-        engine.generate("g", prompt_of(30, seed=84), params),
+        engine.generate("g1", prompt_of(30, seed=84), params),
         *(
             engine.score(f"b{i}", ids, start=start, top=i % 4)
             for i, (ids, start) in enumerate(zip(batch, starts, strict=True))
@@ -201,6 +205,41 @@ async def test_chunks_and_caches_change_no_score_of_the_numba_kernel(model_folde
         assert whole.token_logprobs.tolist() == chunked.token_logprobs.tolist()
         assert whole.top_ids.tolist() == chunked.top_ids.tolist()
         assert whole.top_logprobs.tolist() == chunked.top_logprobs.tolist()
+
+
+async def check_chunks_and_pauses(url: str, reference: PreTrainedModel) -> None:
+    """Ranges that begin around the ends of chunks of 32, then a batch that is retracted 12 times."""
+    async with SGLangEngine(url, request_timeout_s=60) as engine:
+        ids = prompt_of(200, seed=93)
+        for start in (1, 31, 32, 33, 34, 63, 64, 65, 66, 199):
+            scores = await engine.score(f"f{start}", ids, start=start, top=3)
+            assert_scores(scores, reference, ids, start, 3)
+        batch = [prompt_of(300 + 17 * i, seed=100 + i) for i in range(20)]
+        calls = [
+            asyncio.create_task(engine.score(f"h{i}", ids, start=1 + i, top=2)) for i, ids in enumerate(batch)
+        ]
+        for _ in range(12):  # each makes all that is being scored begin again
+            await engine.pause("retract")
+            await engine.resume()
+            await asyncio.sleep(0.03)
+        for i, (ids, scores) in enumerate(zip(batch, await asyncio.gather(*calls), strict=True)):
+            assert_scores(scores, reference, ids, 1 + i, 2)
+
+
+@pytest.mark.parametrize("kernel", ["numba", "torch"])
+async def test_chunked_prefill_and_retractions_change_no_score(model_folder: Path, kernel: str) -> None:
+    with running_engine(
+        model_folder, kernel=kernel, threads=1, slots=6, max_context=MAX_CONTEXT, prefill_tokens=32
+    ) as url:
+        await check_chunks_and_pauses(url, load_reference(model_folder))
+
+
+@pytest.mark.sglang
+async def test_chunked_prefill_and_retractions_change_no_score_of_sglang(
+    model_folder: Path, sglang_python: str
+) -> None:
+    with running_sglang(sglang_python, model_folder, "--chunked-prefill-size", "32") as url:
+        await check_chunks_and_pauses(url, load_reference(model_folder))
 
 
 # Two positions of a vocabulary of 1000, in the two forms of the wire.
