@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ from pydantic import ValidationError
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.config import load_config
 from areal_agents.core.rollout import Episode, Reward
-from areal_agents.errors import TrainingError
+from areal_agents.errors import ConfigError, TrainingError
 
 EPSILON = 1e-5
 NAMES = ("correct", "format", "brief")
@@ -172,3 +174,26 @@ def test_what_does_nothing_beside_it_is_refused(given: dict[str, Any], reason: s
     with pytest.raises(ValidationError) as caught:
         config(**given)
     assert reason in str(caught.value)
+
+
+def test_weights_come_through_a_config_file_and_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "tasks.jsonl").write_text('{"question": "?"}\n')
+    (tmp_path / "agent.py").write_text("def agent(task, ep): ...\n")
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "{model: model, agent: 'agent.py:agent', data: {path: tasks.jsonl},"
+        " algorithm: {preset: gdpo, reward_weights: {correct: 2.0, format: 0.5}}}"
+    )
+    weights = load_config(file).algorithm.estimator.reward_weights  # type: ignore[union-attr]
+    assert weights == {"correct": 2.0, "format": 0.5}
+    changed = load_config(file, ["algorithm.reward_weights={correct: 3}"]).algorithm.estimator
+    assert changed.reward_weights["correct"] == 3.0  # type: ignore[union-attr]
+    with pytest.raises(
+        ConfigError, match="algorithm.estimator: gdpo nothing is ever trained; use at least 2"
+    ):
+        load_config(file, ["rollout.group_size=1"])
