@@ -12,14 +12,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from areal_agents.algorithms.credit.anchors import TurnAnchor
 from areal_agents.algorithms.credit.estimators import (
     Estimator,
     GaeEstimator,
+    GdpoEstimator,
     GroupEstimator,
+    MaxRlEstimator,
     NoEstimator,
 )
-from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, StepNormalized
-from areal_agents.algorithms.credit.rewards import NoLengthPenalty, RewardShaping
+from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, StepNormalized, TurnGroups
+from areal_agents.algorithms.credit.rewards import LENGTH_PENALTY, NoLengthPenalty, RewardShaping
 from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.algorithms.losses.correction import Correction, NoCorrection, TruncateCorrection
 from areal_agents.algorithms.losses.distillation import DistillationLoss, TeacherKind
@@ -33,6 +36,11 @@ from areal_agents.algorithms.presets import preset_values
 from areal_agents.algorithms.replay import NoReplay, Replay
 
 Proximal = Literal["batch", "behavior"]
+
+_NO_TOKEN_RETURN = (
+    "does not go with kl_in: reward, which takes what a token pays off the token's return, and its "
+    "advantages are not made of such returns; use kl_in: loss"
+)
 
 
 class AlgorithmConfig(BaseModel):
@@ -48,7 +56,8 @@ class AlgorithmConfig(BaseModel):
 
     estimator: Estimator = Field(
         default_factory=GroupEstimator,
-        description="How advantages are made: against the group, by a critic (gae), or not at all (none).",
+        description="How advantages are made: against the group (group, maxrl, gdpo), by a critic (gae), or "
+        "not at all (none).",
     )
     rewards: RewardShaping = Field(
         default_factory=RewardShaping, description="How given rewards become those that are trained on."
@@ -116,6 +125,8 @@ class AlgorithmConfig(BaseModel):
             preset |= getattr(loss, "implies", {})
         if given.get("proximal") == "behavior":
             preset["correction"] = "none"
+        if given.get("turn_return") == "own":
+            preset.pop("turn_discount", None)
         if given.get("drop_equal_groups") is False:
             preset["refill_equal_groups"] = False
         return {**fill(cls, given, preset), "preset": name}
@@ -137,7 +148,8 @@ class AlgorithmConfig(BaseModel):
         """What this combination is wrong about, a sentence each."""
         loss, estimator = self.policy_loss, self.estimator
         if loss.uses_advantages == isinstance(estimator, NoEstimator):
-            needs = "needs some (group, gae)" if loss.uses_advantages else "has none (estimator: none)"
+            kinds = "group, maxrl, gdpo, gae"
+            needs = f"needs some ({kinds})" if loss.uses_advantages else "has none (estimator: none)"
             yield f"estimator: {estimator.kind} does not go with policy_loss: {loss.kind}, which {needs}"
         if loss.is_supervised:
             yield from self._supervised_faults()
@@ -190,7 +202,9 @@ class AlgorithmConfig(BaseModel):
         shaping, estimator = self.rewards, self.estimator
         unclipped, in_reward = shaping.reward_clip is None, isinstance(self.kl_in, KlInReward)
         if isinstance(estimator, GroupEstimator):
-            if shaping.reward_bias and unclipped and estimator.advantage_mean != "none":
+            credit = estimator.credit
+            keeps_bias = isinstance(credit, TurnGroups) and credit.keeps_bias
+            if shaping.reward_bias and unclipped and estimator.advantage_mean != "none" and not keeps_bias:
                 yield (
                     f"reward_bias: {shaping.reward_bias} is taken off again with the mean; it needs "
                     "estimator: gae, advantage_mean: none, or a reward_clip"
@@ -201,8 +215,38 @@ class AlgorithmConfig(BaseModel):
                     f"reward_scale: {shaping.reward_scale} is divided out again by the deviation; it needs "
                     "advantage_std: none, a reward_clip, a length_penalty, or kl_in: reward"
                 )
-            if isinstance(estimator.credit, StepNormalized) and in_reward:
-                yield "credit: step_normalized does not go with kl_in: reward; use kl_in: loss"
+            if isinstance(credit, StepNormalized | TurnGroups) and in_reward:
+                yield f"credit: {credit.kind} {_NO_TOKEN_RETURN}"
+        if isinstance(estimator, MaxRlEstimator | GdpoEstimator) and in_reward:
+            yield f"estimator: {estimator.kind} {_NO_TOKEN_RETURN}"
+        if isinstance(estimator, MaxRlEstimator):
+            if shaping.reward_scale != 1 and unclipped:
+                yield (
+                    f"reward_scale: {shaping.reward_scale} is divided out again by the mean of estimator: "
+                    "maxrl; it needs a reward_clip"
+                )
+            if not isinstance(shaping.length_penalty, NoLengthPenalty):
+                yield (
+                    f"length_penalty: {shaping.length_penalty.kind} makes scores negative, and estimator: "
+                    "maxrl divides by their mean; use estimator: group or gdpo"
+                )
+        if isinstance(estimator, GdpoEstimator):
+            yield from self._gdpo_faults(estimator)
+
+    def _gdpo_faults(self, estimator: GdpoEstimator) -> Iterator[str]:
+        shaping, weights = self.rewards, estimator.reward_weights
+        for name in ("reward_scale", "reward_bias", "reward_clip"):
+            if getattr(shaping, name) != RewardShaping.model_fields[name].default:
+                yield (
+                    f"{name}: {getattr(shaping, name)} has no meaning for estimator: gdpo, which normalises "
+                    "the sum of each reward name as given; use reward_weights, or change the rewards"
+                )
+        penalized = not isinstance(shaping.length_penalty, NoLengthPenalty)
+        if penalized and weights and LENGTH_PENALTY not in weights:
+            yield (
+                f"length_penalty: {shaping.length_penalty.kind} is a reward of its own name for estimator: "
+                "gdpo, and reward_weights has no weight for length_penalty"
+            )
 
     def _policy_faults(self) -> Iterator[str]:
         loss, region = self.policy_loss, self.trust_region
@@ -272,13 +316,23 @@ class AlgorithmConfig(BaseModel):
         )
 
     @property
+    def turn_anchor(self) -> TurnAnchor | None:
+        """By what the turns of a group are compared with one another; None if they are not."""
+        estimator = self.estimator
+        if isinstance(estimator, GroupEstimator) and isinstance(estimator.credit, TurnGroups):
+            return estimator.credit.turn_group_by
+        return None
+
+    @property
     def compares_scores(self) -> bool:
         """Whether episodes of one score have nothing to tell apart, whatever their turns were given."""
         estimator = self.estimator
+        if isinstance(estimator, GdpoEstimator):
+            return False
         if not isinstance(estimator, GroupEstimator):
             return True
         by_score = isinstance(estimator.credit, EpisodeCredit)
-        return by_score or (isinstance(estimator.credit, RewardToGo) and estimator.advantage_std != "none")
+        return by_score or (isinstance(estimator.credit, RewardToGo) and estimator.advantage_std == "group")
 
     @property
     def trained_turns(self) -> TrainedTurns:

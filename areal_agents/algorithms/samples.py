@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.advantages import all_equal
-from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.credit.estimators import GroupEstimator, WithinGroups
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats, episode_rewards
 from areal_agents.algorithms.credit.selection import best_episodes, preference_pair
 from areal_agents.algorithms.demonstrations import best_of_each_group
@@ -68,13 +68,16 @@ def build_training_data(
     Raises:
         ValueError: no groups.
         TrainingError: a group or episode that is there twice, a reward that is not finite, a completion
-            whose arrays differ in length, or a group of one with `leave_one_out`; the message names it.
+            whose arrays differ in length, a group of one with `leave_one_out`, or a reward that the estimator
+            cannot use (`maxrl`, `gdpo`); the message names it.
     """
     if not groups:
         raise ValueError("a batch needs at least one group")
     _check(groups, config)
     rewards = {
-        rollout.episode.id: episode_rewards(rollout.episode, group_id=group.id, shaping=config.rewards)
+        rollout.episode.id: episode_rewards(
+            rollout.episode, group_id=group.id, shaping=config.rewards, anchor=config.turn_anchor
+        )
         for group in groups
         for rollout in group.rollouts
     }
@@ -112,8 +115,9 @@ def _is_equal(
     """Whether a group has nothing to tell: its episodes' scores are equal, as given or as shaped.
 
     As given too, because all-solved episodes of different lengths are still all solved (DAPO, arXiv
-    2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns are compared apart from
-    the score, episodes of one score can differ: then all advantages must be 0.
+    2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns or named
+    rewards are compared apart from the score, episodes of one score can differ: then all advantages must
+    be 0, which rounding does not change (`advantages.differences`).
     """
     if not config.compares_scores:
         return all(not advantages[rollout.episode.id].any() for rollout in group.rollouts)
@@ -173,7 +177,7 @@ def _turn_advantages(
         return {i: np.full(len(rewards[i].turns), sign) for i, sign in signs.items()}, pairs
     if config.teacher is not None:
         return {episode_id: np.ones(len(known.turns)) for episode_id, known in rewards.items()}, ()
-    if not isinstance(config.estimator, GroupEstimator):
+    if not isinstance(config.estimator, WithinGroups):
         return {episode_id: np.zeros(len(known.turns)) for episode_id, known in rewards.items()}, ()
     by_group = config.estimator.turn_advantages([[rewards[i] for i in members] for members in ids])
     return {

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstimator, MaxRlEstimator
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
@@ -144,6 +144,8 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         yield alone + "and dpo needs pairs; use at least 2"
     elif algorithm.teacher == "self":
         yield alone + "and self-distillation learns from the best of a group; use at least 2"
+    elif isinstance(estimator, MaxRlEstimator | GdpoEstimator):
+        yield f"{alone}and with algorithm.estimator: {estimator.kind} nothing is ever trained; use at least 2"
     elif isinstance(estimator, GroupEstimator):
         parts = {
             "advantage_mean: group": estimator.advantage_mean == "group",

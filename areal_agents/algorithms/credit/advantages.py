@@ -28,6 +28,18 @@ def all_equal(scores: npt.ArrayLike) -> bool:
     return bool(np.ptp(values) <= _EQUAL * max(1.0, float(np.abs(values).max())))
 
 
+def differences(values: Floats, baselines: npt.ArrayLike) -> Floats:
+    """values − baselines, elementwise, and exactly 0 where the two are equal up to rounding.
+
+    The mean of n equal numbers can differ from them in the last bit. Whether a group has anything to learn
+    from is decided by whether all its advantages are 0, which such a remainder must not change.
+    """
+    baselines = np.asarray(baselines, np.float64)
+    size = np.maximum(1.0, np.maximum(np.abs(values), np.abs(baselines)))
+    over = values - baselines
+    return np.where(np.abs(over) <= _EQUAL * size, 0.0, over)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
     """The returns of a group's turns, and what they are compared with.
@@ -44,8 +56,8 @@ class Comparison:
     scale: float
 
     def advantages(self) -> list[Floats]:
-        """Per episode [T] (return − baseline) · scale."""
-        return [(r - b) * self.scale for r, b in zip(self.returns, self.baselines, strict=True)]
+        """Per episode [T] (return − baseline) · scale, exactly 0 where the two are equal up to rounding."""
+        return [differences(r, b) * self.scale for r, b in zip(self.returns, self.baselines, strict=True)]
 
 
 def compare(
@@ -100,7 +112,7 @@ def compare(
         own = _Pool(group, of_group, returns)
         pools = {"group": (own, 0), "batch": (batch, first)}
         first += len(group)
-        scale = 1.0 if std == "none" else _scale(pools[std][0].scores, std_estimator)
+        scale = 1.0 if std == "none" else inverse_std(pools[std][0].scores, std_estimator)
         earned = tuple(returns.after(member, member.recorded_before) for member in group)
         if mean == "none":
             out.append(Comparison(earned, tuple(map(np.zeros_like, earned)), scale))
@@ -170,11 +182,11 @@ def step_advantages(
     out = []
     for group, of_group in zip(groups, steps, strict=True):
         pools = {"group": np.concatenate([np.empty(0), *of_group]), "batch": batch}
-        centre = 0.0 if mean == "none" else _mean(pools[mean])
-        scale = 1.0 if std == "none" else _scale(pools[std], std_estimator)
+        centre = 0.0 if mean == "none" else mean_of(pools[mean])
+        scale = 1.0 if std == "none" else inverse_std(pools[std], std_estimator)
         advantages = []
         for member, values in zip(group, of_group, strict=True):
-            normalised = (values - centre) * scale
+            normalised = differences(values, centre) * scale
             # [T + 1] the sum over the steps that end at turn k or later
             by_turn = np.zeros(len(member.turns) + 1)
             ends = np.flatnonzero(np.append(member.rewarded, member.has_episode_reward))
@@ -212,9 +224,9 @@ def whitened(
     centres = [0.0] * len(group_ids)
     scales = [1.0] * len(group_ids)
     if mean != "none":
-        centres = _over_pools(advantages, pools[mean], _mean)
+        centres = _over_pools(advantages, pools[mean], mean_of)
     if std != "none":
-        scales = _over_pools(advantages, pools[std], lambda values: _scale(values, std_estimator))
+        scales = _over_pools(advantages, pools[std], lambda values: inverse_std(values, std_estimator))
     return [(a - c) * s for a, c, s in zip(advantages, centres, scales, strict=True)]
 
 
@@ -229,12 +241,12 @@ def _over_pools(
     return [found[pool] for pool in pools]
 
 
-def _mean(values: Floats) -> float:
+def mean_of(values: Floats) -> float:
     """The mean, and 0 of no values."""
     return float(values.mean()) if values.size else 0.0
 
 
-def _scale(values: Floats, std_estimator: StdEstimator) -> float:
+def inverse_std(values: Floats, std_estimator: StdEstimator) -> float:
     """1/(std + 1e-5), and 0 where all values are equal or there are none."""
     if not values.size or all_equal(values):
         return 0.0

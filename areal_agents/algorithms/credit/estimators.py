@@ -14,8 +14,17 @@ from areal_agents.algorithms.credit.advantages import (
     compare,
     step_advantages,
 )
-from areal_agents.algorithms.credit.returns import Credit, EpisodeCredit, StepNormalized
+from areal_agents.algorithms.credit.gdpo import gdpo_advantages
+from areal_agents.algorithms.credit.maxrl import maxrl_advantages
+from areal_agents.algorithms.credit.returns import (
+    Credit,
+    EpisodeCredit,
+    RewardToGo,
+    StepNormalized,
+    TurnGroups,
+)
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
+from areal_agents.algorithms.credit.turn_groups import turn_group_advantages
 from areal_agents.algorithms.parts import Part
 
 GaeLevel = Literal["token", "turn"]
@@ -31,7 +40,8 @@ class GroupEstimator(Part):
     kind: Literal["group"] = "group"
     credit: Credit = Field(
         default_factory=EpisodeCredit,
-        description="What a turn has earned: episode (the whole score), reward_to_go, or step_normalized.",
+        description="What a turn has earned: episode (the whole score), reward_to_go, step_normalized, or "
+        "turn_groups (compared with turns in the same situation).",
     )
     advantage_mean: NormLevel = Field(default="group", description=_MEAN)
     advantage_std: NormLevel = Field(default="group", description=_STD)
@@ -47,6 +57,8 @@ class GroupEstimator(Part):
     @model_validator(mode="after")
     def _check(self) -> GroupEstimator:
         by_steps = isinstance(self.credit, StepNormalized)
+        if isinstance(self.credit, TurnGroups):
+            self._check_turn_groups()
         if self.leave_one_out and self.advantage_mean == "none":
             raise ValueError("leave_one_out: True needs an advantage_mean to leave an episode out of")
         if self.leave_one_out and by_steps:
@@ -64,8 +76,33 @@ class GroupEstimator(Part):
             raise ValueError(f"std_estimator: {self.std_estimator} needs an advantage_std")
         return self
 
+    def _check_turn_groups(self) -> None:
+        if self.leave_one_out:
+            raise ValueError(
+                "leave_one_out: True does not go with credit: turn_groups, where a turn is compared with a "
+                "step group that may hold nothing else"
+            )
+        if self.advantage_statistics == "token":
+            raise ValueError(
+                "advantage_statistics: token does not go with credit: turn_groups, whose statistics are over "
+                "the episodes of a group and the turns of a step group"
+            )
+        if self.advantage_mean == "none":
+            raise ValueError(
+                "advantage_mean: none does not go with credit: turn_groups, which compares turns with the "
+                "mean of their step group; use group or batch"
+            )
+
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
         """Per group and episode an array [T] of the advantages of its turns, in recording order."""
+        if isinstance(self.credit, TurnGroups):
+            return turn_group_advantages(
+                groups,
+                self.credit,
+                mean=self.advantage_mean,
+                std=self.advantage_std,
+                std_estimator=self.std_estimator,
+            )
         if isinstance(self.credit, StepNormalized):
             return step_advantages(
                 groups, mean=self.advantage_mean, std=self.advantage_std, std_estimator=self.std_estimator
@@ -78,8 +115,8 @@ class GroupEstimator(Part):
         *,
         reductions: Sequence[Sequence[float]] | None = None,
     ) -> list[Comparison]:
-        """See `advantages.compare`; not for credit: step_normalized."""
-        assert not isinstance(self.credit, StepNormalized)
+        """See `advantages.compare`; for credit: episode and reward_to_go."""
+        assert isinstance(self.credit, EpisodeCredit | RewardToGo)
         return compare(
             groups,
             self.credit,
@@ -88,6 +125,45 @@ class GroupEstimator(Part):
             std_estimator=self.std_estimator,
             leave_one_out=self.leave_one_out,
             reductions=reductions,
+        )
+
+
+class MaxRlEstimator(Part):
+    """The score less the group's mean, divided by the mean: maximum likelihood of success (MaxRL)."""
+
+    kind: Literal["maxrl"] = "maxrl"
+
+    def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
+        """See `maxrl.maxrl_advantages`."""
+        return maxrl_advantages(groups)
+
+
+class GdpoEstimator(Part):
+    """Rewards of several names, each normalised within the group by itself, then summed (GDPO)."""
+
+    kind: Literal["gdpo"] = "gdpo"
+    reward_weights: dict[str, float] = Field(
+        default_factory=dict,
+        description="Weight of each reward name; absent: 1 each. If given, every name needs one.",
+    )
+    normalize_batch: bool = Field(
+        default=True, description="The weighted sums are normalised over the episodes of the batch."
+    )
+    std_estimator: StdEstimator = Field(default="sample", description=_STD_ESTIMATOR)
+
+    @model_validator(mode="after")
+    def _check(self) -> GdpoEstimator:
+        if self.reward_weights and not any(self.reward_weights.values()):
+            raise ValueError("reward_weights: every weight is 0, so that nothing would be trained")
+        return self
+
+    def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
+        """See `gdpo.gdpo_advantages`."""
+        return gdpo_advantages(
+            groups,
+            weights=self.reward_weights,
+            normalize_batch=self.normalize_batch,
+            std_estimator=self.std_estimator,
         )
 
 
@@ -119,4 +195,7 @@ class NoEstimator(Part):
     kind: Literal["none"] = "none"
 
 
-Estimator = Annotated[GroupEstimator | GaeEstimator | NoEstimator, Field(discriminator="kind")]
+WithinGroups = GroupEstimator | MaxRlEstimator | GdpoEstimator  # those that compare episodes of a group
+Estimator = Annotated[
+    GroupEstimator | MaxRlEstimator | GdpoEstimator | GaeEstimator | NoEstimator, Field(discriminator="kind")
+]

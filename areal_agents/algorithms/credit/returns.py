@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from areal_agents.algorithms.credit.anchors import TurnAnchor
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 from areal_agents.algorithms.parts import Part
 
@@ -77,4 +78,45 @@ class StepNormalized(Part):
     kind: Literal["step_normalized"] = "step_normalized"
 
 
-Credit = Annotated[EpisodeCredit | RewardToGo | StepNormalized, Field(discriminator="kind")]
+class TurnGroups(Part):
+    """A turn has the advantage of its episode plus its own among the turns sampled in the same situation.
+
+    See `turn_groups.turn_group_advantages`.
+    """
+
+    kind: Literal["turn_groups"] = "turn_groups"
+    turn_group_by: TurnAnchor = Field(
+        default="observation",
+        description="Turns of a group are compared that have the same observation (messages after the last "
+        "reply), prompt (token ids), label, or position (in recording order).",
+    )
+    turn_return: Literal["reward_to_go", "own"] = Field(
+        default="reward_to_go",
+        description="What turns are compared by: their own reward and what came after, or their own only.",
+    )
+    turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
+    turn_weight: float = Field(
+        default=1.0, gt=0, description="Weight ω of a turn's advantage in its step group."
+    )
+    episode_return: Literal["score", "outcome"] = Field(
+        default="score",
+        description="What episodes are compared by: the sum of all rewards, or the episode reward only.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> TurnGroups:
+        if self.turn_return == "own" and self.turn_discount != 1:
+            raise ValueError(
+                f"turn_discount: {self.turn_discount} has no meaning for turn_return: own, which counts no "
+                "later reward; it needs turn_return: reward_to_go"
+            )
+        return self
+
+    @property
+    def keeps_bias(self) -> bool:
+        """Whether a constant added to every episode reward changes advantages: it does where the episode
+        reward is discounted by a distance that differs within a step group."""
+        return self.turn_return == "reward_to_go" and self.turn_discount < 1
+
+
+Credit = Annotated[EpisodeCredit | RewardToGo | StepNormalized | TurnGroups, Field(discriminator="kind")]

@@ -14,10 +14,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from areal_agents.algorithms.credit.anchors import Anchor, TurnAnchor, turn_anchors
 from areal_agents.algorithms.parts import Part
 from areal_agents.core.rollout import Episode
 
 Floats = npt.NDArray[np.float64]
+
+LENGTH_PENALTY = "length_penalty"  # the name of the length penalty among the rewards of an episode
 
 
 class NoLengthPenalty(Part):
@@ -72,7 +75,9 @@ class EpisodeRewards:
         recorded_before: per turn, how many turns of the episode were recorded when its call began.
         rewarded: [T] bool, turns that were given a reward of their own.
         has_episode_reward: whether the episode was given one.
-        by_name: the sum of the given rewards of each name.
+        by_name: the sum of the given rewards of each name, not shaped; where there is a length penalty, it is
+            one of them, as "length_penalty".
+        anchors: [T] what each turn saw (`anchors.turn_anchors`); empty unless asked for.
     """
 
     group_id: str
@@ -82,6 +87,7 @@ class EpisodeRewards:
     rewarded: npt.NDArray[np.bool_]
     has_episode_reward: bool
     by_name: Mapping[str, float] = field(default_factory=dict)
+    anchors: tuple[Anchor, ...] = ()
 
     def __post_init__(self) -> None:
         if not len(self.turns) == len(self.recorded_before) == len(self.rewarded):
@@ -108,7 +114,9 @@ class EpisodeRewards:
         return depths
 
 
-def episode_rewards(episode: Episode, *, group_id: str, shaping: RewardShaping) -> EpisodeRewards:
+def episode_rewards(
+    episode: Episode, *, group_id: str, shaping: RewardShaping, anchor: TurnAnchor | None = None
+) -> EpisodeRewards:
     """The shaped rewards of an episode.
 
     With R the sum of its episode rewards, r_t that of the rewards of turn t, s the scale, b the bias
@@ -118,6 +126,9 @@ def episode_rewards(episode: Episode, *, group_id: str, shaping: RewardShaping) 
 
     The bias is of the episode, so that an episode does not gain by having many turns. A turn of an earlier
     release, which did not note when its call began, counts as begun when its parent was recorded.
+
+    Args:
+        anchor: by what turns are compared; None leaves the anchors empty.
     """
     index = {turn.id: place for place, turn in enumerate(episode.turns)}
     turns, whole = np.zeros(len(index)), 0.0
@@ -133,7 +144,10 @@ def episode_rewards(episode: Episode, *, group_id: str, shaping: RewardShaping) 
     limit = np.inf if shaping.reward_clip is None else shaping.reward_clip
     turns = np.clip(shaping.reward_scale * turns, -limit, limit)
     whole = float(np.clip(shaping.reward_scale * (whole + shaping.reward_bias), -limit, limit))
-    whole += length_penalty(episode, shaping)
+    if not isinstance(shaping.length_penalty, NoLengthPenalty):
+        penalty = length_penalty(episode, shaping)
+        whole += penalty
+        by_name[LENGTH_PENALTY] = by_name.get(LENGTH_PENALTY, 0.0) + penalty
     before = tuple(
         turn.recorded_before
         if turn.recorded_before is not None
@@ -148,6 +162,7 @@ def episode_rewards(episode: Episode, *, group_id: str, shaping: RewardShaping) 
         rewarded=rewarded,
         has_episode_reward=whole != 0 or any(reward.scope == "episode" for reward in episode.rewards),
         by_name=by_name,
+        anchors=() if anchor is None else turn_anchors(episode, anchor),
     )
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.advantages import whitened
 from areal_agents.algorithms.credit.estimators import GaeEstimator, GaeLevel, GroupEstimator
-from areal_agents.algorithms.credit.returns import RewardToGo, StepNormalized
+from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 from areal_agents.algorithms.losses.kl import KlInReward
 from areal_agents.algorithms.samples import TrainingData
@@ -220,7 +220,7 @@ def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Float
 def _token_returns(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
     """[N] the return of each trained token, less what it and later tokens pay."""
     credit = estimator.credit
-    assert not isinstance(credit, StepNormalized)
+    assert isinstance(credit, EpisodeCredit | RewardToGo)
     returns = -_paid(data, costs, estimator)
     for episode_id, spans in _spans(data.samples).items():
         rewards = data.rewards[episode_id]
