@@ -231,8 +231,8 @@ def new_root() -> ForestTask:
 
 
 def branches(count: int, *, overlapping: bool) -> ForestTask:
-    """A turn that `count` rewarded turns continue, side by side or one after the other; two of them decide,
-    the second one only after one of the root's actions.
+    """A turn that `count` rewarded turns continue, side by side or one after the other; two of them decide
+    if the root's action was 1.
 
     Where they overlap, each of the two has a reward that depends on both actions.
     """
@@ -257,9 +257,12 @@ def branches(count: int, *, overlapping: bool) -> ForestTask:
             episode.pay(began[number], 3 * number * root.action)
 
     def _decide(episode: Play, began: Sequence[Call], number: int) -> None:
+        parent = began[number].parent
+        if parent is None or not parent.action:
+            return
         if number == 0:
             episode.decide(began[0], "one")
-        elif number == 1 and began[1].parent is not None and began[1].parent.action:
+        elif number == 1:
             episode.decide(began[1], "two" if overlapping else f"two after {began[0].action}")
 
     second = (
@@ -282,7 +285,7 @@ def parallel_subagents() -> ForestTask:
         main = episode.turn("dispatch")
         if not main.action:
             first = episode.turn("first alone")
-            second = episode.turn(f"second after {first.action}")
+            second = episode.turn("second alone" if first.action else "")
             final = episode.turn(parent=main)
             episode.pay(first, 3 * first.action)
             episode.pay(second, 6 * (first.action == second.action))
@@ -313,8 +316,7 @@ def parallel_subagents() -> ForestTask:
         {
             "dispatch": Fraction(2, 5),
             "first alone": Fraction(7, 10),
-            "second after 0": Fraction(3, 10),
-            "second after 1": Fraction(3, 5),
+            "second alone": Fraction(3, 5),
             "first beside second": Fraction(3, 10),
             "second beside first": Fraction(4, 5),
             "later beside second": Fraction(1, 5),
