@@ -54,6 +54,7 @@ bench: setup litellm ## Run every benchmark on this machine (about three quarter
 	$(BIN)/areal-agents bench trainer --json
 	$(BIN)/areal-agents bench proxy --json
 	$(BIN)/areal-agents bench store --json
+	$(BIN)/areal-agents bench credit --json
 	$(BIN)/areal-agents bench async --json
 	$(BIN)/areal-agents bench simulator --json
 

@@ -320,6 +320,16 @@ def bench_simulator(
     run(json=as_json, save=save)
 
 
+@bench_app.command("credit")
+def bench_credit(
+    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+) -> None:
+    """The expected policy gradient of forests of turns over the true one, by exact enumeration."""
+    from areal_agents.bench.credit import run
+
+    run(json=as_json)
+
+
 @bench_app.command("store")
 def bench_store(
     as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
