@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from algorithms_support import episode, group, turn
-from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from torch import Tensor
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion
 from areal_agents.core.rollout import Episode
