@@ -117,7 +117,9 @@ def began(recorded: Episode) -> list[int]:
     """Per turn the number of turns that were recorded when its call began, from the turns themselves."""
     ids = [t.id for t in recorded.turns]
     return [
-        (0 if t.parent is None else ids.index(t.parent) + 1) if t.recorded_before is None else t.recorded_before
+        (0 if t.parent is None else ids.index(t.parent) + 1)
+        if t.recorded_before is None
+        else t.recorded_before
         for t in recorded.turns
     ]
 

@@ -175,7 +175,9 @@ def test_advantages_are_those_of_the_definition(
 
 def test_what_tokens_pay_comes_off_baselines_and_scores() -> None:
     groups = [[ended(1.0), ended(3.0)], [ended(5.0)]]
-    (first, second) = compare(groups, EpisodeCredit(), mean="batch", std="group", reductions=[[0.5, 1.0], [2.0]])
+    (first, second) = compare(
+        groups, EpisodeCredit(), mean="batch", std="group", reductions=[[0.5, 1.0], [2.0]]
+    )
     # the mean is that of 0.5, 2 and 3; the deviation of the first group that of 0.5 and 2
     assert [b.tolist() for b in first.baselines] == [[5.5 / 3]] * 2 and second.baselines[0] == 5.5 / 3
     assert [r.tolist() for r in first.returns] == [[1.0], [3.0]]
@@ -189,7 +191,9 @@ def test_normalised_steps_are_those_of_deepseekmath() -> None:
         [[chain(own) for own in STEPS]], mean="group", std="group", std_estimator="sample"
     )
     unit = 0.125 / (math.sqrt(0.05) + 1e-5)
-    assert [values.tolist() for values in got[:3]] == [pytest.approx([4 * unit, 3 * unit, 2 * unit, unit])] * 3
+    assert [values.tolist() for values in got[:3]] == [
+        pytest.approx([4 * unit, 3 * unit, 2 * unit, unit])
+    ] * 3
     assert got[0].tolist() == pytest.approx([2.24, 1.68, 1.12, 0.56], abs=0.005)
     assert got[3].tolist() == pytest.approx([-12 * unit, -9 * unit, -6 * unit, -3 * unit])
     by_estimator = GroupEstimator.model_validate({"credit": {"kind": "step_normalized"}})
@@ -200,7 +204,9 @@ def test_normalised_steps_are_those_of_deepseekmath() -> None:
 
 @settings(derandomize=True, max_examples=40, deadline=None)
 @given(
-    st.integers(0, 10**6), st.sampled_from(["group", "batch", "none"]), st.sampled_from(["group", "batch", "none"])
+    st.integers(0, 10**6),
+    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from(["group", "batch", "none"]),
 )
 def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
     groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]

@@ -85,7 +85,11 @@ def test_the_episode_reward_goes_undiscounted_to_every_turn() -> None:
 
 def test_a_call_of_another_conversation_earns_what_comes_after_it_began() -> None:
     """It may have caused it: an orchestrator's call begins before its sub-agent's, on another root."""
-    turns = [turn("plan", recorded_before=0), turn("sub", recorded_before=1), turn("end", "plan", recorded_before=2)]
+    turns = [
+        turn("plan", recorded_before=0),
+        turn("sub", recorded_before=1),
+        turn("end", "plan", recorded_before=2),
+    ]
     assert to_go(episode(turns, by_turn={"sub": 1.0})) == {"plan": 1.0, "sub": 1.0, "end": 0.0}
     assert to_go(episode(turns, by_turn={"end": 1.0}), turn_discount=0.5) == {
         "plan": 0.25, "sub": 0.5, "end": 1.0,
