@@ -67,12 +67,14 @@ def random_episode(
 ) -> Episode:
     """A random forest; token ids count up from `start`, so that every sampled token has an id of its own.
 
-    With `dense` turns and branches have rewards, and every fourth turn is constrained.
+    A call begins at a random moment after its parent was recorded, so calls overlap. With `dense` turns and
+    branches have rewards, and every fourth turn is constrained.
     """
     counter = iter(range(start, start + 10**6))
     made: list[Turn] = []
     for index in range(turns):
         parent = rng.choice([None, *made]) if made else None
+        earliest = made.index(parent) + 1 if parent else 0
         made.append(
             turn(
                 f"{id}-{index}",
@@ -80,6 +82,7 @@ def random_episode(
                 prompt=[next(counter) for _ in range(rng.randint(0 if parent else 1, 3))],
                 sampled=[next(counter) for _ in range(rng.randint(1, 3))],
                 constrained=dense and rng.random() < 0.25,
+                recorded_before=rng.randint(earliest, index),
             )
         )
     some = [t.id for t in made if dense and rng.random() < 0.5]
@@ -108,6 +111,39 @@ def random_groups(seed: int, *, groups: int = 3, size: int = 3, dense: bool = Tr
         )
         for g in range(groups)
     ]
+
+
+def began(recorded: Episode) -> list[int]:
+    """Per turn the number of turns that were recorded when its call began, from the turns themselves."""
+    ids = [t.id for t in recorded.turns]
+    return [
+        (0 if t.parent is None else ids.index(t.parent) + 1)
+        if t.recorded_before is None
+        else t.recorded_before
+        for t in recorded.turns
+    ]
+
+
+def defined_depths(recorded: Episode) -> list[int]:
+    """Per turn 1 + the greatest depth among the turns that were recorded when its call began."""
+    depths: list[int] = []
+    for k in began(recorded):
+        depths.append(1 + max([0, *depths[:k]]))
+    return depths
+
+
+def defined_to_go(recorded: Episode, k: int, *, discount: float) -> float:
+    """D(k) of an unshaped episode, read off its definition: the episode reward, and the rewards of the turns
+    without the first k, each discounted once per level of depth below that of a call that begins now."""
+    ids, depths = [t.id for t in recorded.turns], defined_depths(recorded)
+    here = 1 + max([0, *depths[:k]])
+    total = 0.0
+    for reward in recorded.rewards:
+        if reward.scope == "episode":
+            total += reward.value
+        elif (place := ids.index(reward.target)) >= k:
+            total += discount ** max(0, depths[place] - here) * reward.value
+    return total
 
 
 def sample(

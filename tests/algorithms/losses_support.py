@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 
 
 class Tokens:
-    """N tokens of a few sequences of different length; their ids neither sorted nor contiguous."""
+    """N tokens of a few sequences of different length, cut into turns; ids neither sorted nor contiguous."""
 
     def __init__(self, seed: int, *, drift: float = 0.3, staleness: float = 1.0) -> None:
         rng = np.random.default_rng(seed)
@@ -31,6 +31,9 @@ class Tokens:
         self.per_sequence = np.repeat(rng.normal(size=7), lengths)
         self.loss_weights = rng.uniform(0.01, 0.1, n)
         self.entropy = rng.uniform(0, 2, n)
+        begins = rng.random(n) < 0.4  # a turn, beside where a sequence does
+        begins |= np.diff(self.sequence_ids, prepend=-1) != 0
+        self.turn_ids = rng.permutation(90)[np.cumsum(begins) - 1]
 
     def __len__(self) -> int:
         return len(self.current)
@@ -38,6 +41,10 @@ class Tokens:
     def sequences(self) -> list[npt.NDArray[np.int64]]:
         """The places of each sequence's tokens."""
         return [np.flatnonzero(self.sequence_ids == i) for i in np.unique(self.sequence_ids)]
+
+    def turns(self) -> list[npt.NDArray[np.int64]]:
+        """The places of each turn's tokens."""
+        return [np.flatnonzero(self.turn_ids == i) for i in np.unique(self.turn_ids)]
 
 
 def evaluate(

@@ -1,36 +1,70 @@
-"""Advantages against values worked out by hand."""
+"""Advantages against values worked out by hand, and against their definitions."""
 
 from __future__ import annotations
 
 import math
+import random
+import statistics
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from algorithms_support import began, defined_to_go, episode, random_episode, random_groups, turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from areal_agents.algorithms.credit.advantages import all_equal, group_advantages, whitened
+from areal_agents.algorithms.credit.advantages import all_equal, compare, step_advantages, whitened
+from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, RewardShaping, episode_rewards
+from areal_agents.core.rollout import Episode
+
+
+def rewards_of(recorded: Episode) -> EpisodeRewards:
+    return episode_rewards(recorded, group_id="g", shaping=RewardShaping())
+
+
+def chain(own: Sequence[float], whole: float | None = None) -> EpisodeRewards:
+    """An episode of one conversation, whose turns have the rewards `own`."""
+    turns = [turn(f"{i}", f"{i - 1}" if i else None) for i in range(len(own))]
+    return rewards_of(episode(turns, whole, by_turn={f"{i}": value for i, value in enumerate(own)}))
+
+
+def ended(score: float, *, turns: int = 1) -> EpisodeRewards:
+    """An episode that was given a score at its end, and nothing else."""
+    made = [turn(f"{i}", f"{i - 1}" if i else None) for i in range(turns)]
+    return EpisodeRewards(
+        "g", np.zeros(turns), score, rewards_of(episode(made)).recorded_before, np.zeros(turns, bool), True
+    )
+
+
+def advantages(groups, credit=None, **options):  # type: ignore[no-untyped-def]
+    """Per group and episode the advantages of its turns, as lists."""
+    comparisons = compare(groups, credit or EpisodeCredit(), **options)
+    return [[values.tolist() for values in comparison.advantages()] for comparison in comparisons]
 
 
 def plain(scores, **options):  # type: ignore[no-untyped-def]
     """The advantages of episodes of one turn, whose return is their score."""
-    made = group_advantages([[[score] for score in group] for group in scores], scores, **options)
-    return [[float(values[0]) for values in group] for group in made]
+    made = advantages([[ended(score) for score in group] for group in scores], **options)
+    return [[values[0] for values in group] for group in made]
 
 
 def test_grpo_with_the_sample_deviation() -> None:
-    advantages = plain([[0.0, 1.0, 1.0]])[0]
+    got = plain([[0.0, 1.0, 1.0]])[0]
     std = math.sqrt(((2 / 3) ** 2 + 2 * (1 / 3) ** 2) / 2)
-    assert advantages == pytest.approx([-2 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5)])
+    assert got == pytest.approx([-2 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5), 1 / 3 / (std + 1e-5)])
 
 
 def test_the_population_deviation_divides_by_n() -> None:
-    advantages = plain([[0.0, 2.0]], std_estimator="population")[0]
-    assert advantages == pytest.approx([-1 / (1 + 1e-5), 1 / (1 + 1e-5)])
+    got = plain([[0.0, 2.0]], std_estimator="population")[0]
+    assert got == pytest.approx([-1 / (1 + 1e-5), 1 / (1 + 1e-5)])
 
 
 def test_statistics_are_over_episodes_however_many_turns_they_have() -> None:
-    few = group_advantages([[[0.0], [1.0]]], [[0.0, 1.0]])[0]
-    many = group_advantages([[[0.0], [1.0, 1.0, 1.0, 1.0]]], [[0.0, 1.0]])[0]
-    assert many[0].tolist() == few[0].tolist() and many[1].tolist() == few[1].tolist() * 4
+    few = advantages([[ended(0.0), ended(1.0)]])[0]
+    many = advantages([[ended(0.0), ended(1.0, turns=4)]])[0]
+    assert many[0] == few[0] and many[1] == few[1] * 4
 
 
 @pytest.mark.parametrize(
@@ -45,15 +79,15 @@ def test_statistics_are_over_episodes_however_many_turns_they_have() -> None:
 )
 def test_mean_and_deviation_are_chosen_apart(mean, std, expected) -> None:  # type: ignore[no-untyped-def]
     scores = [[0.0, 2.0], [3.0, 7.0]]  # sample deviation of the batch: sqrt(26 / 3)
-    advantages = plain(scores, mean=mean, std=std)
-    for got, wanted in zip(advantages, expected, strict=True):
+    for got, wanted in zip(plain(scores, mean=mean, std=std), expected, strict=True):
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-9)
 
 
 def test_an_all_equal_group_has_zero_advantages_even_with_turn_rewards() -> None:
-    equal, other = group_advantages([[[0.9, 0.3], [0.3]], [[0.0], [1.0]]], [[0.3, 0.1 + 0.2], [0.0, 1.0]])
-    assert [values.tolist() for values in equal] == [[0.0, 0.0], [0.0]]
-    assert other[1] > 0
+    groups = [[chain([0.1, 0.2]), chain([0.3])], [ended(0.0), ended(1.0)]]
+    equal, other = advantages(groups, RewardToGo())
+    assert equal == [[0.0, 0.0], [0.0]]
+    assert other[1][0] > 0
 
 
 def test_a_group_of_one_has_zero_advantage() -> None:
@@ -68,13 +102,155 @@ def test_all_equal_ignores_rounding_only() -> None:
 @pytest.mark.parametrize("bad", [[[math.nan, 1.0]], [[math.inf, 1.0]], [[]], []])
 def test_scores_that_are_not_finite_or_missing_are_refused(bad: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="group"):
-        group_advantages([[np.ones(2) for _ in scores] for scores in bad], bad)
+        advantages([[ended(score, turns=2) for score in scores] for scores in bad])
 
 
-def test_an_episode_without_returns_counts_all_the_same_and_a_missing_one_is_refused() -> None:
-    assert [a.tolist() for a in group_advantages([[[], [3.0]]], [[0.0, 3.0]], std="none")[0]] == [[], [1.5]]
-    with pytest.raises(ValueError, match="2 scores and 1 episodes"):
-        group_advantages([[[3.0]]], [[0.0, 3.0]])
+def test_an_episode_without_turns_counts_all_the_same() -> None:
+    assert advantages([[ended(0.0, turns=0), ended(3.0)]], std="none") == [[[], [1.5]]]
+
+
+STEPS = [[0.5] * 4, [0.5] * 4, [0.5] * 4, [0.0] * 4]  # three perfect episodes and one that did nothing
+
+
+def test_rewards_to_go_are_compared_with_those_that_the_others_still_had_to_go() -> None:
+    """The mean over the group of D(k) is 1.5, 1.125, 0.75 and 0.375, three quarters of a perfect D(k)."""
+    got = advantages([[chain(own) for own in STEPS]], RewardToGo(), std="none")[0]
+    assert got == [[0.5, 0.375, 0.25, 0.125]] * 3 + [[-1.5, -1.125, -0.75, -0.375]]
+    # with a deviation all is divided by that of the scores 2, 2, 2 and 0, which is 1
+    divided = advantages([[chain(own) for own in STEPS]], RewardToGo())[0]
+    assert divided == [pytest.approx([a / (1 + 1e-5) for a in values]) for values in got]
+
+
+def test_an_episode_that_has_ended_is_compared_with_by_its_episode_reward() -> None:
+    short, long = chain([1.0], 5.0), chain([1.0, 2.0, 4.0], 3.0)
+    (got,) = advantages([[short, long]], RewardToGo(), std="none")
+    # D of the long at k = 0, 1, 2 is 10, 9, 7; that of the short 6, then its episode reward, 5
+    assert got == [[6 - 8.0], [10 - 8.0, 9 - 7.0, 7 - 6.0]]
+    (alone,) = advantages([[short, long]], RewardToGo(), std="none", leave_one_out=True)
+    assert alone == [[6 - 10.0], [10 - 6.0, 9 - 5.0, 7 - 5.0]]
+
+
+def test_a_reward_of_a_first_turn_moves_no_later_turn() -> None:
+    """The later turns cannot have caused it, in either episode."""
+    (low,) = advantages([[chain([0.0, 1.0, 0.0]), chain([0.0, 0.0, 0.0])]], RewardToGo(), std="none")
+    (high,) = advantages([[chain([9.0, 1.0, 0.0]), chain([0.0, 0.0, 0.0])]], RewardToGo(), std="none")
+    assert [values[1:] for values in high] == [values[1:] for values in low]
+    assert high[0][0] == low[0][0] + 4.5
+
+
+@settings(derandomize=True, max_examples=60, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from(["group", "batch", "none"]),
+    st.booleans(),
+    st.sampled_from([None, 0.5, 1.0]),
+)
+def test_advantages_are_those_of_the_definition(
+    seed: int, mean: str, std: str, leave_one_out: bool, discount: float | None
+) -> None:
+    """(D_i(k) − mean_j D_j(k))/(std of the scores + 1e-5) on forests, turn by turn, in plain Python."""
+    groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]
+    batch = [e for g in groups for e in g]
+    leave_one_out = leave_one_out and mean != "none"
+
+    def earned(recorded: Episode, k: int) -> float:
+        return recorded.score if discount is None else defined_to_go(recorded, k, discount=discount)
+
+    def expected(own: Episode, k: int, group: list[Episode]) -> float:
+        pools = {"group": group, "batch": batch, "none": []}
+        others = [e for e in pools[mean] if not (leave_one_out and e is own)]
+        over = earned(own, k) - (statistics.fmean(earned(e, k) for e in others) if others else 0.0)
+        return over if std == "none" else over / (statistics.stdev(e.score for e in pools[std]) + 1e-5)
+
+    got = advantages(
+        [[rewards_of(e) for e in g] for g in groups],
+        EpisodeCredit() if discount is None else RewardToGo(turn_discount=discount),
+        mean=mean, std=std, leave_one_out=leave_one_out,
+    )  # fmt: skip
+    for group, of_group in zip(groups, got, strict=True):
+        for own, values in zip(group, of_group, strict=True):
+            assert values == pytest.approx([expected(own, k, group) for k in began(own)], abs=1e-9)
+
+
+def test_what_tokens_pay_comes_off_baselines_and_scores() -> None:
+    groups = [[ended(1.0), ended(3.0)], [ended(5.0)]]
+    (first, second) = compare(
+        groups, EpisodeCredit(), mean="batch", std="group", reductions=[[0.5, 1.0], [2.0]]
+    )
+    # the mean is that of 0.5, 2 and 3; the deviation of the first group that of 0.5 and 2
+    assert [b.tolist() for b in first.baselines] == [[5.5 / 3]] * 2 and second.baselines[0] == 5.5 / 3
+    assert [r.tolist() for r in first.returns] == [[1.0], [3.0]]
+    assert first.scale == pytest.approx(1 / (1.5 / math.sqrt(2) + 1e-5)) and second.scale == 0
+
+
+def test_normalised_steps_are_those_of_deepseekmath() -> None:
+    """arXiv 2402.03300, section 4.1.3: the mean over all sixteen steps is 0.375, their sample deviation
+    sqrt(0.05)."""
+    (got,) = step_advantages(
+        [[chain(own) for own in STEPS]], mean="group", std="group", std_estimator="sample"
+    )
+    unit = 0.125 / (math.sqrt(0.05) + 1e-5)
+    assert [values.tolist() for values in got[:3]] == [
+        pytest.approx([4 * unit, 3 * unit, 2 * unit, unit])
+    ] * 3
+    assert got[0].tolist() == pytest.approx([2.24, 1.68, 1.12, 0.56], abs=0.005)
+    assert got[3].tolist() == pytest.approx([-12 * unit, -9 * unit, -6 * unit, -3 * unit])
+    by_estimator = GroupEstimator.model_validate({"credit": {"kind": "step_normalized"}})
+    assert [v.tolist() for v in by_estimator.turn_advantages([[chain(own) for own in STEPS]])[0]] == [
+        v.tolist() for v in got
+    ]
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(["group", "batch", "none"]),
+    st.sampled_from(["group", "batch", "none"]),
+)
+def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
+    groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]
+
+    def steps(recorded: Episode) -> list[tuple[float, float]]:
+        """The place after which each step ends, and its reward; the episode's comes at the end."""
+        ids = [t.id for t in recorded.turns]
+        found: dict[float, float] = {}
+        for reward in recorded.rewards:
+            place = math.inf if reward.scope == "episode" else ids.index(reward.target)
+            found[place] = found.get(place, 0.0) + reward.value
+        return sorted(found.items())
+
+    batch = [value for g in groups for e in g for _, value in steps(e)]
+    got = step_advantages(
+        [[rewards_of(e) for e in g] for g in groups], mean=mean, std=std, std_estimator="population"
+    )  # type: ignore[arg-type]
+    for group, of_group in zip(groups, got, strict=True):
+        pools = {"group": [value for e in group for _, value in steps(e)], "batch": batch}
+        centre = 0.0 if mean == "none" else statistics.fmean(pools[mean])
+        scale = 1.0 if std == "none" else 1 / (statistics.pstdev(pools[std]) + 1e-5)
+        for own, values in zip(group, of_group, strict=True):
+            expected = [
+                sum((value - centre) * scale for place, value in steps(own) if place >= k) for k in began(own)
+            ]
+            assert values.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+def test_steps_of_equal_reward_have_nothing_to_tell() -> None:
+    (got,) = step_advantages(
+        [[chain([0.5, 0.5]), chain([0.5])]], mean="group", std="group", std_estimator="sample"
+    )
+    assert [values.tolist() for values in got] == [[0.0, 0.0], [0.0]]
+
+
+def test_an_episode_without_a_reward_has_no_step() -> None:
+    silent = rewards_of(episode([turn("a")]))
+    (got,) = step_advantages([[silent, chain([0.0, 1.0])]], mean="group", std="none", std_estimator="sample")
+    assert [values.tolist() for values in got] == [[0.0], [0.0, 0.5]]
+
+
+def test_a_random_episode_alone_is_its_own_baseline() -> None:
+    alone = rewards_of(random_episode(random.Random(0), dense=True))
+    assert advantages([[alone]], RewardToGo(), std="none") == [[[0.0] * 8]]
 
 
 @pytest.mark.parametrize("seed", range(10))

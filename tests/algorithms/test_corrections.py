@@ -19,13 +19,20 @@ def oracle(
 ) -> dict[str, object]:
     weights, raws = np.zeros(len(t)), np.zeros(len(t))
     capped = rejected = wholly = vetoed = 0
+    by_turn = np.zeros((2, len(t)))  # the product of the token's turn, and its geometric mean
+    for at in t.turns():
+        product = math.prod(math.exp(t.proximal[i] - t.behavior[i]) for i in at)
+        by_turn[:, at] = [[product], [product ** (1 / len(at))]]
     for at in t.sequences():
         own = [math.exp(t.proximal[i] - t.behavior[i]) for i in at]
         product = math.prod(own)
         is_vetoed = veto is not None and min(own) < veto
         gone = 0
         for i, token in zip(at, own, strict=True):
-            raw = {"token": token, "sequence": product, "geometric": product ** (1 / len(at))}[level]
+            raw = {
+                "token": token, "sequence": product, "geometric": product ** (1 / len(at)),
+                "turn": by_turn[0, i], "turn_geometric": by_turn[1, i],
+            }[level]  # fmt: skip
             out = action == "mask" and not floor <= raw <= cap
             raws[i] = raw
             weights[i] = 0 if out or is_vetoed else min(raw, cap)
@@ -42,18 +49,17 @@ def oracle(
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("veto", [None, 0.1])
 @pytest.mark.parametrize("action, floor", [("truncate", 0.0), ("mask", 0.0), ("mask", 0.5)])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "turn", "turn_geometric", "sequence", "geometric"])
 def test_weights_and_what_was_done(
     level: str, action: str, floor: float, veto: float | None, seed: int
 ) -> None:
     t = Tokens(seed)
     want = oracle(t, level, action, 2.0, floor, veto)
-    algorithm = AlgorithmConfig(
-        correction_level=level, correction=action, weight_cap=2.0, weight_floor=floor, veto=veto
-    )  # type: ignore[arg-type]
+    bounds = {"weight_cap": 2.0} | ({"weight_floor": floor} if action == "mask" else {})
+    algorithm = AlgorithmConfig(correction_level=level, correction=action, veto=veto, **bounds)  # type: ignore[arg-type]
     _, gradient, statistics = evaluate(
         t.proximal, proximal=t.proximal, behavior=t.behavior, advantages=t.advantages,
-        loss_weights=t.loss_weights, sequence_ids=t.sequence_ids, algorithm=algorithm,
+        loss_weights=t.loss_weights, sequence_ids=t.sequence_ids, turn_ids=t.turn_ids, algorithm=algorithm,
     )  # fmt: skip
     # at ratio 1 the gradient shows the weight: rejected tokens have none, the others keep their c
     assert gradient == pytest.approx(-t.loss_weights * want.pop("weights") * t.advantages, rel=1e-9)
@@ -71,6 +77,12 @@ def test_weights_by_hand() -> None:
     assert by_level["token"] == pytest.approx([2, 3, 0.25])
     assert by_level["sequence"] == pytest.approx([5, 5, 0.25])
     assert by_level["geometric"] == pytest.approx([6**0.5, 6**0.5, 0.25])
+    turns = Sequences.of(torch.tensor([1, 2, 3]))
+    for level in ("turn", "turn_geometric"):  # turns of one token each
+        assert correct(log_weight, sequences, turns=turns, level=level).weight.tolist() == pytest.approx(  # type: ignore[arg-type]
+            [2, 3, 0.25]
+        )
+    assert correct(log_weight, sequences, level="turn").weight.tolist() == pytest.approx(by_level["sequence"])
     icepop = correct(log_weight, sequences, action="mask", cap=2.5, floor=0.5)
     assert icepop.weight.tolist() == pytest.approx([2, 0, 0]) and icepop.rejected.tolist() == [
         False,
@@ -91,6 +103,17 @@ def test_a_long_product_stays_finite() -> None:
         log_weight = torch.full((1000,), sign * 20.0)
         correction = correct(log_weight, Sequences.of(torch.zeros(1000).long()), level="sequence", cap=1e30)
         assert correction.weight.tolist() == pytest.approx([math.exp(sign * 20)] * 1000)
+
+
+def test_a_turn_is_weighted_by_itself_and_vetoed_with_its_sequence() -> None:
+    sequences, turns = Sequences.of(torch.tensor([7, 7, 7, 3])), Sequences.of(torch.tensor([0, 0, 1, 2]))
+    log_weight = torch.tensor([0.5, 4.0, 0.01, 3.0]).log()
+    by_turn = correct(log_weight, sequences, turns=turns, level="turn")
+    assert by_turn.weight.tolist() == pytest.approx([2, 2, 0.01, 3])
+    mean = correct(log_weight, sequences, turns=turns, level="turn_geometric", action="mask", floor=0.5)
+    assert mean.weight.tolist() == pytest.approx([2**0.5, 2**0.5, 0, 3])
+    vetoed = correct(log_weight, sequences, turns=turns, level="turn", veto=0.1)
+    assert vetoed.weight.tolist() == pytest.approx([0, 0, 0, 3])
 
 
 def test_a_token_that_is_not_kept_is_in_no_product_and_vetoes_nothing() -> None:

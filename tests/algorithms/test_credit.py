@@ -1,62 +1,131 @@
-"""Returns of turns against values worked out by hand."""
+"""What a turn has earned, against values worked out by hand and against the definition."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
+
 import numpy as np
 import pytest
-from algorithms_support import episode, turn
+from algorithms_support import began, defined_depths, defined_to_go, episode, random_episode, turn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import EpisodeCredit, is_trained, owners, turn_returns
-from areal_agents.algorithms.credit.rewards import episode_credit
+from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, rewards_to_go
+from areal_agents.algorithms.credit.rewards import EpisodeRewards, RewardShaping, episode_rewards
+from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.core.rollout import Episode
 
-# a ── b ── d        r ── s      (two roots)
+# a ── b ── d        r ── s      (two roots), recorded in the order a, b, r, c, d, s
 #  └── c
 FOREST = [turn("a"), turn("b", "a"), turn("r"), turn("c", "a"), turn("d", "b"), turn("s", "r")]
+REWARDED = episode(FOREST, 10.0, by_turn={"a": 1.0, "b": 2.0, "d": 4.0, "s": 7.0}, by_branch={"c": 8.0})
 
 
-def returns(recorded: Episode, *, turn_discount: float = 1.0) -> dict[str, float]:
-    credit = episode_credit(recorded, group_id="g", config=AlgorithmConfig())
-    values = turn_returns(credit, turn_discount=turn_discount)
+def rewards_of(recorded: Episode, **shaping: float) -> EpisodeRewards:
+    return episode_rewards(recorded, group_id="g", shaping=RewardShaping(**shaping))  # type: ignore[arg-type]
+
+
+def to_go(recorded: Episode, *, turn_discount: float = 1.0) -> dict[str, float]:
+    """The return of each turn."""
+    rewards = rewards_of(recorded)
+    values = RewardToGo(turn_discount=turn_discount).after(rewards, rewards.recorded_before)
     return dict(zip((t.id for t in recorded.turns), values.tolist(), strict=True))
 
 
-def test_the_episode_reward_goes_undiscounted_to_every_turn_of_every_root() -> None:
-    assert returns(episode(FOREST, 2.0), turn_discount=0.5) == dict.fromkeys("abrcds", 2.0)
+def test_rewards_are_on_their_turns_in_recording_order() -> None:
+    rewards = rewards_of(REWARDED)
+    assert rewards.turns.tolist() == [1.0, 2.0, 0.0, 8.0, 4.0, 7.0] and rewards.episode == 10.0
+    assert rewards.rewarded.tolist() == [True, True, False, True, True, True]
+    assert rewards.has_episode_reward and rewards.score == REWARDED.score == 32.0
+    assert rewards.by_name == {"return": 10.0, "step": 14.0, "branch": 8.0}
+    # what was recorded before a call began, and how deep that makes it
+    assert rewards.recorded_before == (0, 1, 0, 1, 2, 3)
+    assert rewards.depths.tolist() == [1, 2, 1, 2, 3, 3]
 
 
-def test_later_rewards_are_discounted_along_the_branch_and_averaged_over_forks() -> None:
-    recorded = episode(FOREST, 10.0, by_turn={"a": 1.0, "b": 2.0, "d": 4.0, "s": 7.0}, by_branch={"c": 8.0})
-    # d = 4; b = 2 + 0.5·4 = 4; c = 8; a = 1 + 0.5·(4 + 8)/2 = 4; s = 7; r = 0.5·7 = 3.5; + 10
-    assert returns(recorded, turn_discount=0.5) == {
-        "a": 14.0, "b": 14.0, "r": 13.5, "c": 18.0, "d": 14.0, "s": 17.0,
+def test_what_a_call_began_after_is_noted_on_its_turn() -> None:
+    turns = [turn("a", recorded_before=0), turn("x", recorded_before=0), turn("b", "a", recorded_before=2)]
+    assert rewards_of(episode(turns)).recorded_before == (0, 0, 2)
+    assert rewards_of(episode([replace(t, recorded_before=None) for t in turns])).recorded_before == (0, 0, 1)
+
+
+def test_an_episode_reward_of_zero_was_given_and_none_was_not() -> None:
+    assert rewards_of(episode([turn("a")], 0.0)).has_episode_reward
+    assert not rewards_of(episode([turn("a")], by_turn={"a": 1.0})).has_episode_reward
+
+
+def test_the_score_is_the_return_of_every_turn_of_every_root() -> None:
+    rewards = rewards_of(REWARDED)
+    assert EpisodeCredit().after(rewards, rewards.recorded_before).tolist() == [32.0] * 6
+    assert EpisodeCredit().after(rewards, [0, 6, 99]).tolist() == [32.0] * 3
+
+
+def test_rewards_to_go_by_hand() -> None:
+    # a and r began before everything: 10 + 1 + 2/2 + 0 + 8/2 + 4/4 + 7/4
+    # b and c began when a was recorded, at depth 2: 10 + 2 + 0 + 8 + 4/2 + 7/2
+    # d when a and b were, s when r was too, at depth 3: 10 + 0 + 8 + 4 + 7
+    assert to_go(REWARDED, turn_discount=0.5) == {
+        "a": 18.75, "b": 25.5, "r": 18.75, "c": 25.5, "d": 29.0, "s": 29.0,
+    }  # fmt: skip
+    # without a discount it is the score less what was given before: a's 1, or a's and b's 3
+    assert to_go(REWARDED) == {"a": 32.0, "b": 31.0, "r": 32.0, "c": 31.0, "d": 29.0, "s": 29.0}
+
+
+def test_an_episode_that_has_ended_has_its_episode_reward_to_go() -> None:
+    rewards = rewards_of(REWARDED)
+    assert rewards_to_go(rewards, [5, 6, 7, 99], turn_discount=0.5).tolist() == [17.0, 10.0, 10.0, 10.0]
+    nothing = rewards_of(episode([], 3.0))
+    assert rewards_to_go(nothing, [0, 1], turn_discount=0.5).tolist() == [3.0, 3.0]
+
+
+def test_the_episode_reward_goes_undiscounted_to_every_turn() -> None:
+    assert to_go(episode(FOREST, 2.0), turn_discount=0.5) == dict.fromkeys("abrcds", 2.0)
+
+
+def test_a_call_of_another_conversation_earns_what_comes_after_it_began() -> None:
+    """It may have caused it: an orchestrator's call begins before its sub-agent's, on another root."""
+    turns = [
+        turn("plan", recorded_before=0),
+        turn("sub", recorded_before=1),
+        turn("end", "plan", recorded_before=2),
+    ]
+    assert to_go(episode(turns, by_turn={"sub": 1.0})) == {"plan": 1.0, "sub": 1.0, "end": 0.0}
+    assert to_go(episode(turns, by_turn={"end": 1.0}), turn_discount=0.5) == {
+        "plan": 0.25, "sub": 0.5, "end": 1.0,
     }  # fmt: skip
 
 
-def test_an_interleaved_call_of_another_root_takes_no_share() -> None:
-    alone = episode([turn("a"), turn("b", "a")], by_turn={"b": 1.0})
-    mixed = episode([turn("a"), turn("x"), turn("b", "a"), turn("y", "x")], by_turn={"b": 1.0})
-    assert returns(alone, turn_discount=0.9) == {"a": 0.9, "b": 1.0}
-    assert returns(mixed, turn_discount=0.9) == {"a": 0.9, "x": 0.0, "b": 1.0, "y": 0.0}
+def test_a_turn_earns_nothing_of_what_was_recorded_before_it_began() -> None:
+    turns = [turn("a"), turn("late", recorded_before=1), turn("early", recorded_before=0)]
+    assert to_go(episode(turns, by_turn={"a": 1.0})) == {"a": 1.0, "late": 0.0, "early": 1.0}
+
+
+@settings(derandomize=True, max_examples=100, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from([0.0, 0.3, 1.0]))
+def test_rewards_to_go_are_those_of_the_definition(seed: int, turns: int, discount: float) -> None:
+    recorded = random_episode(random.Random(seed), turns=turns, dense=True)
+    rewards = rewards_of(recorded)
+    assert list(rewards.recorded_before) == began(recorded)
+    assert rewards.depths.tolist() == defined_depths(recorded)
+    expected = [defined_to_go(recorded, k, discount=discount) for k in range(turns + 3)]
+    got = rewards_to_go(rewards, range(turns + 3), turn_discount=discount)
+    assert got.tolist() == pytest.approx(expected, abs=1e-12)
+    at_turns = RewardToGo(turn_discount=discount).after(rewards, rewards.recorded_before)
+    assert at_turns.tolist() == pytest.approx([expected[k] for k in began(recorded)], abs=1e-12)
 
 
 def test_several_rewards_of_one_turn_add_up() -> None:
     recorded = episode([turn("a")], 1.0, by_turn={"a": 0.25}, by_branch={"a": 0.5})
-    assert returns(recorded) == {"a": 1.75}
-    assert recorded.score == 1.75
+    assert to_go(recorded) == {"a": 1.75}
+    assert recorded.score == rewards_of(recorded).score == 1.75
 
 
-def test_a_shared_turn_is_owned_by_its_first_leaf() -> None:
-    # leaves in the order of recording: c, d, s
-    assert owners(episode(FOREST)) == {"a": "c", "c": "c", "b": "d", "d": "d", "r": "s", "s": "s"}
-
-
-def test_a_credit_that_is_no_forest_is_refused() -> None:
-    with pytest.raises(ValueError, match="before its parent"):
-        EpisodeCredit((1, -1), np.zeros(2), 0.0, "g")
-    with pytest.raises(ValueError, match="1 turns with 2 rewards"):
-        EpisodeCredit((-1,), np.zeros(2), 0.0, "g")
+def test_rewards_that_are_of_no_episode_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"began after turns that were recorded later: \(0, 2\)"):
+        EpisodeRewards("g", np.zeros(2), 0.0, (0, 2), np.zeros(2, bool), False)
+    with pytest.raises(ValueError, match="2 rewards of turns, 2 marks and 1 places"):
+        EpisodeRewards("g", np.zeros(2), 0.0, (0,), np.zeros(2, bool), False)
 
 
 @pytest.mark.parametrize(
@@ -64,16 +133,28 @@ def test_a_credit_that_is_no_forest_is_refused() -> None:
     [
         (turn("a"), {}, True),
         (turn("a", constrained=True), {}, False),
-        (turn("a", constrained=True), {"train_constrained": True}, True),
-        (turn("a", temperature=0.0, constrained=True), {"train_constrained": True}, False),
+        (turn("a", constrained=True), {"constrained": True}, True),
+        (turn("a", temperature=0.0, constrained=True), {"constrained": True}, False),
         (turn("a", temperature=9e-6), {}, False),
         (turn("a", temperature=1e-2), {}, True),
-        (turn("a", temperature=0.0), {"train_greedy": True}, True),
-        (turn("a", finish="abort"), {"train_greedy": True}, False),
+        (turn("a", temperature=0.0), {"greedy": True}, True),
+        (turn("a", finish="abort"), {"greedy": True}, False),
+        (turn("a", discarded="the client disconnected"), {"greedy": True}, False),
         (turn("a", finish="length"), {}, True),
         (turn("a", label="judge"), {"exclude_labels": ("judge",)}, False),
         (turn("a", label="judge"), {"exclude_labels": ("critic",)}, True),
+        (turn("a", label="sub-agent/search"), {"exclude_labels": ("sub-agent/*",)}, False),
+        (turn("a", label="Sub-agent/search"), {"exclude_labels": ("sub-agent/*",)}, True),
     ],
 )
 def test_which_turns_are_trained(made, options, trained) -> None:  # type: ignore[no-untyped-def]
-    assert is_trained(made, **options) is trained
+    rule = TrainedTurns(**options)
+    assert rule.includes(made) is trained
+    assert rule.of(episode([made])) == ([made] if trained else [])
+
+
+def test_the_turns_of_a_truncated_episode_are_trained_unless_they_are_masked() -> None:
+    turns = [turn("a"), turn("b", "a")]
+    cut = episode(turns, status="truncated")
+    assert TrainedTurns().of(cut) == turns and TrainedTurns(truncated=False).of(cut) == []
+    assert TrainedTurns(truncated=False).of(episode(turns)) == turns

@@ -24,9 +24,13 @@ COMPOSITIONS = {
     "sapo": {"policy_loss": "sapo", "correction": "mask", "weight_floor": 0.5, "veto": 0.05},
     "k3": {"kl_in": "loss", "kl_coefficient": 0.1, "correction": "mask", "weight_cap": 2.0},
     "k2": {"kl_in": "loss", "kl_estimator": "k2", "kl_coefficient": 0.1, "veto": 0.1},
+    "turns": {"policy_loss": "gspo", "gspo_level": "turn", "correction_level": "turn"},
+    "turn means": {"correction": "mask", "correction_level": "turn_geometric", "veto": 0.01},
     "sft": {"preset": "sft"},
 }
-ARRAYS = ("proximal", "behavior", "advantages", "loss_weights", "sequence_ids", "reference", "entropy")
+ARRAYS = (
+    "proximal", "behavior", "advantages", "loss_weights", "sequence_ids", "turn_ids", "reference", "entropy",
+)  # fmt: skip
 
 
 def settings_of(name: str) -> AlgorithmConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,14 @@ def group(group_id: str, shuffled: random.Random, scores: tuple[float, ...] = (0
             next_one = next(t for t in waiting if t.parent is None or t.parent in {r.id for r in recorded})
             waiting.remove(next_one)
             recorded.append(next_one)
-        rewards = (Reward("episode", "", "return", score), Reward("turn", ids[1], "style", 0.1))
+        # in floating point the sum of these depends on their order
+        rewards = (
+            Reward("episode", "", "return", score),
+            Reward("turn", ids[1], "style", 0.1),
+            Reward("turn", ids[2], "style", 0.2 + index),
+            Reward("turn", ids[4], "style", 1e-9),
+            Reward("turn", ids[0], "style", 0.7),
+        )
         rollouts.append(
             Rollout(
                 task,
@@ -67,7 +75,9 @@ def trained(groups: list[RolloutGroup]) -> list[tuple]:
             s.token_ids.tolist(),
             s.loss_mask.tolist(),
             s.advantages.tobytes(),
-            s.turn_index.tolist(),
+            [score.hex() for score in data.group_scores[s.group_id]],
+            # which tokens are of one turn; the index itself is the place in the order of recording
+            [s.token_ids[s.turn_index == place].tolist() for place in dict.fromkeys(s.turn_index)],
         )
         for s in data.samples
     ]
@@ -78,6 +88,25 @@ def test_samples_are_the_same_however_they_were_recorded(seed: int) -> None:
     first = trained([group("a", random.Random(0)), group("b", random.Random(1))])
     other = trained([group("b", random.Random(seed + 2)), group("a", random.Random(-seed))])
     assert first == other and len(first) == 2 * 2 * 3
+
+
+def test_credit_depends_on_the_order_of_recording_where_it_is_asked_to() -> None:
+    """The same turns, recorded in two orders: a reward is earned by what began before it was recorded."""
+    first, second = turn("a", None, [1], [5]), turn("b", None, [2], [6])
+
+    def advantages(turns: list[Turn], credit: str) -> dict[int, float]:
+        began = [replace(t, recorded_before=place) for place, t in enumerate(turns)]
+        task, rewards = Task("t", {}), (Reward("turn", "b", "step", 1.0),)
+        other = Episode("f", task, tuple(began), "finished", ())
+        own = Episode("e", task, tuple(began), "finished", rewards)
+        rollouts = (Rollout(task, 0, own, None), Rollout(task, 1, other, None))
+        config = AlgorithmConfig(credit=credit, advantage_std="none")
+        data = build_training_data([RolloutGroup("g", task, rollouts)], config)
+        return {int(s.token_ids[-1]): float(s.advantages[-1]) for s in data.samples if s.episode_id == "e"}
+
+    assert advantages([first, second], "reward_to_go") == {5: 0.5, 6: 0.5}
+    assert advantages([second, first], "reward_to_go") == {5: 0.0, 6: 0.5}
+    assert advantages([first, second], "episode") == advantages([second, first], "episode")
 
 
 def test_a_conversation_without_branches_stays_in_its_order() -> None:

@@ -61,7 +61,7 @@ def test_a_groups_prompt_is_in_a_micro_batch_once() -> None:
     prompt = list(range(100))
     samples = [sample([*prompt, 200 + i, 300], [100, 101]) for i in range(8)]
     (batch,) = pack(samples, token_budget=1000)
-    assert len(batch.input_ids) == 108 and batch.sample_tokens == 808 and batch.trained_tokens == 16
+    assert len(batch.input_ids) == 108 and batch.sample_tokens == 808 and batch.scored_tokens == 16
     (flat,) = pack(samples, token_budget=1000, share_prefixes=False)
     assert len(flat.input_ids) == 808
     # the eight first sampled tokens are predicted by the one last row of the prompt
@@ -89,7 +89,7 @@ def test_arrays_follow_their_tokens() -> None:
 
 def test_fewer_samples_than_ranks_fill_up_with_batches_that_train_nothing() -> None:
     packed = pack([sample([1, 2, 3], [2])], token_budget=16, ranks=3)
-    assert [b.trained_tokens for b in packed] == [1, 0, 0]
+    assert [b.scored_tokens for b in packed] == [1, 0, 0]
     assert [len(b.input_ids) for b in packed] == [2, 1, 1]
 
 
@@ -186,7 +186,7 @@ def test_weights_follow_their_tokens() -> None:
             assert batch.loss_weights[batch.sample_index == index].tolist() == weights[index].tolist()
     (batch,) = pack(samples, token_budget=1000)
     assert batch.loss_weights.tolist() == pytest.approx([1 / 18] * 18)
-    with pytest.raises(ValueError, match="a weight per trained token"):
+    with pytest.raises(ValueError, match="a weight per scored token"):
         pack(samples, token_budget=60, weights=weights[:5])
 
 

@@ -30,7 +30,7 @@ def check(t: Tokens, oracle, algorithm: AlgorithmConfig, advantages: Array | Non
     advantages = t.advantages if advantages is None else advantages
     loss, gradient, statistics = evaluate(
         t.current, proximal=t.proximal, behavior=t.proximal, advantages=advantages,
-        loss_weights=t.loss_weights, sequence_ids=t.sequence_ids, algorithm=algorithm,
+        loss_weights=t.loss_weights, sequence_ids=t.sequence_ids, turn_ids=t.turn_ids, algorithm=algorithm,
     )  # fmt: skip
     assert loss == pytest.approx(oracle(t.current), rel=1e-12)
     assert gradient == pytest.approx(slope(oracle, t.current), rel=1e-5, abs=1e-9)
@@ -93,6 +93,30 @@ def test_gspo_leaves_each_token_its_own_advantage(seed: int) -> None:
         return total
 
     check(t, oracle, AlgorithmConfig(policy_loss="gspo", clip_low=0.1, clip_high=0.1))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gspo_by_turn_differentiates_the_ratio_of_the_turn(seed: int) -> None:
+    """arXiv 2511.20718, eq. 8, length-normalised: one ratio and one advantage for each turn."""
+    t = Tokens(seed, drift=0.2)
+    turns = t.turns()
+    by_turn = np.random.default_rng(seed).normal(size=len(turns))
+    advantages = np.zeros(len(t))
+    for at, advantage in zip(turns, by_turn, strict=True):
+        advantages[at] = advantage
+        t.loss_weights[at] = 1 / (len(turns) * len(at))
+
+    def oracle(theta: Array) -> float:
+        total = 0.0
+        for at, advantage in zip(turns, by_turn, strict=True):
+            s = math.exp(np.mean(theta[at] - t.proximal[at]))
+            total -= min(s * advantage, min(max(s, 0.97), 1.02) * advantage) / len(turns)
+        return total
+
+    algorithm = AlgorithmConfig(policy_loss="gspo", gspo_level="turn", clip_low=0.03, clip_high=0.02)
+    assert algorithm.policy_loss.ratio_level == "turn"
+    check(t, oracle, algorithm, advantages)
+    assert len(turns) > len(t.sequences())
 
 
 @pytest.mark.parametrize("seed", SEEDS)

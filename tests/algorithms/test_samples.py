@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.report import BatchReport
-from areal_agents.algorithms.samples import build_training_data, episode_samples, has_equal_scores
+from areal_agents.algorithms.samples import build_training_data, episode_samples
 from areal_agents.core.rollout import Reward, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Fork
@@ -55,6 +55,41 @@ def test_a_sample_is_the_start_of_what_the_model_saw(seed: int, turns: int) -> N
         assert s.loss_mask[-1]  # nothing after the last trained token
 
 
+BY_PATH = [
+    {"policy_loss": "gspo"},
+    {"correction_level": "sequence"},
+    {"correction_level": "geometric"},
+    {"veto": 0.1},
+]
+NOT_BY_PATH = [{}, {"policy_loss": "gspo", "gspo_level": "turn"}, {"correction_level": "turn_geometric"}]
+
+
+@settings(derandomize=True, max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 10), st.sampled_from(BY_PATH))
+def test_where_paths_are_looked_at_a_branch_scores_the_trained_tokens_that_it_shares(
+    seed: int, turns: int, parts: dict
+) -> None:
+    recorded = random_episode(random.Random(seed), turns=turns, dense=True)
+    plain = episode_samples(recorded, np.ones(turns), group_id="g", config=GRPO)
+    by_path = episode_samples(recorded, np.ones(turns), group_id="g", config=AlgorithmConfig(**parts))
+    constrained = {int(i) for t in recorded.turns if t.constrained for i in t.completion.token_ids}
+    sampled = {int(i) for t in recorded.turns for i in t.completion.token_ids}
+    for s, other in zip(by_path, plain, strict=True):
+        assert s.token_ids.tolist() == other.token_ids.tolist()
+        assert s.loss_mask.tolist() == other.loss_mask.tolist()  # trained once all the same
+        assert other.prefix_mask is None
+        expected = [int(i) for i in s.token_ids if int(i) in sampled - constrained]
+        assert s.token_ids[s.scored_mask].tolist() == expected
+        assert (s.turn_index[s.scored_mask] >= 0).all() and (s.advantages[~s.loss_mask] == 0).all()
+
+
+@pytest.mark.parametrize("parts", NOT_BY_PATH)
+def test_where_no_path_is_looked_at_a_branch_scores_its_own_tokens(parts: dict) -> None:
+    recorded = random_episode(random.Random(3), turns=9)
+    samples = episode_samples(recorded, np.ones(9), group_id="g", config=AlgorithmConfig(**parts))
+    assert len(samples) > 2 and all(s.prefix_mask is None for s in samples)
+
+
 def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> None:
     forked = episode(
         [turn("a", prompt=[1], sampled=[2]), turn("b", "a", prompt=[3], sampled=[4]),
@@ -62,13 +97,14 @@ def test_a_branch_shares_its_first_turn_with_another_and_trains_its_own() -> Non
         by_turn={"b": 1.0},
     )  # fmt: skip
     other = episode([turn("d", prompt=[1], sampled=[7])], 0.0, id="f")
-    samples, report = built([group([forked, other])], AlgorithmConfig(advantage_std="none"))
-    # scores 1 and 0, mean 0.5; returns a = 0.5, b = 1, c = 0, d = 0
+    config = AlgorithmConfig(advantage_std="none", credit="reward_to_go")
+    samples, report = built([group([forked, other])], config)
+    # D(0) = 1 for a, and 0 of the other episode; D(1) = 1 for b and c, which both began after a, and 0
     assert [s.token_ids.tolist() for s in samples] == [[1, 2, 3, 4], [1, 2, 5, 6], [1, 7]]
     assert [s.loss_mask.tolist() for s in samples] == [
         [False, True, False, True], [False, False, False, True], [False, True],
     ]  # fmt: skip
-    assert [s.advantages[s.loss_mask].tolist() for s in samples] == [[0.0, 0.5], [-0.5], [-0.5]]
+    assert [s.advantages[s.loss_mask].tolist() for s in samples] == [[0.5, 0.5], [0.5], [-0.5]]
     assert (report.turns, report.branches, report.solved_some) == (4, 3, 1)
 
 
@@ -173,11 +209,10 @@ def test_a_batch_of_random_forests_trains_each_sampled_token_once(seed: int) -> 
     for g in groups:
         scores = [r.episode.score for r in g.rollouts]
         assert data.group_scores[g.id].tolist() == pytest.approx(scores, abs=1e-12)
-        for r in g.rollouts:  # the credit's forest is the episode's
-            ids = [t.id for t in r.episode.turns]
-            parents = [t.parent and ids.index(t.parent) for t in r.episode.turns]
-            assert data.credit[r.episode.id].parents == tuple(-1 if p is None else p for p in parents)
-            assert data.credit[r.episode.id].group_id == g.id
+        for r in g.rollouts:
+            known = data.rewards[r.episode.id]
+            assert known.group_id == g.id and known.score == pytest.approx(r.episode.score, abs=1e-12)
+            assert list(known.recorded_before) == [t.recorded_before for t in r.episode.turns]
 
 
 def test_rewards_are_scaled_shifted_and_clipped() -> None:
@@ -185,8 +220,8 @@ def test_rewards_are_scaled_shifted_and_clipped() -> None:
     recorded = episode(turns, 3.0, by_turn={"a": 0.5, "b": -9.0}, by_branch={"c": 1.0})
     config = AlgorithmConfig(reward_scale=2.0, reward_bias=-1.0, reward_clip=5.0)
     data = build_training_data([group([recorded])], config)
-    assert data.credit["e"].rewards.tolist() == [1.0, -5.0, 2.0]
-    assert data.credit["e"].episode_reward == 4.0  # 2 · (3 − 1)
+    assert data.rewards["e"].turns.tolist() == [1.0, -5.0, 2.0]
+    assert data.rewards["e"].episode == 4.0  # 2 · (3 − 1)
     assert data.group_scores["g"].tolist() == [2.0]
     assert data.report.rewards == (-4.5,)  # as they were given
 
@@ -195,16 +230,17 @@ def test_rewards_are_scaled_shifted_and_clipped() -> None:
 def test_the_length_penalty_grows_along_the_buffer(tokens: int, penalty: float) -> None:
     """min(−(len − (8 − 4))/4 · 2, 0), the length over all turns of the episode: here 2 more."""
     turns = [turn("a", sampled=[1, 2]), turn("b", "a", sampled=[3] * tokens)]
-    config = AlgorithmConfig(overlong_limit=8, overlong_buffer=4, overlong_factor=2.0)
+    config = AlgorithmConfig(
+        length_penalty="linear", overlong_limit=8, overlong_buffer=4, overlong_factor=2.0
+    )
     data = build_training_data([group([episode(turns, 1.0)])], config)
-    assert data.credit["e"].episode_reward == 1.0 + penalty
+    assert data.rewards["e"].episode == 1.0 + penalty
     assert data.report.overlong == (penalty < 0) and data.report.episode_tokens == (2 + tokens,)
 
 
 def test_equal_answers_of_different_lengths_are_still_an_equal_group() -> None:
     config = AlgorithmConfig.model_validate({"preset": "dapo", "overlong_limit": 4, "overlong_buffer": 4})
     lengths = group([episode([turn("a", sampled=[1] * n)], 1.0, id=f"e{n}") for n in (1, 2, 3)])
-    assert has_equal_scores(lengths, config)
     data = build_training_data([lengths], config)
     assert data.samples == () and data.report.equal_groups == ("g",)
     kept = build_training_data([lengths], config.model_copy(update={"drop_equal_groups": False}))
@@ -214,8 +250,59 @@ def test_equal_answers_of_different_lengths_are_still_an_equal_group() -> None:
 
 def test_scores_that_the_clip_makes_equal_are_equal() -> None:
     config = AlgorithmConfig(reward_clip=1.0)
-    assert has_equal_scores(group([episode([], 2.0), episode([], 3.0, id="f")]), config)
-    assert not has_equal_scores(group([episode([], 0.5), episode([], 3.0, id="f")]), config)
+    groups = [
+        group([episode([], 2.0, id="a"), episode([], 3.0, id="b")], id="equal"),
+        group([episode([], 0.5, id="c"), episode([], 3.0, id="d")], id="different"),
+    ]
+    assert built(groups, config)[1].equal_groups == ("equal",)
+
+
+def stepwise(own: list[list[float]], *, id: str = "g") -> RolloutGroup:
+    """A group of conversations whose turns were rewarded one by one."""
+    return group(
+        [
+            episode(
+                [turn(f"{i}", f"{i - 1}" if i else None) for i in range(len(rewards))],
+                id=f"{id}{index}",
+                by_turn={f"{i}": value for i, value in enumerate(rewards)},
+            )
+            for index, rewards in enumerate(own)
+        ],
+        id=id,
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "equal"),
+    [
+        ({}, ("score",)),  # the score is all that is compared
+        ({"credit": "reward_to_go"}, ("score",)),  # the deviation is of equal scores, so all are 0
+        ({"credit": "reward_to_go", "advantage_std": "none"}, ()),
+        ({"credit": "step_normalized"}, ()),
+    ],
+)
+def test_a_group_of_one_score_is_equal_only_if_its_turns_have_nothing_to_tell(
+    settings: dict, equal: tuple[str, ...]
+) -> None:
+    """Both episodes earned 1, the one with its first turn and the other with its second."""
+    groups = [stepwise([[1.0, 0.0], [0.0, 1.0]], id="score"), stepwise([[0.5, 0.5]] * 2, id="turns")]
+    samples, report = built(groups, AlgorithmConfig(**settings))
+    assert report.equal_groups == (*equal, "turns") and report.dropped_groups == len(equal) + 1
+    assert {s.group_id for s in samples} == {"score"} - set(equal)
+    if not equal and settings["credit"] == "reward_to_go":
+        # at k = 0 both have 1 to go; at k = 1 the first has 0 and the second 1
+        assert [s.advantages[s.loss_mask].tolist() for s in samples] == [[0, 0, -0.5, -0.5], [0, 0, 0.5, 0.5]]
+
+
+def test_truncated_turns_are_masked_and_their_score_stays_in_the_baseline() -> None:
+    cut = episode([turn("a")], 1.0, id="cut", status="truncated")
+    groups = [group([cut, episode([turn("b")], 4.0, id="whole")])]
+    kept, _ = built(groups, AlgorithmConfig(advantage_std="none"))
+    assert {s.episode_id: float(s.advantages[-1]) for s in kept} == {"cut": -1.5, "whole": 1.5}
+    masked, report = built(groups, AlgorithmConfig(advantage_std="none", truncated="mask"))
+    assert {s.episode_id: float(s.advantages[-1]) for s in masked} == {"whole": 1.5}
+    assert (report.truncated, report.sampled_tokens, report.untrained_tokens) == (1, 4, 2)
+    assert report.rewards == (1.0, 4.0)
 
 
 def scored(*scores: float, id: str = "g", **fields: object) -> RolloutGroup:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from algorithms_support import episode, group, sample, turn
@@ -31,6 +33,22 @@ def test_tokens_beyond_the_bound_are_masked_and_counted() -> None:
     assert kept[1] is fresh
     assert (report.masked_tokens, report.dropped_samples) == (2, 1)
     assert report.staleness.tolist() == [1, 0, 0]
+
+
+def test_what_is_stale_is_scored_nowhere() -> None:
+    """A token that another branch trains is masked there and here alike: no ratio is left with it."""
+    branch = replace(
+        sample([9, 1, 2, 3, 4], [4], versions=[-1, 3, 5, -1, 5]),
+        prefix_mask=np.array([False, True, True, False, False]),
+    )
+    kept, report = mask_stale([branch], version=5, max_staleness=1)
+    assert kept[0].loss_mask.tolist() == [False, False, False, False, True]
+    assert kept[0].prefix_mask is not None
+    assert kept[0].prefix_mask.tolist() == [False, False, True, False, False]
+    # counted where it is trained, not again here
+    assert (report.masked_tokens, report.dropped_samples, report.staleness.tolist()) == (0, 0, [0])
+    alone, report = mask_stale([replace(branch, versions=branch.versions - 2)], version=5, max_staleness=1)
+    assert alone == [] and (report.masked_tokens, report.dropped_samples) == (1, 1)
 
 
 def test_zero_trains_only_the_current_version() -> None:

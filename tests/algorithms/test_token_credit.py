@@ -1,4 +1,4 @@
-"""Credit per token against the textbook recursion, sums over every path, and the papers' formulas."""
+"""Credit per token against the textbook recursion, sums in recording order, and the papers' formulas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from algorithms_support import episode, group, random_groups, turn
+from algorithms_support import defined_depths, episode, group, random_groups, turn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import EpisodeCredit, turn_returns
-from areal_agents.algorithms.credit.tokens import gae, token_advantages
+from areal_agents.algorithms.credit.returns import RewardToGo
+from areal_agents.algorithms.credit.rewards import EpisodeRewards
+from areal_agents.algorithms.credit.tokens import gae, penalties_to_go, token_advantages
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.algorithms.staleness import mask_stale
 from areal_agents.errors import TrainingError
@@ -49,74 +50,110 @@ def by_turn(data: TrainingData, episode_id: str, arrays: list[np.ndarray]) -> di
     return found
 
 
-def paths_through(credit: EpisodeCredit, start: int) -> list[tuple[float, list[int]]]:
-    """Every path of turns from `start` down to a leaf, with the chance that a walk takes it."""
-    following = [turn for turn, parent in enumerate(credit.parents) if parent == start]
-    if not following:
-        return [(1.0, [start])]
+def following(rewards: EpisodeRewards) -> np.ndarray:
+    """[T] the rewards of each turn and of all that were recorded after it, the episode's included."""
+    return rewards.turns[::-1].cumsum()[::-1] + rewards.episode
+
+
+def own_rewards(rewards: EpisodeRewards) -> list[float]:
+    """Each turn's reward in recording order; the episode's comes with the last."""
     return [
-        (chance / len(following), [start, *path])
-        for child in following
-        for chance, path in paths_through(credit, child)
+        float(own) + (rewards.episode if place == len(rewards.turns) - 1 else 0.0)
+        for place, own in enumerate(rewards.turns)
     ]
 
 
 def brute_force(
-    credit: EpisodeCredit,
+    rewards: EpisodeRewards,
     values: dict[int, list[float]],
     costs: dict[int, list[float]],
     *,
     discount: float,
     decay: float,
+    level: str,
 ) -> dict[int, list[float]]:
-    """Token-level GAE as its definition says: Σ_l (γλ)^l δ_{i+l}, on every path, averaged over the paths.
+    """GAE as its definition says: Σ_l (γλ)^l δ_{i+l} over the states of an episode in recording order.
 
-    On one path the states are the trained tokens; the rewards of turns that have none come with the last
-    token before them, as part of what follows it.
+    By token the states are the trained tokens, and the reward of a turn that has none comes with the last
+    token before it, as part of what follows. By turn every turn is a step; one that is not trained is worth
+    what follows it, so its δ is 0.
     """
-    out = {}
-    for start in values:
-        total = np.zeros(len(values[start]))
-        for chance, path in paths_through(credit, start):
-            rewards: list[float] = []
-            later: list[float] = []  # rewards that come after a token, before the next one
-            known: list[float] = []
-            for place in path:
-                own = credit.rewards[place] + (credit.episode_reward if place == path[-1] else 0.0)
-                if place in values:
-                    rewards += [-cost for cost in costs[place]]
-                    later += [0.0] * len(values[place])
-                    known += values[place]
-                    rewards[-1] += own
-                else:
-                    later[-1] += own
-            known.append(0.0)
-            n = len(rewards)
-            deltas = [rewards[i] + discount * (later[i] + known[i + 1]) - known[i] for i in range(n)]
-            sums = [sum((discount * decay) ** (j - i) * deltas[j] for j in range(i, n)) for i in range(n)]
-            total += chance * np.array(sums[: len(total)])
-        out[start] = total.tolist()
+    places: list[int] = []  # the turn of each state
+    step_rewards: list[float] = []
+    later: list[float] = []  # what comes after a state, before the next one
+    known: list[float | None] = []
+    for place, own in enumerate(own_rewards(rewards)):
+        if level == "turn":
+            places.append(place)
+            known.append(values[place][0] if place in values else None)
+            step_rewards.append(own - sum(costs.get(place, [])))
+            later.append(0.0)
+        elif place in values:
+            places += [place] * len(values[place])
+            known += values[place]
+            step_rewards += [-cost for cost in costs[place]]
+            step_rewards[-1] += own
+            later += [0.0] * len(values[place])
+        elif later:
+            later[-1] += own
+    n = len(places)
+    worth = [0.0] * (n + 1)
+    for i in reversed(range(n)):
+        own_value = known[i]
+        worth[i] = step_rewards[i] + discount * worth[i + 1] if own_value is None else own_value
+    deltas = [step_rewards[i] + discount * (later[i] + worth[i + 1]) - worth[i] for i in range(n)]
+    out: dict[int, list[float]] = {place: [] for place in values}
+    for i, place in enumerate(places):
+        if place in values:
+            total = sum((discount * decay) ** (j - i) * deltas[j] for j in range(i, n))
+            out[place] += [total] * (len(values[place]) if level == "turn" else 1)
     return out
 
 
+@pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_gae_on_forests_is_the_mean_over_every_path(seed: int) -> None:
+def test_gae_is_its_definition_in_recording_order(level: str, seed: int) -> None:
+    """Of episodes with several roots and branches whose calls overlap."""
     data = build_training_data(random_groups(seed, groups=1), ppo())
     rng = np.random.default_rng(seed)
     discount, decay = rng.uniform(0.5, 1, 2)
-    for episode_id, credit in data.credit.items():
+    for episode_id, rewards in data.rewards.items():
         values = by_turn(data, episode_id, random_numbers(data, seed))
         costs = by_turn(data, episode_id, random_numbers(data, seed + 1))
-        expected = brute_force(credit, values, costs, discount=discount, decay=decay)
+        expected = brute_force(rewards, values, costs, discount=discount, decay=decay, level=level)
         arrays = [{t: np.array(x) for t, x in numbers.items()} for numbers in (values, costs)]
         got, targets = gae(
-            credit, values=arrays[0], costs=arrays[1], discount=discount, decay=decay, level="token"
-        )
+            rewards, values=arrays[0], costs=arrays[1], discount=discount, decay=decay, level=level
+        )  # type: ignore[arg-type]
         assert got.keys() == expected.keys()
         for place in got:
             assert got[place].tolist() == pytest.approx(expected[place], abs=1e-9)
-            assert targets[place].tolist() == pytest.approx((got[place] + values[place]).tolist())
+            before = values[place][:1] if level == "turn" else values[place]
+            assert targets[place].tolist() == pytest.approx((got[place] + before).tolist())
+
+
+def test_gae_of_two_interleaved_conversations_by_hand() -> None:
+    """a, x, b, y as they were recorded: x follows a although it is of another root, and the episode reward
+    comes once, with y."""
+    turns = [
+        turn("a", prompt=[1], sampled=[2]), turn("x", prompt=[3], sampled=[4], recorded_before=1),
+        turn("b", "a", prompt=[5], sampled=[6]), turn("y", "x", prompt=[7], sampled=[8], recorded_before=3),
+    ]  # fmt: skip
+    config = ppo(gae_discount=0.9, gae_lambda=0.5)
+    data = build_training_data([group([episode(turns, 2.0, by_turn={"x": 1.0})])], config)
+    known = {2: 0.1, 4: 0.2, 6: 0.3, 8: 0.4}
+    made = token_advantages(data, values=per_token(data, known.__getitem__), penalties=None, config=config)
+    got = {
+        int(i): float(a)
+        for s, array in zip(data.samples, made.advantages, strict=True)
+        for i, a in zip(s.token_ids[s.loss_mask], array, strict=True)
+    }
+    y = 2.0 - 0.4
+    b = 0.9 * 0.4 - 0.3 + 0.45 * y
+    x = 1.0 + 0.9 * 0.3 - 0.2 + 0.45 * b
+    a = 0.9 * 0.2 - 0.1 + 0.45 * x
+    assert got == pytest.approx({2: a, 4: x, 6: b, 8: y}, rel=1e-6)
 
 
 def textbook(rewards: list[float], values: list[float], discount: float, decay: float) -> list[float]:
@@ -167,35 +204,42 @@ def test_gae_per_turn_on_a_chain() -> None:
 @pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_without_discount_and_values_it_is_the_return_of_the_turn(level: str, seed: int) -> None:
+def test_without_discount_and_values_it_is_the_sum_of_what_was_recorded_from_the_turn_on(
+    level: str, seed: int
+) -> None:
     config = ppo(gae_level=level)
     data = build_training_data(random_groups(seed), config)
     made = token_advantages(data, values=per_token(data, lambda _: 0.0), penalties=None, config=config)
     for s, advantages in zip(data.samples, made.advantages, strict=True):
-        returns = turn_returns(data.credit[s.episode_id])
-        assert advantages.tolist() == pytest.approx(returns[s.turn_index[s.loss_mask]].tolist(), abs=1e-5)
+        sums = following(data.rewards[s.episode_id])
+        assert advantages.tolist() == pytest.approx(sums[s.turn_index[s.loss_mask]].tolist(), abs=1e-5)
 
 
 @few
 @forests
-def test_per_turn_the_discount_is_that_of_turn_returns_but_for_the_episode_reward(seed: int) -> None:
+def test_per_turn_the_discount_is_that_of_rewards_to_go_but_for_the_episode_reward(seed: int) -> None:
+    """Of an episode whose calls follow one another, so that each is one level deeper than the last."""
     config = ppo(gae_level="turn", gae_discount=0.6)
     data = build_training_data(random_groups(seed), config)
-    bare = {i: replace(credit, episode_reward=0.0) for i, credit in data.credit.items()}
-    data = replace(data, credit=bare)
+    bare = {
+        i: replace(known, episode=0.0, recorded_before=tuple(range(len(known.turns))))
+        for i, known in data.rewards.items()
+    }
+    data = replace(data, rewards=bare)
     made = token_advantages(data, values=per_token(data, lambda _: 0.0), penalties=None, config=config)
     for s, advantages in zip(data.samples, made.advantages, strict=True):
-        returns = turn_returns(bare[s.episode_id], turn_discount=0.6)
+        rewards = bare[s.episode_id]
+        returns = RewardToGo(turn_discount=0.6).after(rewards, rewards.recorded_before)
         assert advantages.tolist() == pytest.approx(returns[s.turn_index[s.loss_mask]].tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("level", ["token", "turn"])
 @few
 @forests
-def test_a_critic_that_knows_the_returns_leaves_no_advantage(level: str, seed: int) -> None:
+def test_a_critic_that_knows_what_follows_leaves_no_advantage(level: str, seed: int) -> None:
     config = ppo(gae_level=level, gae_lambda=0.8)
     data = build_training_data(random_groups(seed), config)
-    values = [turn_returns(data.credit[s.episode_id])[s.turn_index[s.loss_mask]] for s in data.samples]
+    values = [following(data.rewards[s.episode_id])[s.turn_index[s.loss_mask]] for s in data.samples]
     made = token_advantages(data, values=values, penalties=None, config=config)
     for advantages in made.advantages:
         assert advantages.tolist() == pytest.approx([0.0] * len(advantages), abs=1e-5)
@@ -250,7 +294,7 @@ def test_reinforce_plus_plus_by_its_formulas() -> None:
     "parts",
     [
         {},
-        {"advantage_mean": "batch", "advantage_std": "batch", "turn_discount": 0.5},
+        {"advantage_mean": "batch", "advantage_std": "batch", "credit": "reward_to_go", "turn_discount": 0.5},
         {"leave_one_out": True, "advantage_std": "none", "drop_equal_groups": False},
     ],
 )
@@ -269,27 +313,117 @@ def test_a_penalty_of_zero_leaves_the_advantages_of_the_group(parts: dict, seed:
 
 @few
 @forests
-def test_penalties_flow_up_as_rewards_of_turns_do(seed: int) -> None:
-    """Charged at a turn's first token, a penalty is a negative reward of the turn, to that token."""
+def test_penalties_to_go_are_the_sum_of_what_is_sampled_later(seed: int) -> None:
+    """The rest of the turn, and the turns that were recorded after it, each discounted by how much deeper
+    it is: a turn that was recorded before this one was not caused by it."""
+    groups = random_groups(seed)
+    episodes = {r.episode.id: r.episode for g in groups for r in g.rollouts}
     config = AlgorithmConfig(
-        advantage_mean="none", advantage_std="none", turn_discount=0.7, drop_equal_groups=False,
-        kl_in="reward", kl_coefficient=2.0,
+        advantage_mean="none", advantage_std="none", credit="reward_to_go", turn_discount=0.7,
+        drop_equal_groups=False, kl_in="reward", kl_coefficient=2.0,
     )  # fmt: skip
+    data = build_training_data(groups, config)
+    kl = random_numbers(data, seed)
+    made = token_advantages(data, values=None, penalties=kl, config=config)
+    for episode_id, recorded in episodes.items():
+        rewards, depths = data.rewards[episode_id], defined_depths(recorded)
+        charged = by_turn(data, episode_id, kl)
+        returns = RewardToGo(turn_discount=0.7).after(rewards, rewards.recorded_before)
+        got = by_turn(data, episode_id, made.advantages)
+        direct = penalties_to_go(
+            rewards, {t: np.array(costs) for t, costs in charged.items()}, turn_discount=0.7
+        )
+        for place, costs in charged.items():
+            after = sum(
+                0.7 ** max(0, depths[u] - depths[place]) * sum(charged[u]) for u in charged if u > place
+            )
+            paid = [sum(costs[i:]) + after for i in range(len(costs))]
+            assert direct[place].tolist() == pytest.approx(paid, abs=1e-9)
+            expected = [returns[place] - 2.0 * each for each in paid]
+            assert got[place] == pytest.approx(expected, abs=1e-4)
+
+
+def token_statistics(**fields: object) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(
+        {"advantage_statistics": "token", "drop_equal_groups": False, **fields}
+    )
+
+
+def test_statistics_over_tokens_count_a_long_episode_more() -> None:
+    """REINFORCE++ by hand: scores 0, with three tokens, and 1, with one; mean 1/4, variance 3/16 · 4/3."""
+    groups = [
+        group([episode([turn("a", sampled=[1, 2, 3])], 0.0), episode([turn("b", sampled=[4])], 1.0, id="f")])
+    ]
+    config = token_statistics()
+    data = build_training_data(groups, config)
+    assert config.needs_token_credit and all((s.advantages == 0).all() for s in data.samples)
+    made = token_advantages(data, values=None, penalties=None, config=config)
+    assert made.advantages[0].tolist() == pytest.approx([-0.25 / (0.5 + 1e-5)] * 3)
+    assert made.advantages[1].tolist() == pytest.approx([0.75 / (0.5 + 1e-5)]) and made.value_targets is None
+    centred = token_statistics(advantage_std="none")
+    plain = token_advantages(data, values=None, penalties=None, config=centred)
+    assert [a.tolist() for a in plain.advantages] == [[-0.25] * 3, [0.75]]
+
+
+@pytest.mark.parametrize("where", ["group", "batch"])
+@pytest.mark.parametrize("credit", ["episode", "reward_to_go"])
+@few
+@forests
+def test_statistics_over_tokens_are_equation_10(where: str, credit: str, seed: int) -> None:
+    """arXiv 2501.03262: A_t = return − β Σ_{i ≥ t} KL(i), less the mean and over the deviation of tokens."""
+    config = token_statistics(
+        advantage_mean=where, advantage_std=where, credit=credit, kl_in="reward", kl_coefficient=0.1
+    )
     data = build_training_data(random_groups(seed), config)
-    firsts, penalties = [], []
-    for s in data.samples:
+    kl = random_numbers(data, seed)
+    got = token_advantages(data, values=None, penalties=kl, config=config)
+    raw = []
+    for s, own in zip(data.samples, kl, strict=True):
+        rewards = data.rewards[s.episode_id]
+        charged = by_turn(data, s.episode_id, kl)
+        assert config.estimator.kind == "group"
+        returns = config.estimator.credit.after(rewards, rewards.recorded_before)  # type: ignore[union-attr]
         turns = s.turn_index[s.loss_mask]
-        first = np.diff(turns, prepend=-1) != 0
-        firsts.append(first)
-        penalties.append(np.where(first, np.cos(turns + len(s.episode_id)), 0.0))
-    made = token_advantages(data, values=None, penalties=penalties, config=config)
-    for s, got, first in zip(data.samples, made.advantages, firsts, strict=True):
-        credit = data.credit[s.episode_id]
-        charged = by_turn(data, s.episode_id, penalties)
-        own = credit.rewards - 2.0 * np.array([sum(charged.get(t, [])) for t in range(len(credit.parents))])
-        expected = turn_returns(replace(credit, rewards=own), turn_discount=0.7)
-        turns = s.turn_index[s.loss_mask][first]
-        assert got[first].tolist() == pytest.approx(expected[turns].tolist(), abs=1e-5)
+        rest = [
+            sum(own[i:][turns[i:] == turns[i]]) + sum(sum(charged[u]) for u in charged if u > turns[i])
+            for i in range(len(own))
+        ]
+        raw.append([returns[t] - 0.1 * each for t, each in zip(turns, rest, strict=True)])
+    for s, advantages, values in zip(data.samples, got.advantages, raw, strict=True):
+        pool = [
+            value
+            for other, of_other in zip(data.samples, raw, strict=True)
+            if where == "batch" or other.group_id == s.group_id
+            for value in of_other
+        ]
+        if np.ptp(pool) < 1e-9:
+            continue
+        deviation = np.std(pool, ddof=1) if len(pool) > 1 else 0.0
+        expected = [(value - np.mean(pool)) / (deviation + 1e-5) for value in values]
+        assert advantages.tolist() == pytest.approx(expected, rel=1e-4, abs=1e-4)
+
+
+def test_what_another_sample_trains_is_scored_and_has_no_advantage() -> None:
+    """GSPO scores the shared turn in both branches; the critic's value there is of no state of the second."""
+    turns = [
+        turn("a", prompt=[1], sampled=[2, 3]), turn("b", "a", prompt=[4], sampled=[5]),
+        turn("c", "a", prompt=[6], sampled=[7]),
+    ]  # fmt: skip
+    forked = [group([episode(turns, 2.0, by_turn={"b": 1.0})])]
+    plain, by_path = ppo(), ppo(policy_loss="gspo")
+    known = {2: 0.3, 3: -0.2, 5: 0.5, 7: 0.9}
+    alone = build_training_data(forked, plain)
+    shared = build_training_data(forked, by_path)
+    expected = token_advantages(
+        alone, values=per_token(alone, known.__getitem__), penalties=None, config=plain
+    )
+    values = [np.array([known[int(i)] for i in s.token_ids[s.scored_mask]]) for s in shared.samples]
+    assert [len(v) for v in values] == [3, 3]
+    got = token_advantages(shared, values=values, penalties=None, config=by_path)
+    assert expected.value_targets is not None and got.value_targets is not None
+    for mine, theirs in ((got.advantages, expected.advantages), (got.value_targets, expected.value_targets)):
+        assert mine[0].tolist() == theirs[0].tolist()
+        assert mine[1].tolist() == [0.0, 0.0, *theirs[1].tolist()]
 
 
 def test_stale_tokens_are_no_states() -> None:
@@ -331,5 +465,5 @@ def test_what_is_missing_or_has_no_use_is_refused() -> None:
 @pytest.mark.parametrize("bad", [np.zeros(5), np.array([0, 0, np.nan, 0, 0, 0])])
 def test_a_number_too_few_or_not_finite_is_named(bad: np.ndarray) -> None:
     data = build_training_data([group([episode(CHAIN, 1.0)])], ppo())
-    with pytest.raises(TrainingError, match="group g, episode e: values .* 5 of them finite, for 6 trained"):
+    with pytest.raises(TrainingError, match="group g, episode e: values .* 5 of them finite, for 6 scored"):
         token_advantages(data, values=[bad], penalties=None, config=ppo())

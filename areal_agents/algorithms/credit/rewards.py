@@ -6,6 +6,7 @@ rewards of an episode sum to its score.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -100,8 +101,8 @@ class EpisodeRewards:
 
     @property
     def score(self) -> float:
-        """The sum of all rewards, each once."""
-        return float(self.turns.sum()) + self.episode
+        """The sum of all rewards, each once, rounded once: the order of recording does not change it."""
+        return math.fsum([*self.turns.tolist(), self.episode])
 
     @property
     def depths(self) -> npt.NDArray[np.int64]:
