@@ -335,7 +335,8 @@ def random_turns(draw: st.DrawFn, name: str) -> tuple[Turn, ...]:
                 f"{name}-{number}",
                 None if parent is None else f"{name}-{parent}",
                 sampled=range(draw(st.integers(1, 3))),
-                constrained=draw(st.integers(0, 5)) == 0,
+                constrained=(kind := draw(st.integers(0, 7))) == 0,
+                discarded="disconnected" if kind == 1 else "",
                 recorded_before=k,
             )
         )
@@ -426,7 +427,7 @@ def test_every_advantage_is_that_of_the_definition(
         for place in np.flatnonzero(sample.loss_mask).tolist():
             own = order[sample.episode_id][sample.turn_index[place]]
             trained.setdefault(own.id, []).append(float(sample.advantages[place]))
-    assert trained.keys() == {key for key, own in turns.items() if not own.constrained}
+    assert trained.keys() == {key for key, own in turns.items() if not (own.constrained or own.discarded)}
     for key, values in trained.items():
         assert len(values) == len(turns[key].completion)
         np.testing.assert_allclose(values, expected[key], rtol=1e-5, atol=1e-5)
