@@ -21,6 +21,7 @@ from areal_agents.algorithms.flops import ModelShape
 from areal_agents.algorithms.packing import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
+from areal_agents.training.compatibility import logit_scale
 from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.experts import has_experts, prepare_replay
@@ -66,9 +67,11 @@ class Policy(nn.Module):
         saved_dtype: torch.dtype = torch.float32,
         chunk_logits: int = CHUNK_LOGITS,
         lora: LoraOptions | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.logit_scale = logit_scale  # logits = scale · head(hidden), see `compatibility.logit_scale`
         self.saved_dtype = saved_dtype  # of the folder it came from, and of the versions published
         self.chunk_logits = chunk_logits
         self.lora = lora
@@ -92,7 +95,7 @@ class Policy(nn.Module):
         return token_logprobs(
             hidden_rows(self.model, batch),
             batch.target_ids,
-            batch.temperatures,
+            batch.temperatures / self.logit_scale,
             self.model.get_output_embeddings(),
             chunk_logits=self.chunk_logits,
             entropy_gradient=entropy_gradient,
@@ -126,6 +129,7 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     Raises:
         ValueError: images for a model that takes none, or images or recorded routing on rows that
             several ranks share.
+        TrainingError: recorded routing for a model without routers that can replay it.
     """
     vision = sees_images(model.config)
     if batch.images is not None and not vision:
@@ -138,6 +142,11 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     else:
         inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     if batch.routed_experts is not None:
+        if not has_experts(model):
+            raise TrainingError(
+                f"{type(model).__name__} has no router that can replay the recorded routing; leave "
+                "engine.routed_experts off"
+            )
         inputs["routed_experts"] = batch.routed_experts
     output: Any = model.get_decoder()(use_cache=False, segments=attention.plan(batch), **inputs)
     hidden: Tensor = output.last_hidden_state
@@ -148,13 +157,12 @@ def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = Model
     """Load a Hugging Face folder in float32 and shard it over the ranks.
 
     Raises:
-        TrainingError: the folder cannot be loaded, lacks weights, has other layers than those of
-            full attention, which alone keep packed samples apart, or cannot be shared by the ranks of
-            a context.
+        TrainingError: the folder cannot be loaded, lacks weights, has layers or logits that packed samples
+            do not support (see `compatibility`), or cannot be shared by the ranks of a context.
     """
 
     def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
-        return Policy(model, saved_dtype=saved_dtype, lora=options.lora)
+        return Policy(model, saved_dtype=saved_dtype, lora=options.lora, logit_scale=logit_scale(model))
 
     policy = load_sharded(path, ranks, root, options=options)
     register_fsdp_forward_method(policy, "backbone")
