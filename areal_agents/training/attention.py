@@ -295,12 +295,17 @@ def _attention_forward(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     *,
-    segments: AttentionPlan | AttentionProbe,
+    segments: AttentionPlan | AttentionProbe | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls; returns [1, T, H, D]. Arguments that would change the result are refused."""
+    if segments is None:
+        raise TrainingError(
+            f"{type(module).__name__} gets no keyword arguments from its model, and so not the plan of the "
+            "packed rows; choose a model of another family"
+        )
     _check_call(module, query, key, value, attention_mask, s_aux, kwargs)
     if isinstance(segments, AttentionProbe):
         segments.calls.append(AttentionCall(module, sliding_window or None, s_aux is not None))

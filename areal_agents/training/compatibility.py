@@ -10,7 +10,7 @@ random hidden states and logits.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,10 +50,10 @@ def check_layers(model: PreTrainedModel) -> None:
             f"({', '.join(sorted(kinds)) or 'with attention of their own'}); only models with full or "
             "sliding-window attention, through transformers' attention interface, can train"
         )
-    rotary = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    if rotary in ("dynamic", "longrope"):
+    rotary = _rope_types(getattr(text, "rope_parameters", None) or {}) & {"dynamic", "longrope"}
+    if rotary:
         raise TrainingError(
-            f"rotary frequencies of type {rotary} depend on the longest sample of a micro-batch, "
+            f"rotary frequencies of type {', '.join(rotary)} depend on the longest sample of a micro-batch, "
             "and would make one sample depend on another; choose a fixed type, such as yarn"
         )
     blocks = getattr(decoder, "layers", None)
@@ -74,6 +74,12 @@ def check_layers(model: PreTrainedModel) -> None:
         _check_block(text, index, own, name)
 
 
+def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
+    """The types of rotary frequencies, which a model may have by type of layer."""
+    by_layer = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return {str(entry["rope_type"]) for entry in (parameters, *by_layer) if "rope_type" in entry}
+
+
 def _attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """The attention calls of one forward pass of the decoder, in order."""
     probe = AttentionProbe()
@@ -86,8 +92,9 @@ def _attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
         raise
     except Exception as error:  # whatever the code of some model raises for inputs that it cannot take
         raise TrainingError(
-            f"the forward pass of {type(decoder).__name__} fails on packed samples "
-            f"({type(error).__name__}: {error}); transformers' code for this family cannot be used in training"
+            f"the forward pass of {type(decoder).__name__} could not be followed without weights "
+            f"({type(error).__name__}: {error}), so that it is not known whether packed samples stay apart; "
+            "choose a model of another family"
         ) from error
     return probe.calls
 
@@ -148,7 +155,7 @@ def logit_scale(model: PreTrainedModel) -> float:
     received: list[Tensor] = []
 
     def decode(*args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=hidden.clone())
+        return _Decoded(last_hidden_state=hidden.clone())
 
     def project(states: Tensor) -> Tensor:
         received.append(states)
@@ -169,6 +176,14 @@ def logit_scale(model: PreTrainedModel) -> float:
             "(for example because they are softcapped): this is not supported; choose a model without it"
         )
     return before * after
+
+
+class _Decoded(MoeModelOutputWithPast):
+    """A decoder's output in which every other field, of whatever family, is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
 
 
 def _factor(got: Tensor, given: Tensor) -> float | None:

@@ -31,6 +31,7 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "multi_query_group_num": 2,
     "head_dim": 8,
+    "rotary_dim": 8,
     "sliding_window": WINDOW,
     "eos_token_id": 1,
     "initializer_range": 0.15,
@@ -41,8 +42,13 @@ DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_lay
 
 
 def families() -> list[str]:
-    """The model types of transformers' causal language models."""
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    """The model types of transformers' causal language models that read nothing but text."""
+    return [family for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) if _reads_text(family)]
+
+
+def _reads_text(family: str) -> bool:
+    others = getattr(CONFIG_MAPPING[family], "sub_configs", None) or {}
+    return not any("vision" in name or "audio" in name or "vq" in name for name in others)
 
 
 def tiny_config(family: str) -> PretrainedConfig:
@@ -50,8 +56,11 @@ def tiny_config(family: str) -> PretrainedConfig:
     kind = CONFIG_MAPPING[family]
     default = kind().to_dict()
     values = {name: size for name, size in SIZES.items() if default.get(name) is not None}
-    if "num_key_value_heads" in default:  # None means as many as there are heads, in most families
-        values["num_key_value_heads"] = 2
+    for name in ("num_key_value_heads", "head_dim", "n_routed_experts"):  # None is another size's function
+        if name in default:
+            values[name] = SIZES[name]
+    if "kv_lora_rank" in default:  # latent attention has no groups of heads
+        values["num_key_value_heads"] = SIZES["num_attention_heads"]
     deep = next((name for name in DEPTHS if isinstance(default.get(name), int)), None)
     depth = default[deep] if deep else 0
     layers = max(2, len(set(default.get("layer_types") or ())))
