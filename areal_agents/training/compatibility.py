@@ -62,8 +62,6 @@ def check_layers(model: PreTrainedModel) -> None:
             f"the decoder of {name} ({type(decoder).__name__}) has no list of blocks named `layers`, which "
             "sharding needs; choose a model of a newer family, such as Qwen3 or Llama"
         )
-    if sees_images(model.config):
-        return  # only families of `images.SUPPORTED` come here, and their decoder takes embeddings
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise TrainingError(
             f"the decoder of {name} takes no position_ids: the positions of packed samples would be wrong"
@@ -85,9 +83,16 @@ def _attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
     probe = AttentionProbe()
     rows = torch.arange(ROWS, device="meta")[None]
     decoder: Any = model.get_decoder()
+    inputs = {"input_ids": rows, "position_ids": rows}
+    if sees_images(model.config):  # as images.vision_inputs
+        width = model.config.get_text_config().hidden_size
+        inputs = {
+            "inputs_embeds": torch.zeros(1, ROWS, width, device="meta"),
+            "position_ids": rows.expand(3, 1, ROWS),
+        }
     try:
         with torch.no_grad(), without_experts(decoder):
-            decoder(input_ids=rows, position_ids=rows, use_cache=False, segments=probe)
+            decoder(**inputs, use_cache=False, segments=probe)
     except TrainingError:
         raise
     except Exception as error:  # whatever the code of some model raises for inputs that it cannot take
