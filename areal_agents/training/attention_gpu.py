@@ -2,13 +2,15 @@
 
 Both are fused, and neither meets a [T, T] mask. Documents that share nothing are rows that cu_seqlens
 cuts; in a tree, row q sees row k if k ≤ q and q lies before the end of what continues k's segment,
-which is one number per row, and whole blocks that see nothing or everything are known beforehand.
+which is one number per row, and whole blocks that see nothing or everything are known beforehand. A
+sliding window bounds the difference of the rows' positions. Attention sinks need the log-sum-exp with its
+gradient, which FlexAttention gives and flash attention does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -31,12 +33,22 @@ class GpuPlan:
     Attributes:
         documents: [documents + 1] int32, where each starts and the last ends; None for a tree.
         longest: rows of the longest document.
-        block_mask: of FlexAttention, over the rows padded to a few sizes, each compiled once.
+        segments, device: of the block masks.
+        block_masks: of FlexAttention by sliding window, over the rows padded to a few sizes, each compiled
+            once. The masks are made when the first layer asks for one.
     """
 
     documents: Tensor | None
     longest: int
-    block_mask: Any
+    segments: tuple[Segment, ...]
+    device: torch.device
+    block_masks: dict[int | None, Any] = field(default_factory=dict)
+
+    def block_mask(self, window: int | None = None) -> Any:
+        """The block mask of layers with this sliding window."""
+        if window not in self.block_masks:
+            self.block_masks[window] = tree_block_mask(self.segments, self.device, window=window)
+        return self.block_masks[window]
 
 
 def gpu_plan(segments: Sequence[Segment], device: torch.device) -> GpuPlan:
@@ -46,26 +58,45 @@ def gpu_plan(segments: Sequence[Segment], device: torch.device) -> GpuPlan:
     return GpuPlan(
         documents=torch.tensor(starts, dtype=torch.int32, device=device) if alone else None,
         longest=max(s.end - s.start for s in segments),
-        block_mask=tree_block_mask(segments, device),
+        segments=tuple(segments),
+        device=device,
     )
 
 
-def gpu_attention(query: Tensor, key: Tensor, value: Tensor, plan: GpuPlan, scale: float) -> Tensor:
+def gpu_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: GpuPlan,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
     """Flash attention where nothing is shared and the type is 16 bits wide, else FlexAttention.
 
     Args:
         query: [1, H, T, D]; key, value: [1, KV, T, D] with H a multiple of KV.
+        sinks: [H], the logit of each head's attention sink; always by FlexAttention.
+        window: the number of positions that a row sees, its own included; None for all of them.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if plan.documents is not None and half and query.shape[-1] == value.shape[-1]:
-        return varlen_attention(query, key, value, plan.documents, plan.longest, scale)
-    return flex_tree_attention(query, key, value, plan.block_mask, scale)
+    if plan.documents is not None and half and query.shape[-1] == value.shape[-1] and sinks is None:
+        return varlen_attention(query, key, value, plan.documents, plan.longest, scale, window=window)
+    return flex_tree_attention(query, key, value, plan.block_mask(window), scale, sinks=sinks)
 
 
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Tensor, longest: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Tensor,
+    longest: int,
+    scale: float,
+    *,
+    window: int | None = None,
 ) -> Tensor:
-    """Causal flash attention within each document; runs on a GPU only."""
+    """Causal flash attention within each document, over `window` positions; runs on a GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
     out = varlen_attn(
@@ -77,21 +108,36 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(-1, 0),
+        window_size=(-1 if window is None else window - 1, 0),  # to the left, without the row's own
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
 
 
-def flex_tree_attention(query: Tensor, key: Tensor, value: Tensor, block_mask: Any, scale: float) -> Tensor:
-    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU."""
+def flex_tree_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    block_mask: Any,
+    scale: float,
+    *,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU; sinks as in `gpu_attention`."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
     rows = query.shape[2]
     padding = block_mask.shape[-1] - rows
     query, key, value = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (query, key, value))
-    out: Tensor = _flex(query.is_cuda)(
-        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    options = {"block_mask": block_mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
+    out: Tensor
+    if sinks is None:
+        out = _flex(query.is_cuda)(query, key, value, **options)
+    else:
+        out, aux = _flex(query.is_cuda)(query, key, value, **options, return_aux=AuxRequest(lse=True))
+        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+        out = (out * share[..., None]).to(out.dtype)
     return out[:, :, :rows]
 
 
@@ -103,28 +149,40 @@ def _flex(compiled: bool) -> Any:
     return torch.compile(flex_attention, dynamic=True, fullgraph=True) if compiled else flex_attention
 
 
-def tree_block_mask(segments: Sequence[Segment], device: torch.device) -> Any:
+def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window: int | None = None) -> Any:
     """FlexAttention's mask of a token tree, its blocks found from the segments in O((T / 128)²).
 
-    The rows are padded to a power of two; a row of padding sees itself.
+    The rows are padded to a power of two; a row of padding sees itself. With a window a row sees only
+    rows whose position is less than `window` below its own.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     rows = max(LEAST_ROWS, 1 << (segments[-1].end - 1).bit_length())
     until = np.arange(1, rows + 1)
+    positions = np.zeros(rows, np.int64)
     for segment in segments:
         until[segment.start : segment.end] = segment.subtree_end
+        positions[segment.start : segment.end] = segment.position + np.arange(segment.end - segment.start)
     seen_until = torch.from_numpy(until).to(device)
+    position = torch.from_numpy(positions).to(device)
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return (column <= row) & (row < seen_until[column])
 
+    def in_window(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        near = position[row] - position[column] < window
+        return (column <= row) & (row < seen_until[column]) & near
+
     partial, full = _blocks(until)
+    if window is not None:
+        any_near, all_near = _near_blocks(positions, window)
+        diagonal = np.eye(len(full), dtype=bool)
+        partial, full = ((partial | full) & any_near & ~(full & all_near)) | diagonal, full & all_near
     return BlockMask.from_kv_blocks(
         *_listed(partial, device),
         *_listed(full, device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
+        mask_mod=visible if window is None else in_window,
         seq_lengths=(rows, rows),
     )
 
@@ -138,6 +196,15 @@ def _blocks(until: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.ND
     full = before & (by_block.min(1)[None, :] >= (index[:, None] + 1) * BLOCK)
     diagonal = np.eye(len(by_block), dtype=bool)
     return (any_seen & ~full) | diagonal, full
+
+
+def _near_blocks(
+    positions: npt.NDArray[np.int64], window: int
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Which blocks may have a row, and which have all rows, within the window of blocks of columns."""
+    by_block = positions.reshape(-1, BLOCK)
+    low, high = by_block.min(1), by_block.max(1)
+    return low[:, None] - high[None, :] < window, high[:, None] - low[None, :] < window
 
 
 def _listed(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -106,6 +106,13 @@ def rows_to_heads(
     return gathered[0][None], gathered[1][None], gathered[2][None]
 
 
+def own_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The entries [H/n] of this rank's heads in an array [H] with one per head, in `rows_to_heads`' order."""
+    size = len(tensor) // dist.get_world_size(group)
+    start = dist.get_rank(group) * size
+    return tensor[start : start + size]
+
+
 def _gather_rows(tensor: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     heads, rows, width = tensor.shape
     sent = tensor.reshape(count, heads // count, rows, width)  # a rank's heads are neighbours

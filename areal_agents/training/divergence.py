@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_agents.algorithms.losses.distillation import reverse_kl_top_k
-from areal_agents.training.logprobs import chunk_rows, chunks, scaled_logits
+from areal_agents.training.logprobs import add_product, chunk_rows, chunks, scaled_logits, wide_zeros
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,11 +36,13 @@ class FullTargets:
     Attributes:
         hidden: [N, d_T] the teacher's last hidden states.
         weight, bias: [V, d_T] and [V] of its output layer.
+        temperatures: [N] what the layer's outputs are divided by.
     """
 
     hidden: Tensor
     weight: Tensor
     bias: Tensor | None
+    temperatures: Tensor
 
 
 def reverse_kl(
@@ -55,7 +57,7 @@ def reverse_kl(
 
     Args:
         hidden: [N, d] of the policy.
-        temperatures: [N], of both distributions.
+        temperatures: [N] what the policy's logits are divided by.
         targets: the teacher's; with `TopTargets` see `reverse_kl_top_k`.
         chunk_logits: bound on C · V.
 
@@ -72,7 +74,15 @@ def reverse_kl(
             f"{head.out_features}; distillation needs a teacher with the policy's tokenizer and vocabulary"
         )
     divergence: Tensor = _ReverseKl.apply(
-        hidden, head.weight, head.bias, temperatures, targets.hidden, targets.weight, targets.bias, rows
+        hidden,
+        head.weight,
+        head.bias,
+        temperatures,
+        targets.hidden,
+        targets.weight,
+        targets.bias,
+        targets.temperatures,
+        rows,
     )
     return divergence
 
@@ -126,7 +136,7 @@ class _LogprobsAt(torch.autograd.Function):
             p = torch.softmax(scaled_logits(h, weight, bias, t), -1)
             d_scores = p.mul_(-g.sum(-1, keepdim=True)).scatter_add_(1, y, g)
             sums.add(h, d_scores.div_(t[:, None]))
-        return sums.hidden(), sums.weight, sums.bias, None, None, None
+        return sums.hidden, sums.weight, sums.bias, None, None, None
 
 
 class _ReverseKl(torch.autograd.Function):
@@ -145,48 +155,66 @@ class _ReverseKl(torch.autograd.Function):
         t_hidden: Tensor,
         t_weight: Tensor,
         t_bias: Tensor | None,
+        t_temperatures: Tensor,
         rows: int,
     ) -> Tensor:
         parts = []
-        for h, t, th in chunks(rows, hidden, temperatures, t_hidden):
+        for h, t, th, tt in chunks(rows, hidden, temperatures, t_hidden, t_temperatures):
             log_p = torch.log_softmax(scaled_logits(h, weight, bias, t), -1)
-            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, t), -1)
+            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, tt), -1)
             parts.append((log_p.exp_() * gap).sum(-1))
         divergence = torch.cat(parts)
-        ctx.save_for_backward(hidden, weight, bias, temperatures, t_hidden, t_weight, t_bias, divergence)
+        teacher = (t_hidden, t_weight, t_bias, t_temperatures)
+        ctx.save_for_backward(hidden, weight, bias, temperatures, *teacher, divergence)
         ctx.rows = rows
         return divergence
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        hidden, weight, bias, temperatures, t_hidden, t_weight, t_bias, divergence = ctx.saved_tensors
+        hidden, weight, bias, temperatures, *teacher, divergence = ctx.saved_tensors
+        t_hidden, t_weight, t_bias, t_temperatures = teacher
         sums = _HeadGradient(ctx, hidden, weight, bias)
-        for h, t, th, d, g in chunks(ctx.rows, hidden, temperatures, t_hidden, divergence, grads[0]):
+        arrays = (hidden, temperatures, t_hidden, t_temperatures, divergence, grads[0])
+        for h, t, th, tt, d, g in chunks(ctx.rows, *arrays):
             log_p = torch.log_softmax(scaled_logits(h, weight, bias, t), -1)
-            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, t), -1)
+            gap = log_p - torch.log_softmax(scaled_logits(th, t_weight, t_bias, tt), -1)
             d_scores = gap.sub_(d[:, None]).mul_(log_p.exp_()).mul_((g / t)[:, None])
             sums.add(h, d_scores)
-        return sums.hidden(), sums.weight, sums.bias, None, None, None, None, None
+        return sums.hidden, sums.weight, sums.bias, None, None, None, None, None, None
 
 
 class _HeadGradient:
-    """Gradients of an output layer's inputs, summed over the chunks of its rows in order."""
+    """Gradients of an output layer and of its inputs, summed over the chunks of its rows in order.
+
+    Those of the layer are summed in at least float32 whatever its type.
+    """
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._head = weight
-        self._parts: list[Tensor] = [hidden[:0]]
-        self.weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        self.bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        self._head, self._hidden = weight, hidden
+        self._parts: list[Tensor] = []
+        self._weight = wide_zeros(weight) if ctx.needs_input_grad[1] else None
+        self._bias = wide_zeros(bias) if bias is not None and ctx.needs_input_grad[2] else None
 
     def add(self, hidden: Tensor, d_logits: Tensor) -> None:
         """Add a chunk: its rows [C, d] and the gradient by its logits [C, V]."""
+        if self._bias is not None:
+            self._bias += d_logits.sum(0)
         d_logits = d_logits.to(self._head.dtype)
         self._parts.append(d_logits @ self._head)
-        if self.weight is not None:
-            self.weight.addmm_(d_logits.T, hidden)
-        if self.bias is not None:
-            self.bias += d_logits.sum(0)
+        if self._weight is not None:
+            add_product(self._weight, d_logits.T, hidden)
 
+    @property
     def hidden(self) -> Tensor:
         """[N, d]"""
-        return torch.cat(self._parts)
+        return torch.cat([self._hidden[:0], *self._parts])
+
+    @property
+    def weight(self) -> Tensor | None:
+        """[V, d]; None if it is not wanted."""
+        return None if self._weight is None else self._weight.to(self._head.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]; None if it is not wanted."""
+        return None if self._bias is None else self._bias.to(self._head.dtype)

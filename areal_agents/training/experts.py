@@ -63,10 +63,14 @@ def _replaying(router: Any) -> Any:
     forward = router.forward
     weigh: Weigh | None = None
 
-    def route(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Router logits [T, E], weights [T, k] of the chosen experts, and the choice [T, k]."""
+    def route(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Router logits [T, E], weights [T, k] of the chosen experts, and the choice [T, k].
+
+        The arguments are the router's own: the hidden states and, in some families (MiniMax-M2), a bias
+        per expert that takes part in the choice and not in the weights.
+        """
         nonlocal weigh
-        logits, weights, chosen = forward(hidden)
+        logits, weights, chosen = forward(*args, **kwargs)
         if router.recorded is None:
             return logits, weights, chosen
         if router.recorded.shape != chosen.shape:
@@ -88,7 +92,7 @@ def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> W
     which may be divided by their sum, and scaled.
     """
     errors: dict[Weigh, float] = {}
-    scales = {1.0, float(getattr(router, "routed_scaling_factor", None) or 1.0)}
+    scales = {1.0, *_scales(router)}
     if weights.shape == chosen.shape:
         with torch.no_grad():
             scores: tuple[Callable[[Tensor], Tensor], ...] = (_softmax, torch.sigmoid)
@@ -103,6 +107,12 @@ def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> W
             "experts otherwise; leave engine.routed_experts off"
         )
     return best
+
+
+def _scales(router: Any) -> set[float]:
+    """Constants by which the router may multiply its weights; families name the attribute differently."""
+    settings = vars(router).items()
+    return {float(value) for name, value in settings if "scal" in name and isinstance(value, int | float)}
 
 
 def _weights(

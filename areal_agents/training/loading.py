@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
@@ -38,18 +38,12 @@ from transformers.core_model_loading import (
 
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
+from areal_agents.training.compatibility import check_layers, logit_scale
 from areal_agents.training.images import SUPPORTED, sees_images
 from areal_agents.training.sharding import local_rows
 from areal_agents.training.stored import Checkpoint, Stored
 
 _SHOWN = 8  # names in an error
-_AFTER_HEAD = (  # settings by which models scale or bound what their head computes
-    "logit_scale",
-    "logits_scaling",
-    "final_logit_softcapping",
-    "lm_head_multiplier",
-    "output_multiplier",
-)
 
 
 def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, torch.dtype]:
@@ -59,8 +53,8 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
         head: whether the model has its output matrix; the bare backbone otherwise.
 
     Raises:
-        TrainingError: no such folder, a configuration that transformers cannot read, a model whose rows
-            meet in something else than attention over all of them, or whose logits are not its head's.
+        TrainingError: no such folder, a configuration that transformers cannot read, or a model that
+            cannot train, see `compatibility`.
     """
     if not folder.is_dir():
         raise TrainingError(f"{folder}: cannot load the model: not a folder")
@@ -79,49 +73,25 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
             kernels = {"text_config": attention.NAME, "vision_config": "sdpa"}
         with torch.device("meta"):
             model = kind.from_config(config, dtype=torch.float32, attn_implementation=kernels)
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise TrainingError(
+                f"{folder}: cannot load the model: no {error} in its configuration"
+            ) from error
+        raise TrainingError(  # the family chooses among attention classes of its own by this name
+            f"{folder}: packed samples would meet in the layers of {config.model_type}, whose attention does not "
+            "go through transformers' attention interface; choose a model of another family"
+        ) from error
     except Exception as error:  # transformers raises types of several libraries for a bad folder
         raise TrainingError(f"{folder}: cannot load the model: {error}") from error
-    _check_layers(model, folder)
-    if head:
-        _check_head(model, folder)
+    try:
+        check_layers(model)
+        if head:
+            logit_scale(model)
+    except TrainingError as error:
+        raise TrainingError(f"{folder}: {error}") from error
     config.get_text_config().attention_dropout = 0.0
     return model, saved_dtype
-
-
-def _check_layers(model: PreTrainedModel, folder: Path) -> None:
-    """Whether rows meet in nothing but attention over all rows, which alone keeps packed samples apart.
-
-    A recurrent state or a convolution would go on from one sample into the next, a model with attention
-    of its own would not even be causal (it gets no mask), and some rotary frequencies depend on the
-    longest sample that there is.
-    """
-    text = model.config.get_text_config()
-    kinds: set[str] = set(getattr(text, "layer_types", None) or ())
-    if "sliding_attention" in kinds or (not kinds and getattr(text, "sliding_window", None)):
-        raise TrainingError(f"{folder}: sliding-window attention is not supported")
-    convolves = any(isinstance(module, nn.Conv1d) for module in model.get_decoder().modules())
-    if kinds - {"full_attention"} or convolves or not model._supports_attention_backend:
-        raise TrainingError(
-            f"{folder}: packed samples would meet in the layers of {type(model).__name__} "
-            f"({', '.join(sorted(kinds)) or 'with attention of their own'}); only models with full "
-            "attention, through transformers' attention interface, can train"
-        )
-    rotary = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    if rotary in ("dynamic", "longrope"):
-        raise TrainingError(
-            f"{folder}: rotary frequencies of type {rotary} depend on the longest sample of a micro-batch, "
-            "and would make one sample depend on another; choose a fixed type, such as yarn"
-        )
-
-
-def _check_head(model: PreTrainedModel, folder: Path) -> None:
-    """Whether the logits are what the head computes, since `logprobs.token_logprobs` calls it alone."""
-    text = model.config.get_text_config()
-    after = [name for name in _AFTER_HEAD if getattr(text, name, None) not in (None, 1)]
-    if after:
-        raise TrainingError(
-            f"{folder}: the model changes its logits after the head ({after[0]}), which is not supported"
-        )
 
 
 def load_weights(model: PreTrainedModel, folder: Path) -> int:

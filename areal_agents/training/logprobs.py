@@ -4,6 +4,11 @@ Only the hidden rows that predict a trained token meet the output matrix, in chu
 pass computes each chunk's logits again and turns them into their own gradient in place, so that
 about one chunk of logits [C, V] lives at a time and the gradient of the matrix is summed in one
 array. Few logits are kept instead, and nothing is computed twice.
+
+Logits are float32 also where hidden states and matrix are bfloat16: a logit of 20 rounded to bfloat16
+is off by up to 1/16, and so is the logprob. Gradients by the logits are rounded to the compute type, which
+is a relative error of 2^-9 per entry, and their products with the matrix and the states are summed in
+float32.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from torch.nn import functional as F
 CHUNK_LOGITS = 2**27
 CPU_ROWS = 256  # of a chunk on a CPU: enough for the matrix kernel, and few enough for the cache
 KEPT_LOGITS = 2**25  # so many are kept from the forward to the backward pass, 128 MiB in float32
+TILE = 2**20  # elements of the matrix that are cast, or whose gradient is computed, at a time: 4 MiB
 
 
 def token_logprobs(
@@ -106,30 +112,73 @@ class _TokenLogprobs(torch.autograd.Function):
             torch.zeros_like(entropies) if d is None else d / temperatures for d in (d_logprobs, d_entropies)
         )
         d_hidden = torch.empty_like(hidden)
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        d_bias = torch.zeros_like(bias) if ctx.needs_input_grad[2] else None
+        d_weight = wide_zeros(weight) if ctx.needs_input_grad[1] else None
+        d_bias = wide_zeros(bias) if ctx.needs_input_grad[2] else None
         arrays = (hidden, targets, temperatures, entropies, normalizers, of_logprobs, of_entropies)
         for index, (h, y, temperature, entropy, normalizer, g, e) in enumerate(chunks(ctx.rows, *arrays)):
             log_p = kept[index] - normalizer[:, None] if kept else None
             if log_p is None:
                 log_p = scaled_logits(h, weight, bias, temperature).sub_(normalizer[:, None])
             d_logits = _score_gradient(log_p, y, g, None if d_entropies is None else (e, entropy))
-            d_logits = d_logits.to(weight.dtype)
             del log_p
+            if d_bias is not None:
+                d_bias += d_logits.sum(0)
+            d_logits = d_logits.to(weight.dtype)
             first = index * ctx.rows
             torch.mm(d_logits, weight, out=d_hidden[first : first + len(h)])
             if d_weight is not None:
-                d_weight.addmm_(d_logits.T, h)
-            if d_bias is not None:
-                d_bias += d_logits.sum(0)
+                add_product(d_weight, d_logits.T, h)
             del d_logits
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
     """Logits over temperature [C, V], at least float32, in an array of their own."""
-    logits = F.linear(hidden, weight, bias)
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).div_(temperatures[:, None])
+    return _logits(hidden, weight, bias).div_(temperatures[:, None])
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """hidden · weightᵀ + bias [C, V], summed and stored in at least float32."""
+    if not _is_half(weight):
+        return F.linear(hidden, weight, bias)
+    if weight.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:  # a CPU has no product of 16-bit matrices with a float32 result
+        logits = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=weight.device)
+        wide = hidden.float()
+        for rows in _tiles(weight):
+            torch.mm(wide, weight[rows].float().T, out=logits[:, rows])
+    return logits if bias is None else logits.add_(bias)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left · right for total [V, d]; 16-bit factors are summed in float32, V in tiles."""
+    if not _is_half(right):
+        total.addmm_(left, right)
+        return
+    for rows in _tiles(total):
+        if right.is_cuda:
+            total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
+        else:  # the sum over this chunk's rows is float32 within the kernel, and is rounded once
+            total[rows] += torch.mm(left[rows], right)
+
+
+def wide_zeros(tensor: Tensor) -> Tensor:
+    """Zeros of the tensor's shape, in at least float32."""
+    return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _tiles(matrix: Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix [V, d] with at most TILE elements each, or one row."""
+    size = max(1, TILE // matrix.shape[1])
+    for start in range(0, len(matrix), size):
+        yield slice(start, min(start + size, len(matrix)))
 
 
 def _reduce(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -21,6 +21,7 @@ from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
+from areal_agents.training.compatibility import logit_scale
 from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
@@ -81,9 +82,11 @@ class Policy(nn.Module):
         saved_dtype: torch.dtype = torch.float32,
         chunk_logits: int = CHUNK_LOGITS,
         lora: LoraOptions | None = None,
+        logit_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.model = model
+        self.logit_scale = logit_scale  # logits = scale · head(hidden), see `compatibility.logit_scale`
         self.saved_dtype = saved_dtype  # of the folder it came from, and of the versions published
         self.chunk_logits = chunk_logits
         self.lora = lora
@@ -109,26 +112,29 @@ class Policy(nn.Module):
 
         Args:
             entropy_gradient: whether the entropies are differentiable.
-            teacher: the distributions at the same tokens that the divergence is taken from.
+            teacher: the distributions at the same tokens that the divergence is taken from; its logits are
+                divided by the same numbers as the policy's.
         """
         hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
+        temperatures = batch.temperatures / self.logit_scale
         logprobs, entropies = token_logprobs(
             hidden,
             batch.target_ids,
-            batch.temperatures,
+            temperatures,
             head,
             chunk_logits=self.chunk_logits,
             entropy_gradient=entropy_gradient,
         )
         divergence = None
         if teacher is not None:
-            divergence = reverse_kl(hidden, batch.temperatures, head, teacher, chunk_logits=self.chunk_logits)
+            divergence = reverse_kl(hidden, temperatures, head, teacher, chunk_logits=self.chunk_logits)
         return PolicyOutput(logprobs, entropies, divergence)
 
     def top_logprobs(self, batch: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
         """The k most likely tokens at the scored ones: ids [N, k] int64, logprobs [N, k]. No gradient."""
         hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
-        return top_logprobs(hidden, batch.temperatures, head, k, chunk_logits=self.chunk_logits)
+        temperatures = batch.temperatures / self.logit_scale
+        return top_logprobs(hidden, temperatures, head, k, chunk_logits=self.chunk_logits)
 
     def full_state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
         """Every weight, whole, float32, on the CPU, under the names of published checkpoints.
@@ -158,6 +164,7 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     Raises:
         ValueError: images for a model that takes none, or images or recorded routing on rows that
             several ranks share.
+        TrainingError: recorded routing for a model without routers that can replay it.
     """
     vision = sees_images(model.config)
     if batch.images is not None and not vision:
@@ -170,6 +177,11 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     else:
         inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
     if batch.routed_experts is not None:
+        if not has_experts(model):
+            raise TrainingError(
+                f"{type(model).__name__} has no router that can replay the recorded routing; leave "
+                "engine.routed_experts off"
+            )
         inputs["routed_experts"] = batch.routed_experts
     output: Any = model.get_decoder()(use_cache=False, segments=attention.plan(batch), **inputs)
     hidden: Tensor = output.last_hidden_state
@@ -180,13 +192,12 @@ def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = Model
     """Load a Hugging Face folder in float32 and shard it over the ranks.
 
     Raises:
-        TrainingError: the folder cannot be loaded, lacks weights, has other layers than those of
-            full attention, which alone keep packed samples apart, or cannot be shared by the ranks of
-            a context.
+        TrainingError: the folder cannot be loaded, lacks weights, has layers or logits that packed samples
+            do not support (see `compatibility`), or cannot be shared by the ranks of a context.
     """
 
     def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
-        return Policy(model, saved_dtype=saved_dtype, lora=options.lora)
+        return Policy(model, saved_dtype=saved_dtype, lora=options.lora, logit_scale=logit_scale(model))
 
     policy = load_sharded(path, ranks, root, options=options)
     register_fsdp_forward_method(policy, "backbone")

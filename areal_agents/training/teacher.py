@@ -62,7 +62,8 @@ class HeldTeacher:
         """The teacher's distributions at the N scored tokens of a micro-batch. Collective."""
         with torch.no_grad():  # recorded routing is the policy's, and these are other weights
             hidden = self._policy.backbone(replace(batch, routed_experts=None))
-        return FullTargets(hidden, self._weight, self._bias)
+        temperatures = batch.temperatures / self._policy.logit_scale
+        return FullTargets(hidden, self._weight, self._bias, temperatures)
 
 
 @dataclass(frozen=True, slots=True)

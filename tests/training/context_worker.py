@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
 from areal_agents.algorithms.packing.token_tree import build_tree
 from areal_agents.training.attention import gathered_attention
-from areal_agents.training.context_parallel import heads_to_rows, local_share, rows_to_heads
+from areal_agents.training.context_parallel import heads_to_rows, local_share, own_heads, rows_to_heads
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model import load_policy
 
@@ -48,8 +48,13 @@ def policy_results(folder: Path, group: Ranks) -> tuple[list[tuple[Tensor, ...]]
     return entries, gradients
 
 
-def attention_difference(heads: int, kv_heads: int, group: dist.ProcessGroup) -> float:
-    """Largest difference of outputs and gradients, attention of all rows here against split rows."""
+def attention_difference(
+    heads: int, kv_heads: int, group: dist.ProcessGroup, window: int | None = None
+) -> float:
+    """Largest difference of outputs and gradients, attention of all rows here against split rows.
+
+    Every head has an attention sink, whose gradient is the sum over the ranks.
+    """
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 9, 11)
     sequences = [np.concatenate([prompt, rng.integers(0, 9, n)]) for n in (5, 8)] + [rng.integers(0, 9, 6)]
@@ -59,20 +64,26 @@ def attention_difference(heads: int, kv_heads: int, group: dist.ProcessGroup) ->
     torch.manual_seed(0)
     whole = [torch.randn(1, count, rows, 8, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
     weights = torch.randn(1, heads, rows, 8)
-    want = gathered_attention(*whole, tree.segments, SCALE)
-    want_gradients = torch.autograd.grad((want * weights).sum(), whole)
+    sinks = torch.randn(heads, requires_grad=True)
+    want = gathered_attention(*whole, tree.segments, SCALE, sinks=sinks, window=window)
+    *want_gradients, want_sinks = torch.autograd.grad((want * weights).sum(), [*whole, sinks])
 
     rank = dist.get_rank(group)
     own = slice(rank * rows // 2, (rank + 1) * rows // 2)
     local = [tensor.detach()[:, :, own].requires_grad_() for tensor in whole]
     query, key, value = rows_to_heads(*local, group)
-    got = heads_to_rows(gathered_attention(query, key, value, tree.segments, SCALE), group)
-    gradients = torch.autograd.grad((got * weights[:, :, own]).sum(), local)
+    out = gathered_attention(
+        query, key, value, tree.segments, SCALE, sinks=own_heads(sinks, group), window=window
+    )
+    got = heads_to_rows(out, group)
+    *gradients, sink_gradient = torch.autograd.grad((got * weights[:, :, own]).sum(), [*local, sinks])
+    dist.all_reduce(sink_gradient, group=group)
     pairs = [(got, want), *zip(gradients, want_gradients, strict=True)]
-    return max(float((a - b[:, :, own]).abs().max()) for a, b in pairs)
+    differences = [float((a - b[:, :, own]).abs().max()) for a, b in pairs]
+    return max(*differences, float((sink_gradient - want_sinks).abs().max()))
 
 
-def main(rank: int, port: int, model: str, out: str) -> None:
+def main(rank: int, port: int, models: list[str], out: str) -> None:
     """Score and differentiate micro-batches of which each rank has half the rows."""
     torch.set_num_threads(1)
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": 2, "RANK": rank}
@@ -80,4 +91,6 @@ def main(rank: int, port: int, model: str, out: str) -> None:
     with ranks("cpu", context=2) as group:
         assert group.context_group is not None
         differences = [attention_difference(4, kv_heads, group.context_group) for kv_heads in (4, 2, 1)]
-        torch.save((policy_results(Path(model), group), differences), Path(out) / f"{rank}.pt")
+        differences.append(attention_difference(4, 2, group.context_group, window=5))
+        results = [policy_results(Path(model), group) for model in models]
+        torch.save((*results, differences), Path(out) / f"{rank}.pt")

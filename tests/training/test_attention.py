@@ -12,7 +12,7 @@ from training_support import make_sample
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.packing.token_tree import TokenTree, build_tree
-from areal_agents.training.attention import gathered_attention, plan, tree_attention
+from areal_agents.training.attention import ROWS, gathered_attention, plan, tree_attention
 from areal_agents.training.attention_gpu import flex_tree_attention, gpu_attention, gpu_plan, tree_block_mask
 
 SCALE = 0.3
@@ -31,17 +31,30 @@ def make_tree() -> TokenTree:
     return build_tree(sequences, min_saved=1)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, tree: TokenTree) -> Tensor:
-    """[1, H, T, D]: every row sees exactly the rows of the sequences that it is part of, up to itself."""
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: TokenTree,
+    *,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """[1, H, T, D]: every row sees the last `window` rows of the sequences that it is part of, up to itself;
+    a sink [H] adds exp(sink) to the denominator of the softmax."""
     size = len(tree.token_ids)
     seen = torch.zeros(size, size, dtype=torch.bool)
     for rows in tree.rows:
         for position, row in enumerate(rows):
-            seen[row, torch.from_numpy(rows[: position + 1])] = True
+            first = 0 if window is None else max(0, position - window + 1)
+            seen[row, torch.from_numpy(rows[first : position + 1])] = True
     repeats = query.shape[1] // key.shape[1]
     keys, values = (t.repeat_interleave(repeats, 1) for t in (key, value))
     scores = (query @ keys.transpose(2, 3) * SCALE).masked_fill(~seen, -torch.inf)
-    return torch.softmax(scores, -1) @ values
+    if sinks is None:
+        return torch.softmax(scores, -1) @ values
+    weights = scores.exp()
+    return (weights / (weights.sum(-1, keepdim=True) + sinks.exp()[None, :, None, None])) @ values
 
 
 def inputs(tree: TokenTree, heads: int, groups: int, dtype: torch.dtype) -> list[Tensor]:
@@ -64,6 +77,51 @@ def test_output_and_gradients_equal_dense_attention(implementation, heads: int, 
     want_gradients = torch.autograd.grad(want, want_in, weights)
     for got_gradient, want_gradient in zip(got_gradients, want_gradients, strict=True):
         torch.testing.assert_close(got_gradient.double(), want_gradient, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", [tree_attention, gathered_attention])
+@pytest.mark.parametrize("with_sinks", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 7, 60, 1000])
+def test_sinks_and_windows_equal_dense_attention(
+    implementation, with_sinks: bool, window: int | None
+) -> None:  # type: ignore[no-untyped-def]
+    tree = make_tree()
+    got_in, want_in = inputs(tree, 4, 2, torch.float32), inputs(tree, 4, 2, torch.float64)
+    got_sinks = want_sinks = None
+    if with_sinks:
+        want_sinks = torch.tensor([-3.0, 0.5, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
+        got_sinks = want_sinks.detach().float().requires_grad_()
+        got_in, want_in = [*got_in, got_sinks], [*want_in, want_sinks]
+    got = implementation(*got_in[:3], tree.segments, SCALE, sinks=got_sinks, window=window)
+    want = dense_attention(*want_in[:3], tree, sinks=want_sinks, window=window)
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    weights = torch.randn(want.shape, dtype=torch.float64)
+    got_gradients = torch.autograd.grad(got, got_in, weights.float())
+    want_gradients = torch.autograd.grad(want, want_in, weights)
+    for got_gradient, want_gradient in zip(got_gradients, want_gradients, strict=True):
+        torch.testing.assert_close(got_gradient.double(), want_gradient, atol=2e-5, rtol=1e-4)
+
+
+def test_a_window_over_long_segments_is_computed_in_blocks_of_rows() -> None:
+    tree = long_tree()
+    assert max(s.end - s.start for s in tree.segments) > 2 * ROWS
+    query, key, value = (t.detach() for t in inputs(tree, 2, 1, torch.float64))
+    sinks = torch.tensor([0.5, 2.0], dtype=torch.float64)
+    for window, some in ((100, None), (300, sinks), (None, sinks)):
+        got = gathered_attention(query, key, value, tree.segments, SCALE, sinks=some, window=window)
+        want = dense_attention(query, key, value, tree, sinks=some, window=window)
+        torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+
+
+def test_bfloat16_with_sinks_and_a_window_agrees_to_its_precision() -> None:
+    tree = make_tree()
+    query, key, value = (t.detach() for t in inputs(tree, 4, 2, torch.bfloat16))
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 6.0], dtype=torch.bfloat16)
+    got = tree_attention(query, key, value, tree.segments, SCALE, sinks=sinks, window=20)
+    assert got.dtype == torch.bfloat16
+    wide = (query.double(), key.double(), value.double())
+    want = dense_attention(*wide, tree, sinks=sinks.double(), window=20)
+    torch.testing.assert_close(got.double(), want, atol=3e-2, rtol=3e-2)
 
 
 def test_bfloat16_takes_the_gathered_path_and_agrees_to_its_precision() -> None:
@@ -98,26 +156,53 @@ def test_flex_attention_sees_what_gathered_attention_sees(make, heads: int, grou
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 
-def test_blocks_that_see_all_and_nothing_are_found() -> None:
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize(("with_sinks", "window"), [(True, None), (True, 300), (False, 40), (False, 300)])
+def test_flex_attention_with_sinks_and_windows_is_dense_attention(
+    with_sinks: bool, window: int | None
+) -> None:
     tree = long_tree()
-    mask = tree_block_mask(tree.segments, torch.device("cpu"))
+    query, key, value = (t.detach() for t in inputs(tree, 4, 2, torch.float32))
+    sinks = torch.tensor([-3.0, 0.5, 2.0, 6.0]) if with_sinks else None
+    made = gpu_plan(tree.segments, torch.device("cpu"))
+    got = gpu_attention(query, key, value, made, SCALE, sinks=sinks, window=window)
+    want = dense_attention(
+        query.double(), key.double(), value.double(), tree,
+        sinks=None if sinks is None else sinks.double(), window=window,
+    )  # fmt: skip
+    torch.testing.assert_close(got.double(), want, atol=2e-6, rtol=1e-5)
+    assert made.block_mask(window) is made.block_mask(window) and set(made.block_masks) == {window}
+
+
+@pytest.mark.parametrize("window", [None, 40, 128, 300, 5000])
+def test_blocks_that_see_all_and_nothing_are_found(window: int | None) -> None:
+    tree = long_tree()
+    mask = tree_block_mask(tree.segments, torch.device("cpu"), window=window)
     seen = torch.zeros(mask.shape[-2:], dtype=torch.bool)  # rows of padding too
     for rows in tree.rows:
         for position, row in enumerate(rows):
-            seen[row, torch.from_numpy(rows[: position + 1])] = True
+            first = 0 if window is None else max(0, position - window + 1)
+            seen[row, torch.from_numpy(rows[first : position + 1])] = True
     padding = torch.arange(len(tree.token_ids), len(seen))
     seen[padding, padding] = True
     blocks = seen.reshape(len(seen) // 128, 128, -1, 128).transpose(1, 2)
     full = blocks.all(3).all(2)
-    assert full.sum() > 20 and (~blocks.any(3).any(2)).sum() > 100
-    for number, indices, want in (
-        (mask.full_kv_num_blocks, mask.full_kv_indices, full),
-        (mask.kv_num_blocks, mask.kv_indices, blocks.any(3).any(2) & ~full),
+    assert (~blocks.any(3).any(2)).sum() > 100 and (window is not None or full.sum() > 20)
+    assert (full.sum() > 0) == (window is None or window > 255)
+    found = []
+    for number, indices in (
+        (mask.full_kv_num_blocks, mask.full_kv_indices),
+        (mask.kv_num_blocks, mask.kv_indices),
     ):
-        got = torch.zeros_like(want)
+        got = torch.zeros_like(full)
         for row, (count, columns) in enumerate(zip(number[0, 0], indices[0, 0], strict=True)):
             got[row, columns[:count].long()] = True
-        assert torch.equal(got, want)
+        found.append(got)
+    assert torch.equal(found[0], full)
+    partial = blocks.any(3).any(2) & ~full
+    assert (found[1] | ~partial).all() and not (found[1] & full).any()
+    # the ends of a window are found by block, so that a block at its edge may turn out to see nothing
+    assert torch.equal(found[1], partial) if window is None else found[1].sum() <= 1.5 * partial.sum()
 
 
 def test_a_gpus_plan_takes_documents_apart_and_trees_whole() -> None:
@@ -133,7 +218,11 @@ def test_a_gpus_plan_takes_documents_apart_and_trees_whole() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of a GPU")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flat", [True, False])
-def test_gpu_attention_and_its_gradients_equal_gathered_attention(flat: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_gpu_attention_and_its_gradients_equal_dense_attention(
+    with_sinks: bool, window: int | None, flat: bool, dtype: torch.dtype
+) -> None:
     tree = long_tree()
     if flat:
         tree = build_tree([tree.token_ids[rows] for rows in tree.rows], min_saved=None)
@@ -141,7 +230,14 @@ def test_gpu_attention_and_its_gradients_equal_gathered_attention(flat: bool, dt
     want_in = [t.detach().double().cpu().requires_grad_() for t in got_in]
     made = gpu_plan(tree.segments, torch.device("cuda"))
     assert (made.documents is not None) == flat
-    got, want = gpu_attention(*got_in, made, SCALE), dense_attention(*want_in, tree)
+    got_sinks = want_sinks = None
+    if with_sinks:
+        want_sinks = torch.tensor([-3.0, 0.5, 2.0, 6.0], dtype=torch.float64, requires_grad=True)
+        got_sinks = want_sinks.detach().to("cuda", dtype).requires_grad_()
+    got = gpu_attention(*got_in, made, SCALE, sinks=got_sinks, window=window)
+    want = dense_attention(*want_in, tree, sinks=want_sinks, window=window)
+    if got_sinks is not None and want_sinks is not None:
+        got_in, want_in = [*got_in, got_sinks], [*want_in, want_sinks]
     weights = torch.randn(want.shape, dtype=torch.float64)
     got_gradients = torch.autograd.grad(got, got_in, weights.to("cuda", dtype))
     want_gradients = torch.autograd.grad(want, want_in, weights)

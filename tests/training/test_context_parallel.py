@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from context_worker import batches, main
+from families_support import build_family
 from model_support import reference, samples
 from training_support import make_sample
 
@@ -24,21 +25,28 @@ from areal_agents.training.model import load_policy
 
 
 @pytest.fixture(scope="module")
-def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A Qwen3, and a gpt-oss with attention sinks and a sliding window in every other block."""
+    return [model_folder, build_family("gpt_oss", tmp_path_factory.mktemp("gpt_oss"))]
+
+
+@pytest.fixture(scope="module")
+def spawned(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks returned."""
     out = tmp_path_factory.mktemp("context")
     port = free_ports(1)[0]
-    mp.spawn(main, (port, str(model_folder), str(out)), nprocs=2)
+    mp.spawn(main, (port, [str(folder) for folder in folders], str(out)), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 
+@pytest.mark.parametrize("model", [0, 1], ids=["qwen3", "gpt_oss"])
 def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
-    spawned: list[Any], model_folder: Path
+    spawned: list[Any], folders: list[Path], model: int
 ) -> None:
-    logprobs, gradients = reference(model_folder, samples())
+    logprobs, gradients = reference(folders[model], samples())
     seen: Counter[int] = Counter()
     for place, batch in enumerate(batches()):
-        shares = [entries[place] for (entries, _), _ in spawned]
+        shares = [results[model][0][place] for results in spawned]
         assert sum(len(share[0]) for share in shares) == batch.scored_tokens
         for index, target, value in (entry for share in shares for entry in zip(*share, strict=True)):
             # whichever rank answers for a token, the logprob is one of its sample's with that target
@@ -48,14 +56,16 @@ def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
             assert (wanted - value).abs().min() <= 1e-5
             seen[int(index)] += 1
     assert seen == Counter({i: int(s.loss_mask.sum()) for i, s in enumerate(samples())})
-    for (_, got), _ in spawned:
+    for results in spawned:
+        got = results[model][1]
+        assert got.keys() == gradients.keys()
         for name, gradient in gradients.items():
             error = (got[name] - gradient).abs().max() / gradient.abs().max()
             assert error <= 1e-5, (name, float(error))
 
 
 def test_heads_come_and_go_exactly_also_where_keys_have_fewer_than_ranks(spawned: list[Any]) -> None:
-    for _, differences in spawned:
+    for *_, differences in spawned:
         assert max(differences) <= 1e-5
 
 

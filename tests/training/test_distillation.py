@@ -58,13 +58,14 @@ def test_the_divergence_and_its_gradient_are_those_of_the_definition(rows: int, 
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
     teacher_hidden = torch.randn(ROWS, TEACHER_WIDTH, dtype=torch.float64)
     temperatures = torch.rand(ROWS, dtype=torch.float64) + 0.5
+    teacher_temperatures = temperatures if k is not None else torch.rand(ROWS, dtype=torch.float64) + 0.5
     weights = torch.randn(ROWS, dtype=torch.float64)
     log_p = torch.log_softmax(policy_head(hidden) / temperatures[:, None], -1)
-    log_q = torch.log_softmax(teacher_head(teacher_hidden) / temperatures[:, None], -1).detach()
+    log_q = torch.log_softmax(teacher_head(teacher_hidden) / teacher_temperatures[:, None], -1).detach()
     if k is None:
         wanted = kl(log_p, log_q)
         targets: FullTargets | TopTargets = FullTargets(
-            teacher_hidden, teacher_head.weight.detach(), teacher_head.bias.detach()
+            teacher_hidden, teacher_head.weight.detach(), teacher_head.bias.detach(), teacher_temperatures
         )
     else:
         ids, values = top_logprobs(teacher_hidden, temperatures, teacher_head, k, chunk_logits=rows * TOKENS)

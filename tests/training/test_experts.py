@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families_support import build_family, build_tiny, tiny_config
 from model_support import CHOSEN, EXPERTS, assert_same, build_moe, packed, reference, samples
 from safetensors.torch import load_file, save_file
 from training_support import VOCAB
@@ -140,6 +142,65 @@ def test_recorded_experts_are_taken_with_the_current_weights(
         for share_prefixes in (True, False):
             assert_same(packed(policy, batch, share_prefixes=share_prefixes), want)
         assert_same(packed(policy, samples()), plain)  # nothing recorded: the router's own choice
+
+
+@pytest.mark.parametrize("family", ["minimax_m2", "hy_v3", "lfm2_moe"])
+def test_routers_of_two_arguments_take_what_was_recorded(family: str, tmp_path: Path, group: Ranks) -> None:
+    """The oracle is transformers with the formula of these routers, in float64, over a forced choice."""
+    config = tiny_config(family)
+    if family == "hy_v3":
+        config.mlp_layer_types, config.router_scaling_factor = ["sparse", "sparse"], 2.5
+    if family == "lfm2_moe":
+        config.layer_types, config.routed_scaling_factor = ["full_attention"] * 2, 1.5
+    scale = {"minimax_m2": 1.0, "hy_v3": 2.5, "lfm2_moe": 1.5}[family]
+    folder = build_tiny(config, tmp_path)
+    experts = AutoModelForCausalLM.from_pretrained(folder)
+    (router, *others) = (router_of(block) for block in experts.get_decoder().layers)
+    assert router is not None and len(others) == 1 and others[0] is not None
+    count, chosen = router.num_experts, router.top_k
+    rng = np.random.default_rng(0)
+    routes = {token: np.stack([rng.permutation(count)[:chosen] for _ in range(2)]) for token in range(VOCAB)}
+    for token in range(0, VOCAB, 3):
+        routes[token][:] = -1  # left to the router
+
+    def forced(model: torch.nn.Module) -> None:
+        seen: list[torch.Tensor] = []
+        model.get_input_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0][0]))
+        for layer, block in enumerate(model.get_decoder().layers):
+            gate: Any = router_of(block)
+
+            def route(  # noqa: ANN202
+                hidden: torch.Tensor, bias: torch.Tensor | None, gate: Any = gate, layer: int = layer
+            ):
+                logits = hidden.double() @ gate.weight.double().T
+                scores = torch.sigmoid(logits)
+                taken = torch.from_numpy(np.stack([routes[int(token)][layer] for token in seen[-1]]))
+                ranked = scores if bias is None else scores + bias.double()
+                taken = torch.where(taken < 0, ranked.topk(chosen).indices, taken)
+                weights = torch.stack([s[t] for s, t in zip(scores, taken, strict=True)])
+                weights = scale * weights / weights.sum(-1, keepdim=True)
+                return logits.float(), weights.float(), taken
+
+            gate.forward = route
+
+    batch = []
+    for sample in samples():
+        recorded = np.stack([routes[int(token)] for token in sample.token_ids]).astype(np.int16)
+        batch.append(replace(sample, routed_experts=recorded))
+    want, plain = reference(folder, samples(), change=forced), reference(folder, samples())
+    assert (torch.cat(want[0]) - torch.cat(plain[0])).abs().mean() > 0.01
+    for checkpointing in ("off", "full"):
+        options = ModelOptions(activation_checkpointing=checkpointing)  # type: ignore[arg-type]
+        policy = load_policy(folder, group, options=options)
+        assert_same(packed(policy, batch), want)
+        assert_same(packed(policy, samples()), plain)
+
+
+def test_recorded_routing_without_a_router_that_replays_is_refused(tmp_path: Path, group: Ranks) -> None:
+    policy = load_policy(build_family("afmoe", tmp_path), group)  # its routers are not found by their name
+    batch = [replace(s, routed_experts=np.zeros((len(s), 2, CHOSEN), np.int16)) for s in samples()]
+    with pytest.raises(TrainingError, match="AfmoeForCausalLM has no router that can replay"):
+        packed(policy, batch)
 
 
 def test_the_routing_of_another_model_is_refused(folder: Path, group: Ranks) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_agents.training.logprobs import CPU_ROWS, token_logprobs
+from areal_agents.training.logprobs import CPU_ROWS, TILE, token_logprobs
 
 ROWS, WIDTH, VOCAB = 10, 8, 50
 
@@ -105,16 +106,104 @@ def test_float32_with_large_logits_stays_within_its_rounding() -> None:
         head.double()
 
 
-def test_bfloat16_states_get_float32_logprobs_and_their_own_gradients() -> None:
-    hidden, head, targets, temperatures = case(torch.float32)
-    states = hidden.detach().bfloat16().requires_grad_()
-    head.bfloat16()
-    logprobs, entropies = token_logprobs(states, targets, temperatures, head, chunk_logits=3 * VOCAB)
-    logprobs.sum().backward()
+Answer = tuple[Tensor, ...]  # logprobs, entropies, and the gradients by states, matrix and bias
+
+
+def realistic() -> tuple[Tensor, nn.Linear, Tensor, Tensor, Tensor]:
+    """bfloat16 states and a head of which more than one tile is cast, logits up to 30, targets of every rank;
+    temperatures and the gradient of the logprobs."""
+    torch.manual_seed(0)
+    rows, width, vocab = 2 * CPU_ROWS + 1, 256, 9000
+    assert vocab * width > 2 * TILE
+    head = linear((torch.randn(vocab, width) * 6 / 16).bfloat16(), torch.randn(vocab).bfloat16())
+    states = torch.randn(rows, width).bfloat16()
+    logits = states.float() @ head.weight.float().T
+    assert 24 < logits.max() < 48
+    targets = logits.argsort(-1, descending=True)[torch.arange(rows), torch.arange(rows) % 20]
+    return states, head, targets, torch.rand(rows) + 0.5, torch.randn(rows)
+
+
+def exactly(
+    states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
+) -> Answer:
+    """The definition in float64, of the same bfloat16 values."""
+    inputs = [t.detach().double().requires_grad_() for t in (states, *head.parameters())]
+    return differentiated(F.linear(*inputs), inputs, targets, temperatures, gradient)
+
+
+def rounded(
+    states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
+) -> Answer:
+    """The definition with logits that are rounded to bfloat16."""
+    inputs = [t.detach().requires_grad_() for t in (states, *head.parameters())]
+    return differentiated(F.linear(*inputs).float(), inputs, targets, temperatures, gradient)
+
+
+def differentiated(
+    logits: Tensor, inputs: list[Tensor], targets: Tensor, temperatures: Tensor, gradient: Tensor
+) -> Answer:
+    log_p = torch.log_softmax(logits / temperatures[:, None], -1)
+    logprobs = log_p.gather(1, targets[:, None])[:, 0]
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    return (
+        logprobs.detach(),
+        entropies.detach(),
+        *torch.autograd.grad(logprobs @ gradient.to(logprobs), inputs),
+    )
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm())
+
+
+@pytest.mark.parametrize("path", ["kept", "chunked"])
+def test_logits_of_bfloat16_states_are_float32(path: str) -> None:
+    states, head, targets, temperatures, gradient = realistic()
+    given = (states, head, targets, temperatures, gradient)
+    want, coarse = exactly(*given), rounded(*given)
+    inputs = (states.requires_grad_(), *head.parameters())
+    chunk_logits = 2**25 if path == "kept" else 100 * head.out_features
+    logprobs, entropies = token_logprobs(states, targets, temperatures, head, chunk_logits=chunk_logits)
+    gradients = torch.autograd.grad(logprobs @ gradient, inputs)
     assert logprobs.dtype == entropies.dtype == torch.float32
-    assert states.grad is not None and states.grad.dtype == torch.bfloat16
-    expected, _ = whole(states.detach().float(), head.float(), targets, temperatures)
-    torch.testing.assert_close(logprobs, expected, atol=0.05, rtol=0.02)
+    assert {g.dtype for g in gradients} == {torch.bfloat16}
+    assert (logprobs.double() - want[0]).abs().max() < 5e-5 < 0.03 < (coarse[0] - want[0]).abs().max()
+    for mine, wrong, exact in zip((logprobs, entropies), coarse[:2], want[:2], strict=True):
+        assert error(mine, exact) < error(wrong, exact) / 100
+    for mine, wrong, exact in zip(gradients, coarse[2:], want[2:], strict=True):
+        assert error(mine, exact) < error(wrong, exact) / 3
+        # a gradient of bfloat16 values is itself rounded to bfloat16, and is not much worse than that
+        assert error(mine, exact) < 2 * error(exact.bfloat16(), exact)
+
+
+def test_kept_and_chunked_logits_of_bfloat16_agree() -> None:
+    states, head, targets, temperatures, gradient = realistic()
+    states.requires_grad_()
+    answers = []
+    for chunk_logits in (2**25, 100 * head.out_features, 7 * head.out_features):
+        logprobs, entropies = token_logprobs(
+            states, targets, temperatures, head, chunk_logits=chunk_logits, entropy_gradient=True
+        )
+        total = logprobs @ gradient + entropies.sum()
+        answers.append((logprobs, entropies, *torch.autograd.grad(total, (states, *head.parameters()))))
+    for other in answers[1:]:
+        for one, two in zip(answers[0][:2], other[:2], strict=True):
+            torch.testing.assert_close(one, two, atol=1e-5, rtol=1e-6)
+        for one, two in zip(answers[0][2:], other[2:], strict=True):
+            assert error(one, two.double()) < 4e-3  # one rounding to bfloat16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the product of a GPU")
+def test_logits_on_a_gpu_are_float32_too() -> None:
+    given = realistic()
+    want, coarse = exactly(*given), rounded(*given)
+    states, head, targets, temperatures, gradient = (value.cuda() for value in given)
+    inputs = (states.requires_grad_(), *head.parameters())
+    logprobs, _ = token_logprobs(states, targets, temperatures, head)
+    gradients = torch.autograd.grad(logprobs @ gradient, inputs)
+    assert error(logprobs.cpu(), want[0]) < error(coarse[0], want[0]) / 100
+    for mine, wrong, exact in zip(gradients, coarse[2:], want[2:], strict=True):
+        assert error(mine.cpu(), exact) < error(wrong, exact) / 3
 
 
 def test_no_more_than_a_chunk_of_logits_is_ever_computed() -> None:
