@@ -56,6 +56,7 @@ def policy_share(
         entropy=entropy,
         on_policy=batch.versions == version,
         keep=share(scores.keep),
+        penalty=share(scores.penalty),
         trained=batch.trained,
         divergence=divergence,
     )

@@ -68,7 +68,7 @@ def train_batch(
 
     Args:
         version: the version of the weights as they are now.
-        seed: of the order of minibatches.
+        seed: of the order of minibatches, and of what a trust region draws at random.
         critic, reference, teacher: each exactly if the algorithm needs one.
         stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
@@ -102,6 +102,7 @@ def train_batch(
         ranks=ranks,
         clock=batch.clock,
         check_stop=batch.check_stop,
+        seed=seed,
     )
     for minibatch in plan.minibatches:
         advantages = batch.advantages(plan, minibatch, scores)

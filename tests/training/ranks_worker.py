@@ -42,8 +42,8 @@ from areal_agents.training.trainer import run
 ALGORITHM = AlgorithmConfig(clip_high=0.28, minibatches=2)
 OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
 LAYOUTS = {  # how two ranks share the work, and the presets that are trained so
-    "data": ("ppo", "grpo", "reinforce_pp", "gspo", "m2po", "sft", "dpo"),
-    "context": ("ppo", "m2po", "dpo"),
+    "data": ("ppo", "grpo", "reinforce_pp", "gspo", "m2po", "dppo", "clip_cov", "kl_cov", "sft", "dpo"),
+    "context": ("ppo", "m2po", "clip_cov", "kl_cov", "dpo"),
     "replicas": ("ppo",),
 }
 

@@ -56,7 +56,11 @@ def test_the_gradient_is_that_of_the_flat_computation(
             )
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not preset(name).is_supervised])
+# Clip-Cov leaves tokens out whoever sampled them.
+NEUTRAL_ON_POLICY = [name for name in PRESETS if not preset(name).is_supervised and name != "clip_cov"]
+
+
+@pytest.mark.parametrize("name", NEUTRAL_ON_POLICY)
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
     name: str, model_folder: Path, group: Ranks
 ) -> None:
@@ -96,8 +100,17 @@ def on_policy(data: TrainingData, folder: Path, group: Ranks) -> TrainingData:
     return replace(data, samples=tuple(replace(s, behavior_logprobs=array) for s, array in pairs))
 
 
-def test_m2po_leaves_tokens_out(model_folder: Path, group: Ranks) -> None:
+@pytest.mark.parametrize("name", ["m2po", "clip_cov"])
+def test_a_trust_region_leaves_tokens_out(name: str, model_folder: Path, group: Ranks) -> None:
     """Else the tests above would not tell whether its mask is that of the whole minibatch."""
-    result, _ = train_once(preset("m2po"), model_folder, model_folder, group)
+    result, _ = train_once(preset(name), model_folder, model_folder, group)
     values = result.statistics.as_dict()
     assert 0 < values["dropped_tokens"] < values["tokens"]
+
+
+def test_kl_cov_charges_for_what_moved(model_folder: Path, group: Ranks, initial: dict[str, Tensor]) -> None:
+    """Its tokens pay from the second minibatch on."""
+    _, weights = train_once(preset("kl_cov"), model_folder, model_folder, group)
+    _, without = train_once(preset("kl_cov", kl_cov_coefficient=1e-9), model_folder, model_folder, group)
+    moved = largest_difference(weights, {name: initial[name] for name in weights})
+    assert largest_difference(weights, without) > 1e-3 * moved
