@@ -86,6 +86,11 @@ class AlgorithmConfig(BaseModel):
     )
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    observation_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the cross entropy of what the environment wrote (ECHO uses 0.05); 0: none.",
+    )
     drop_equal_groups: bool = Field(
         default=True, description="Leave out groups whose episodes have nothing to tell apart."
     )

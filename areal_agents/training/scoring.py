@@ -134,7 +134,7 @@ def score_batch(
         with clock.part("proximal"):
             proximal = over(lambda batch: policy(batch)[0])
     elif algorithm.proximal == "behavior":
-        proximal = _scored(plan.data.samples, "behavior_logprobs", ranks.device)
+        proximal = scored(plan.data.samples, "behavior_logprobs", ranks.device)
     if reference is not None:
         with clock.part("reference"):
             reference_logprobs = over(lambda batch: reference(batch)[0])
@@ -181,7 +181,8 @@ def release(policy: Policy) -> None:
             module.reshard()
 
 
-def _scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+def scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+    """[M] float32, what the array `name` of the samples says of each scored token."""
     arrays = [getattr(sample, name)[sample.scored_mask] for sample in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
 
@@ -196,7 +197,7 @@ def _credit(
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages [M] and value targets [M]."""
     if not algorithm.needs_token_credit:
-        return _scored(plan.data.samples, "advantages", device), None
+        return scored(plan.data.samples, "advantages", device), None
     penalties = None
     if isinstance(algorithm.kl_in, KlInReward):
         assert proximal is not None and reference is not None
@@ -223,8 +224,8 @@ def _choice(
     if isinstance(region, NoTrustRegion):
         return TokenChoice()
     assert proximal is not None
-    behavior = _scored(plan.data.samples, "behavior_logprobs", proximal.device)
-    trained = _scored(plan.data.samples, "loss_mask", proximal.device).bool()
+    behavior = scored(plan.data.samples, "behavior_logprobs", proximal.device)
+    trained = scored(plan.data.samples, "loss_mask", proximal.device).bool()
     rng = np.random.default_rng(seed)
     keep = penalty = None
     for part in plan.minibatches:
