@@ -132,11 +132,11 @@ def test_observations_add_their_own_gradient_and_change_nothing_else(
     for more in (result, double):
         assert more.statistics.as_dict() == pytest.approx(values, rel=1e-5, abs=1e-6)
     added = {key: with_them[key] - weights[key] for key in weights}
-    assert max(float(change.abs().max()) for change in added.values()) > 1e-4
+    assert max(float(change.abs().max()) for change in added.values()) > 1e-3
     for key, change in added.items():
-        torch.testing.assert_close(twice[key] - weights[key], 2 * change, atol=1e-7, rtol=1e-4)
+        torch.testing.assert_close(twice[key] - weights[key], 2 * change, atol=5e-7, rtol=1e-4)
         if key.startswith("critic."):
-            assert float(change.abs().max()) <= 1e-7
+            assert float(change.abs().max()) <= 5e-7
     if without.critic is not None:
         assert result.critic is not None
         assert result.critic.loss == pytest.approx(without.critic.loss, rel=1e-5)
