@@ -106,7 +106,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "sapo_tau_negative": 1.05,
             "loss_normalization": "sequence_mean",
         },
-        "dppo": {"policy_loss": "dppo", "weight_cap": 20.0},
+        "dppo": {"advantage_std": "none", "policy_loss": "dppo"},
         "clip_cov": {
             **_RATIO,
             "policy_loss": "unclipped",

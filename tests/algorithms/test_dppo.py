@@ -130,7 +130,7 @@ def test_a_token_out_of_the_minibatch_counts_for_nothing() -> None:
 
 def test_the_preset_and_what_is_refused() -> None:
     made = AlgorithmConfig(preset="dppo")
-    assert made.policy_loss.kind == "dppo" and made.correction.weight_cap == 20.0
+    assert made.policy_loss.kind == "dppo" and made.estimator.advantage_std == "none"
     assert (made.policy_loss.dppo_low, made.policy_loss.dppo_high) == (0.2, 0.2)
     assert made.policy_loss.dppo_kl_coefficient == 1e-3
     with pytest.raises(ValidationError, match="the paper uses 0.05 for both"):

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.tokens import token_advantages
+from areal_agents.algorithms.demonstrations import with_demonstrations
 from areal_agents.algorithms.losses.normalization import loss_weights
 from areal_agents.algorithms.losses.observation import observation_loss, observation_weights
 from areal_agents.algorithms.packing.microbatches import pack
@@ -165,6 +166,14 @@ def test_credit_is_that_of_the_policys_tokens_alone(given: dict) -> None:
         assert any(s.observed.any() for s in data.samples) == (algorithm is algorithms[1])
         credits.append(by_token)
     assert credits[0] == pytest.approx(credits[1])
+
+
+def test_a_demonstration_in_front_moves_observations_along() -> None:
+    made = episode_samples(branching(), np.ones(4), group_id="g", config=config())
+    prefixed = with_demonstrations(made, {"e": np.array([7, 8, 9], np.int32)})
+    for before, after in zip(made, prefixed, strict=True):
+        assert after.token_ids[after.observed].tolist() == before.token_ids[before.observed].tolist()
+        assert after.scored_mask.sum() == before.scored_mask.sum()
 
 
 def test_masks_that_contradict_each_other_are_refused() -> None:

@@ -71,7 +71,7 @@ def dppo(
     high: float,
     kl_coefficient: float,
 ) -> TokenLosses:
-    """The policy gradient without the tokens that leave the trust region: DPPO, arXiv 2602.04879.
+    """The policy gradient without tokens that leave the trust region: DPPO, arXiv 2602.04879, eq. 12 to 14.
 
         ℓ = −M u A,   w ℓ = −M (π_θ/μ) A
         M = 0 where A > 0, π_θ > μ and D > δ_high, or A < 0, π_θ < μ and D > δ_low; else 1
@@ -80,10 +80,11 @@ def dppo(
 
     π_θ and μ are the probabilities of the sampled token under the current and the behavior policy. As in the
     paper the trust region is around the behavior policy, not around the proximal one: the ratio of the
-    paper is π_θ/μ, which is u times the off-policy weight w = π_prox/μ where w is not bounded. M has no
-    gradient. A masked token stays in the denominator of the loss.
+    paper is π_θ/μ, which is u times the off-policy weight w = π_prox/μ of a token where w is not bounded.
+    Some runs of the paper bound the ratio by 5, others do not. M has no gradient. A masked token stays in
+    the denominator of the loss.
 
-    The paper uses δ = 0.15 for TV and 0.05 for KL. The default 0.2 on both sides, and the term
+    The paper uses δ = 0.15 or 0.2 for TV and 0.05 for KL. The default 0.2 on both sides, and the term
 
         λ (log π_θ − log μ)²   with λ = 0.001, for every token, masked or not, without the weight w
 

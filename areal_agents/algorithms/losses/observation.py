@@ -1,9 +1,12 @@
 """The supervised loss on what the environment wrote, beside the loss of the policy.
 
-ECHO (arXiv 2605.24517) adds λ · CE(observations) to a policy gradient loss, so that the model learns to
-predict the answers of its environment in the forward pass that its own tokens take anyway. An observation
-has no behavior policy, no version and no advantage: it enters no ratio, no correction and no statistic of
-the policy.
+ECHO (arXiv 2605.24517, eq. 1 and 3) adds λ · CE(observations) to a policy gradient loss, so that the model
+learns to predict the answers of its environment in the forward pass that its own tokens take anyway. An
+observation has no behavior policy, no version and no advantage: it enters no ratio, no correction and no
+statistic of the policy.
+
+The paper divides by the observation tokens of each sequence. Here the mean is over those of the minibatch, so
+that every token weighs the same, and an episode weighs the same however it is cut into samples.
 """
 
 from __future__ import annotations

@@ -145,12 +145,12 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
 
 
 def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """[N] float64, what each token adds to the covariance of logprob and advantage.
+    """[N] float64, what each token adds to the covariance of logprob and advantage: arXiv 2505.22617, eq. 10.
 
         Cov_t = (log π_t − mean log π) (A_t − mean A)
 
-    Their mean is what the entropy of the policy falls by, up to the size of the step (arXiv 2505.22617,
-    section 4). The paper takes π with the weights being trained; those of the batch's beginning stand in for
+    Their mean is what the entropy of the policy falls by, up to the size of the step (section 4 of
+    the paper). The paper takes π with the weights being trained; those of the batch's beginning stand in for
     them, which is the same on the first minibatch.
 
     Args:
@@ -163,7 +163,7 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def clip_cov_keep(
     logprobs: Tensor, advantages: Tensor, *, share: float, low: float, high: float, rng: np.random.Generator
 ) -> Tensor:
-    """Which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, section 4.
+    """Which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, eq. 11 and 12.
 
     Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ drawn at random lose their gradient; all
     of them where there are not so many. They stay in the denominator of the loss. As in the paper's code at
@@ -190,7 +190,7 @@ def clip_cov_keep(
 
 
 def kl_cov_chosen(logprobs: Tensor, advantages: Tensor, *, share: float) -> Tensor:
-    """Which tokens of a minibatch pay a KL penalty: KL-Cov, arXiv 2505.22617, section 4.
+    """Which tokens of a minibatch pay a KL penalty: KL-Cov, arXiv 2505.22617, eq. 13 and 14.
 
     They are the ⌊share · N⌋ tokens of the largest covariance, and at least one; of equal ones the earlier.
     Their loss becomes ℓ + γ KL(π_prox, π_θ), where the paper's code estimates the KL of a sampled token as
