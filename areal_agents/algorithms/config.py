@@ -30,7 +30,7 @@ from areal_agents.algorithms.losses.kl import KlInReward, KlPlace, NoKl
 from areal_agents.algorithms.losses.normalization import Normalization, TokenMean
 from areal_agents.algorithms.losses.ppo import PpoLoss
 from areal_agents.algorithms.losses.registry import PolicyLoss
-from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TrustRegion
+from areal_agents.algorithms.losses.trust_region import KlCov, NoTrustRegion, TrustRegion
 from areal_agents.algorithms.parts import differing, fill, kind_given
 from areal_agents.algorithms.presets import preset_values
 from areal_agents.algorithms.replay import NoReplay, Replay
@@ -68,7 +68,8 @@ class AlgorithmConfig(BaseModel):
         description="A weight proximal/behavior out of bounds is truncated, or its tokens are masked (mask).",
     )
     trust_region: TrustRegion = Field(
-        default_factory=NoTrustRegion, description="Which tokens of a minibatch keep their gradient."
+        default_factory=NoTrustRegion,
+        description="Which tokens of a minibatch keep their gradient, or pay a penalty.",
     )
     loss_normalization: Normalization = Field(
         default_factory=TokenMean,
@@ -85,6 +86,11 @@ class AlgorithmConfig(BaseModel):
     )
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
+    observation_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the cross entropy of what the environment wrote (ECHO uses 0.05); 0: none.",
+    )
     drop_equal_groups: bool = Field(
         default=True, description="Leave out groups whose episodes have nothing to tell apart."
     )
@@ -254,6 +260,10 @@ class AlgorithmConfig(BaseModel):
             yield (
                 f"trust_region: {region.kind} chooses single tokens, but the ratio of {loss.kind} is of a "
                 f"{loss.ratio_level}"
+            )
+        if isinstance(region, KlCov) and self.minibatches == 1:
+            yield (
+                "trust_region: kl_cov charges for a distance that is 0 with minibatches: 1; raise minibatches"
             )
         if self.proximal == "behavior":
             if not isinstance(region, NoTrustRegion) or isinstance(self.kl_in, KlInReward):

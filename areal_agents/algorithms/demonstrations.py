@@ -67,6 +67,7 @@ def with_demonstrations(
                 turn_index=behind(sample.turn_index, -1),
                 images=tuple(replace(image, start=image.start + len(before)) for image in sample.images),
                 prefix_mask=None if sample.prefix_mask is None else behind(sample.prefix_mask, False),
+                observation_mask=None if sample.observation_mask is None else behind(sample.observed, False),
                 routed_experts=None,
             )
         )

@@ -132,12 +132,17 @@ def episode_samples(
     A turn that several leaves share is owned by the first leaf that it leads to, and is thereby trained
     exactly once. Leaves are in the order of `ordered_turns`.
 
+    With `observation_coefficient` the prompt tokens that a turn adds to its parent are observations, in the
+    first sample in which they lead to a trained token of its own: tool results and later messages, with what
+    the template writes around them, which cannot be told apart. The first prompt of a root is none.
+
     Args:
         advantages: of the episode's turns, [T] in recording order.
     """
     place = {turn.id: index for index, turn in enumerate(episode.turns)}
     trained = {turn.id for turn in config.trained_turns.of(episode)}
     owned: set[str] = set()
+    observed: set[str] = set()
     samples = []
     for trajectory in trajectories(episode):
         ids = [turn.id for turn in trajectory.turns]
@@ -150,10 +155,29 @@ def episode_samples(
             prefix = trajectory.sampled_mask & elsewhere[trajectory.turn_index]
         if mask.any():
             places = np.array([place[turn_id] for turn_id in ids], np.int32)
+            observations = None
+            if config.observation_coefficient:
+                observations = _observations(trajectory, mask, observed)
             samples.append(
-                _sample(trajectory, mask, prefix, places, advantages, episode.id, group_id, config)
+                _sample(
+                    trajectory, mask, prefix, observations, places, advantages, episode.id, group_id, config
+                )
             )
     return samples
+
+
+def _observations(
+    trajectory: Trajectory, mask: npt.NDArray[np.bool_], observed: set[str]
+) -> npt.NDArray[np.bool_] | None:
+    """[L] the observation tokens before the last token of `mask`, None if there are none.
+
+    Turns that are `observed` have theirs elsewhere; those that are found here are added.
+    """
+    last = int(trajectory.turn_index[np.flatnonzero(mask)[-1]])
+    new = np.array([0 < i <= last and turn.id not in observed for i, turn in enumerate(trajectory.turns)])
+    observed.update(turn.id for turn in trajectory.turns[: last + 1])
+    found = ~trajectory.sampled_mask & new[trajectory.turn_index]
+    return found if found.any() else None
 
 
 def _turn_advantages(
@@ -204,6 +228,7 @@ def _sample(
     trajectory: Trajectory,
     mask: npt.NDArray[np.bool_],
     prefix: npt.NDArray[np.bool_] | None,
+    observations: npt.NDArray[np.bool_] | None,
     places: npt.NDArray[np.int32],
     advantages: Floats,
     episode_id: str,
@@ -228,6 +253,7 @@ def _sample(
         episode_id=episode_id,
         group_id=group_id,
         prefix_mask=None if prefix is None else prefix[:end],
+        observation_mask=None if observations is None else observations[:end],
         routed_experts=None if routing is None else routing[:end],
     )
 

@@ -52,6 +52,8 @@ def mask_stale(
 ) -> tuple[list[TrainingSample], StalenessReport]:
     """Mask the tokens that are more than `max_staleness` versions older than `version`.
 
+    Observations have no version. They stay where they still lead to a trained token of their sample.
+
     Args:
         version: the trainer's version when the batch begins.
         max_staleness: η; 0 trains tokens of this very version only. None: no bound, as for episodes that
@@ -72,17 +74,20 @@ def mask_stale(
                 f"group {sample.group_id}, episode {sample.episode_id}: a token of version "
                 f"{version - trained.min()}, but the trainer is at version {version}"
             )
-        stale = sample.scored_mask & (staleness > max_staleness)
+        stale = sample.policy_mask & (staleness > max_staleness)
         masked += int((stale & sample.loss_mask).sum())
         if not stale.any():
             kept.append(sample)
         elif (sample.loss_mask & ~stale).any():
             mask, prefix = sample.loss_mask & ~stale, sample.prefix_mask
+            observed = sample.observed.copy()
+            observed[np.flatnonzero(mask)[-1] :] = False
             kept.append(
                 replace(
                     sample,
                     loss_mask=mask,
                     prefix_mask=None if prefix is None else prefix & ~stale,
+                    observation_mask=observed if observed.any() else None,
                     advantages=np.where(mask, sample.advantages, np.float32(0)),
                 )
             )

@@ -50,6 +50,8 @@ class TrainingSample:
         episode_id, group_id: where it comes from, for errors and metrics.
         prefix_mask: True where the token is trained, by another sample that shares this prefix; set only
             where a loss or a correction looks at whole paths, else None.
+        observation_mask: True where the environment wrote the token and its cross entropy is trained here;
+            None if there is none.
         images: in the order of the image tokens.
         routed_experts: [L, layers, k] the experts that the engine chose, None where it did not say.
     """
@@ -64,6 +66,7 @@ class TrainingSample:
     episode_id: str
     group_id: str
     prefix_mask: npt.NDArray[np.bool_] | None = None
+    observation_mask: npt.NDArray[np.bool_] | None = None
     images: tuple[ImageInput, ...] = ()
     routed_experts: npt.NDArray[np.int16] | None = None
 
@@ -80,6 +83,8 @@ class TrainingSample:
         ]
         if self.prefix_mask is not None:
             names.append("prefix_mask")
+        if self.observation_mask is not None:
+            names.append("observation_mask")
         if self.routed_experts is not None:
             names.append("routed_experts")
             if self.routed_experts.ndim != 3:
@@ -91,6 +96,13 @@ class TrainingSample:
             raise ValueError(f"{where}: misaligned arrays {lengths}")
         if self.prefix_mask is not None and (self.prefix_mask & self.loss_mask).any():
             raise ValueError(f"{where}: a token that is trained both here and by another sample")
+        if (self.observed & self.policy_mask).any():
+            raise ValueError(f"{where}: an observation that the policy sampled")
+        if self.observed.any() and not self.loss_mask[np.flatnonzero(self.observed)[-1] :].any():
+            raise ValueError(f"{where}: an observation that leads to no trained token")
+        for image in self.images:
+            if self.observed[image.start : image.start + image.length].any():
+                raise ValueError(f"{where}: a token of an image cannot be predicted as an observation")
         if self.scored_mask[0]:
             raise ValueError(f"{where}: the first token has no prediction to train")
         if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
@@ -102,6 +114,16 @@ class TrainingSample:
         return len(self.token_ids)
 
     @property
-    def scored_mask(self) -> npt.NDArray[np.bool_]:
-        """[L] True where the token's logprob is computed: the trained tokens, and those of `prefix_mask`."""
+    def policy_mask(self) -> npt.NDArray[np.bool_]:
+        """[L] True at the sampled tokens whose logprob is computed: trained ones, and `prefix_mask`."""
         return self.loss_mask if self.prefix_mask is None else self.loss_mask | self.prefix_mask
+
+    @property
+    def observed(self) -> npt.NDArray[np.bool_]:
+        """[L] `observation_mask`, False everywhere without one."""
+        return np.zeros_like(self.loss_mask) if self.observation_mask is None else self.observation_mask
+
+    @property
+    def scored_mask(self) -> npt.NDArray[np.bool_]:
+        """[L] True where the token's logprob is computed: `policy_mask`, and `observation_mask`."""
+        return self.policy_mask if self.observation_mask is None else self.policy_mask | self.observation_mask

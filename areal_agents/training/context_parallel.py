@@ -53,6 +53,7 @@ def local_share(
         versions=batch.versions[mine],
         sample_index=batch.sample_index[mine],
         turn_ids=batch.turn_ids[mine],
+        observed=None if batch.observed is None else batch.observed[mine],
         context_group=group,
     )
 

@@ -20,7 +20,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.batches import Batch
 from areal_agents.training.mfu import mfu
 from areal_agents.training.publishing.publisher import Published
-from areal_agents.training.results import CriticResult, DpoResult, StepResult
+from areal_agents.training.results import CriticResult, DpoResult, ObservationResult, StepResult
 from areal_agents.training.trackers import Trackers
 
 # What docs/metrics.md defines, in its order, by the section under which trackers show it.
@@ -35,7 +35,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "weight_mean", "weight_raw_mean", "weight_raw_max", "weight_capped", "ess",
         "rejected_tokens", "rejected_sequences", "vetoed_sequences",
         "value_loss", "value_clipped", "explained_variance", "critic_grad_norm", "critic_skipped_steps",
-        "dpo_loss", "dpo_accuracy", "dpo_margin",
+        "dpo_loss", "dpo_accuracy", "dpo_margin", "observation_loss", "observation_tokens",
     ),
     "data": (
         "reward_mean", "reward_std", "rewards_by_name",
@@ -201,6 +201,7 @@ def policy_metrics(result: StepResult) -> dict[str, Any]:
         "entropy": mean["entropy"],
         **_critic_metrics(result.critic),
         **_dpo_metrics(result.dpo),
+        **_observation_metrics(result.observation),
     }
 
 
@@ -221,6 +222,14 @@ def _dpo_metrics(dpo: DpoResult | None) -> dict[str, Any]:
         "dpo_loss": dpo.loss if dpo else None,
         "dpo_accuracy": dpo.accuracy if dpo else None,
         "dpo_margin": dpo.margin if dpo else None,
+    }
+
+
+def _observation_metrics(observation: ObservationResult | None) -> dict[str, Any]:
+    """All null where observations are not trained on."""
+    return {
+        "observation_loss": observation.loss if observation else None,
+        "observation_tokens": observation.tokens if observation else None,
     }
 
 

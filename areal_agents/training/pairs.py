@@ -50,7 +50,8 @@ def pair_pass(
         beta=beta,
     )
     per_sample = [
-        np.full(int(sample.loss_mask.sum()), coefficients.by_episode.get(sample.episode_id, 0.0), np.float32)
+        coefficients.by_episode.get(sample.episode_id, 0.0)
+        * sample.loss_mask[sample.scored_mask].astype(np.float32)
         for sample in minibatch.samples
     ]
     advantages = torch.zeros_like(current)
@@ -63,5 +64,6 @@ def _episode_sums(minibatch: Minibatch, logprobs: Tensor) -> dict[str, float]:
     sums: dict[str, float] = {}
     arrays = by_sample(logprobs[minibatch.tokens], minibatch.samples)
     for sample, values in zip(minibatch.samples, arrays, strict=True):
-        sums[sample.episode_id] = sums.get(sample.episode_id, 0.0) + float(values.sum(dtype=np.float64))
+        trained = values[sample.loss_mask[sample.scored_mask]]
+        sums[sample.episode_id] = sums.get(sample.episode_id, 0.0) + float(trained.sum(dtype=np.float64))
     return sums

@@ -1,7 +1,8 @@
 """A batch laid out for its passes: minibatches, this rank's micro-batches, and each token's place.
 
-The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. All of
-them are trained, but for those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`).
+The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. They are
+the trained tokens, those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`), and the
+observations (`TrainingSample.observation_mask`).
 What a pass says of them is one array [M], whole and equal on every rank, so everything that is
 computed from it is equal too. A micro-batch takes its share by the places of its tokens.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.demonstrations import with_demonstrations
 from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.observation import observation_weights
 from areal_agents.algorithms.packing.balance import imbalance
 from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
@@ -139,7 +141,12 @@ def lay_out(
             token_budget=token_budget,
             ranks=ranks.data_count,
             share_prefixes=share_prefixes,
-            weights=_loss_weights(part, algorithm, downweight_at),
+            weights=[
+                policy + observation
+                for policy, observation in zip(
+                    _loss_weights(part, algorithm, downweight_at), observation_weights(part), strict=True
+                )
+            ],
             shape=shape,
         )
         for part in parts
@@ -167,8 +174,9 @@ def lay_out(
 def _loss_weights(
     part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
 ) -> list[Floats]:
+    """c_t of the policy's loss at each scored token, 0 where it is not trained."""
     if isinstance(algorithm.policy_loss, DpoLoss):  # its coefficients are already those of a mean over pairs
-        return [np.ones(int(sample.loss_mask.sum()), np.float32) for sample in part]
+        return [sample.loss_mask[sample.scored_mask].astype(np.float32) for sample in part]
     weights = algorithm.loss_normalization.weights(part)
     if downweight_at is None:
         return weights

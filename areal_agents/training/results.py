@@ -47,6 +47,20 @@ class DpoResult:
     margin: float
 
 
+@dataclass(frozen=True, slots=True)
+class ObservationResult:
+    """What training on observations came to.
+
+    Attributes:
+        loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan
+            without a token.
+        tokens: observation tokens, each once.
+    """
+
+    loss: float
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What training a batch came to, summed over its minibatches and ranks.
@@ -58,7 +72,8 @@ class StepResult:
         microbatches: forward and backward passes, over all ranks.
         model_tokens: tokens that went through the model; sample_tokens: what they would have been
             without shared prefixes.
-        critic: of the critic, dpo: of the pairs, where the algorithm has them.
+        critic: of the critic, observation: of the observations, dpo: of the pairs, where the algorithm has
+            them.
         packing_fill: model tokens / room in the micro-batches that were not mere fillers.
         rank_imbalance: FLOPs of the busiest rank / mean over the ranks − 1.
         rank_tokens: model tokens by data rank.
@@ -73,6 +88,7 @@ class StepResult:
     model_tokens: int
     sample_tokens: int
     critic: CriticResult | None = None
+    observation: ObservationResult | None = None
     dpo: DpoResult | None = None
     packing_fill: float = math.nan
     rank_imbalance: float = math.nan
@@ -86,18 +102,20 @@ class StepResult:
         return cls(LossStatistics.zero(), math.nan, 0, 0, 0, 0)
 
 
-def critic_result(learner: Learner, sums: Tensor, scores: Scores) -> CriticResult:
+def critic_result(learner: Learner, sums: Tensor, scores: Scores, trained: Tensor) -> CriticResult:
     """The critic's part.
 
     Args:
+        trained: [M] bool, the tokens that are trained.
         sums: [2] over minibatches and ranks: the value loss, and the clipped tokens.
     """
     assert scores.values is not None and scores.value_targets is not None
     loss, clipped = sums.tolist()
+    values, targets = scores.values[trained], scores.value_targets[trained]
     return CriticResult(
         loss=loss / len(learner.norms),
-        clipped=clipped / len(scores.values),
-        explained_variance=explained_variance(scores.values, scores.value_targets),
+        clipped=clipped / len(values),
+        explained_variance=explained_variance(values, targets),
         grad_norm=learner.grad_norm,
         skipped_steps=learner.skipped_steps,
     )

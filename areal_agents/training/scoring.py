@@ -19,7 +19,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.tokens import token_advantages
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.losses.kl import KlInReward, kl_estimate
-from areal_agents.algorithms.losses.trust_region import NoTrustRegion
+from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TokenChoice
 from areal_agents.algorithms.packing.flops import TRAINING
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
@@ -46,7 +46,8 @@ class Scores:
         proximal: [M], None where the current logprobs serve: a single minibatch needs no other.
         reference: [M] logprobs of the reference policy.
         values, value_targets: [M], the critic's values and what they should have been.
-        keep: [M] bool, the tokens that a trust region keeps; None without one.
+        keep: [M] bool, the tokens that a trust region keeps; None: all.
+        penalty: [M] float32, what a trust region charges, see `TokenChoice`; None: nothing.
         teacher: [M, k] of a teacher that was asked before the step; None of one that runs beside the policy.
     """
 
@@ -56,6 +57,7 @@ class Scores:
     values: Tensor | None = None
     value_targets: Tensor | None = None
     keep: Tensor | None = None
+    penalty: Tensor | None = None
     teacher: TopTargets | None = None
 
 
@@ -116,8 +118,13 @@ def score_batch(
     ranks: Ranks,
     clock: Clock,
     check_stop: Callable[[], None],
+    seed: int,
 ) -> Scores:
-    """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective."""
+    """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
+
+    Args:
+        seed: of what a trust region draws at random; the same on every rank.
+    """
 
     def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
         return score(forward, plan.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop)
@@ -127,7 +134,7 @@ def score_batch(
         with clock.part("proximal"):
             proximal = over(lambda batch: policy(batch)[0])
     elif algorithm.proximal == "behavior":
-        proximal = _scored(plan.data.samples, "behavior_logprobs", ranks.device)
+        proximal = scored(plan.data.samples, "behavior_logprobs", ranks.device)
     if reference is not None:
         with clock.part("reference"):
             reference_logprobs = over(lambda batch: reference(batch)[0])
@@ -141,8 +148,10 @@ def score_batch(
             asked = _teacher_targets(plan, policy, teacher, ranks=ranks, check_stop=check_stop)
     with clock.part("credit"):
         advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
-        keep = _keep(plan, algorithm, proximal, advantages)
-    return Scores(advantages, proximal, reference_logprobs, values, targets, keep, asked)
+        choice = _choice(plan, algorithm, proximal, advantages, seed)
+    return Scores(
+        advantages, proximal, reference_logprobs, values, targets, choice.keep, choice.penalty, asked
+    )
 
 
 def _teacher_targets(
@@ -172,7 +181,8 @@ def release(policy: Policy) -> None:
             module.reshard()
 
 
-def _scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+def scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+    """[M] float32, what the array `name` of the samples says of each scored token."""
     arrays = [getattr(sample, name)[sample.scored_mask] for sample in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
 
@@ -187,7 +197,7 @@ def _credit(
 ) -> tuple[Tensor, Tensor | None]:
     """Advantages [M] and value targets [M]."""
     if not algorithm.needs_token_credit:
-        return _scored(plan.data.samples, "advantages", device), None
+        return scored(plan.data.samples, "advantages", device), None
     penalties = None
     if isinstance(algorithm.kl_in, KlInReward):
         assert proximal is not None and reference is not None
@@ -206,18 +216,25 @@ def _credit(
     return whole(credit.advantages), None if credit.value_targets is None else whole(credit.value_targets)
 
 
-def _keep(
-    plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor
-) -> Tensor | None:
-    """[M] bool, the mask of a trust region, chosen for each minibatch over all of its trained tokens."""
+def _choice(
+    plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
+) -> TokenChoice:
+    """What a trust region decides of the M tokens, for each minibatch over all of its trained tokens."""
     region = algorithm.trust_region
     if isinstance(region, NoTrustRegion):
-        return None
+        return TokenChoice()
     assert proximal is not None
-    behavior = _scored(plan.data.samples, "behavior_logprobs", proximal.device)
-    trained = _scored(plan.data.samples, "loss_mask", proximal.device).bool()
-    keep = torch.ones_like(trained)
+    behavior = scored(plan.data.samples, "behavior_logprobs", proximal.device)
+    trained = scored(plan.data.samples, "loss_mask", proximal.device).bool()
+    rng = np.random.default_rng(seed)
+    keep = penalty = None
     for part in plan.minibatches:
         at = part.tokens.start + torch.nonzero(trained[part.tokens]).squeeze(1)
-        keep[at] = region.keep(behavior[at], proximal[at], advantages[at])
-    return keep
+        choice = region.choose(behavior[at], proximal[at], advantages[at], rng=rng)
+        if choice.keep is not None:
+            keep = torch.ones_like(trained) if keep is None else keep
+            keep[at] = choice.keep
+        if choice.penalty is not None:
+            penalty = torch.zeros_like(proximal) if penalty is None else penalty
+            penalty[at] = choice.penalty
+    return TokenChoice(keep, penalty)

@@ -8,6 +8,7 @@ from torch import Tensor
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GaeEstimator
 from areal_agents.algorithms.losses.objective import Objective, policy_loss
+from areal_agents.algorithms.losses.observation import observation_loss
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.algorithms.losses.value import value_loss
 from areal_agents.training.critic import Critic
@@ -27,8 +28,15 @@ def policy_share(
     *,
     version: int,
     teacher: Teacher | None = None,
-) -> tuple[Tensor, LossStatistics]:
-    """The policy's loss; without proximal logprobs the current ones, detached, are they."""
+) -> tuple[Tensor, LossStatistics, Tensor | None]:
+    """The policy's loss with that of the observations, and what is known of both.
+
+    Without proximal logprobs the current ones, detached, are they.
+
+    Returns:
+        The loss; the statistics, of tokens of the policy only; and of the observations [2] float64, the sum
+        of their cross entropies and their number, None without any.
+    """
     batch = work.batch
     targets: TopTargets | FullTargets | None = None
     if isinstance(teacher, HeldTeacher):
@@ -38,37 +46,50 @@ def policy_share(
     current, entropy, divergence = policy(
         batch, entropy_gradient=algorithm.entropy_coefficient > 0, teacher=targets
     )
+    sampled = None if batch.observed is None else ~batch.observed
+
+    def of_policy(values: Tensor) -> Tensor:
+        return values if sampled is None else values[sampled]
 
     def share(whole: Tensor | None) -> Tensor | None:
-        return None if whole is None else whole[work.places]
+        return None if whole is None else of_policy(whole[work.places])
 
     proximal = share(scores.proximal)
-    return policy_loss(
-        current,
+    loss, statistics = policy_loss(
+        of_policy(current),
         Objective.of(algorithm),
-        proximal=current.detach() if proximal is None else proximal,
-        behavior=batch.behavior_logprobs,
-        advantages=advantages[work.places],
-        loss_weights=batch.loss_weights,
-        sequence_ids=batch.sample_index,
-        turn_ids=batch.turn_ids,
+        proximal=of_policy(current).detach() if proximal is None else proximal,
+        behavior=of_policy(batch.behavior_logprobs),
+        advantages=of_policy(advantages[work.places]),
+        loss_weights=of_policy(batch.loss_weights),
+        sequence_ids=of_policy(batch.sample_index),
+        turn_ids=of_policy(batch.turn_ids),
         reference=share(scores.reference),
-        entropy=entropy,
-        on_policy=batch.versions == version,
+        entropy=of_policy(entropy),
+        on_policy=of_policy(batch.versions) == version,
         keep=share(scores.keep),
-        trained=batch.trained,
-        divergence=divergence,
+        penalty=share(scores.penalty),
+        trained=of_policy(batch.trained),
+        divergence=None if divergence is None else of_policy(divergence),
     )
+    if batch.observed is None:
+        return loss, statistics, None
+    logprobs = current[batch.observed]
+    added = observation_loss(logprobs, batch.loss_weights[batch.observed])
+    entropies = -logprobs.detach().double().sum()
+    counted = torch.stack([entropies, entropies.new_tensor(len(logprobs))])
+    return loss + algorithm.observation_coefficient * added, statistics, counted
 
 
 def value_share(critic: Critic, work: Work, scores: Scores, estimator: GaeEstimator) -> tuple[Tensor, Tensor]:
     """The critic's loss, and [2] float64: the loss without its coefficient, and the clipped tokens."""
     assert scores.values is not None and scores.value_targets is not None
+    trained, places = work.batch.trained, work.places[work.batch.trained]
     loss, clipped = value_loss(
-        critic(work.batch),
-        old_values=scores.values[work.places],
-        targets=scores.value_targets[work.places],
-        loss_weights=work.batch.loss_weights,
+        critic(work.batch)[trained],
+        old_values=scores.values[places],
+        targets=scores.value_targets[places],
+        loss_weights=work.batch.loss_weights[trained],
         clip=estimator.value_clip,
     )
     return estimator.value_coefficient * loss, torch.stack([loss.detach().double(), clipped])

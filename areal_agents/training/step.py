@@ -6,6 +6,7 @@ the batch was cut and however many ranks share it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -24,8 +25,15 @@ from areal_agents.training.learner import Learner
 from areal_agents.training.model import Policy
 from areal_agents.training.pairs import pair_pass
 from areal_agents.training.plan import Minibatch, Plan, lay_out
-from areal_agents.training.results import CriticResult, DpoResult, StepResult, critic_result, dpo_result
-from areal_agents.training.scoring import Scores, passes, score_batch
+from areal_agents.training.results import (
+    CriticResult,
+    DpoResult,
+    ObservationResult,
+    StepResult,
+    critic_result,
+    dpo_result,
+)
+from areal_agents.training.scoring import Scores, passes, score_batch, scored
 from areal_agents.training.shares import policy_share, value_share
 from areal_agents.training.teacher import Teacher
 
@@ -68,7 +76,7 @@ def train_batch(
 
     Args:
         version: the version of the weights as they are now.
-        seed: of the order of minibatches.
+        seed: of the order of minibatches, and of what a trust region draws at random.
         critic, reference, teacher: each exactly if the algorithm needs one.
         stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
@@ -102,6 +110,7 @@ def train_batch(
         ranks=ranks,
         clock=batch.clock,
         check_stop=batch.check_stop,
+        seed=seed,
     )
     for minibatch in plan.minibatches:
         advantages = batch.advantages(plan, minibatch, scores)
@@ -154,6 +163,7 @@ class _Batch:
             self.learners.append(Learner(self.critic.critic, self.critic.optimizer))
         self.statistics = LossStatistics.zero(device)
         self.value_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.observation_sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if one of them should stop.
@@ -186,7 +196,7 @@ class _Batch:
         for place, work in enumerate(minibatch.work):
             self.check_stop()
             last = place == len(minibatch.work) - 1
-            loss, statistics = policy_share(
+            loss, statistics, observed = policy_share(
                 self.policy,
                 work,
                 scores,
@@ -197,6 +207,8 @@ class _Batch:
             )
             self.learners[0].backward(loss * scale, sync=last)
             self.statistics += statistics
+            if observed is not None:
+                self.observation_sums += observed
             if self.critic is not None:
                 assert isinstance(self.algorithm.estimator, GaeEstimator)
                 loss, sums = value_share(self.critic.critic, work, scores, self.algorithm.estimator)
@@ -206,9 +218,13 @@ class _Batch:
     def result(self, plan: Plan, scores: Scores) -> StepResult:
         """What came out, over all ranks. Collective."""
         policy, load = self.learners[0], plan.load
-        critic = None
+        critic = observation = None
         if self.critic is not None:
-            critic = critic_result(self.learners[1], self.ranks.sum(self.value_sums), scores)
+            trained = scored(plan.data.samples, "loss_mask", self.ranks.device).bool()
+            critic = critic_result(self.learners[1], self.ranks.sum(self.value_sums), scores, trained)
+        if self.algorithm.observation_coefficient:
+            entropies, tokens = self.ranks.sum(self.observation_sums).tolist()
+            observation = ObservationResult(entropies / tokens if tokens else math.nan, int(tokens))
         return StepResult(
             statistics=LossStatistics(
                 self.ranks.sum(self.statistics.sums), self.ranks.max(self.statistics.maxima)
@@ -219,6 +235,7 @@ class _Batch:
             model_tokens=load.model_tokens,
             sample_tokens=load.sample_tokens,
             critic=critic,
+            observation=observation,
             dpo=dpo_result(self.pairs) if self.pairs else None,
             packing_fill=load.fill,
             rank_imbalance=load.imbalance,

@@ -30,8 +30,12 @@ def groups(names: Sequence[str] = "abcd") -> list[RolloutGroup]:
 
 def preset(name: str, **fields: object) -> AlgorithmConfig:
     """A preset that fits episodes of some dozen tokens."""
-    small = {"dapo": {"overlong_limit": 24, "overlong_buffer": 12}}.get(name, {})
-    return AlgorithmConfig.model_validate({"preset": name, **small, **fields})
+    small: dict[str, dict[str, float]] = {
+        "dapo": {"overlong_limit": 24, "overlong_buffer": 12},
+        "clip_cov": {"clip_cov_share": 0.1, "clip_cov_low": 0.05},
+        "kl_cov": {"kl_cov_share": 0.1},
+    }
+    return AlgorithmConfig.model_validate({"preset": name, **small.get(name, {}), **fields})
 
 
 def train_once(

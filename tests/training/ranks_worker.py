@@ -41,9 +41,22 @@ from areal_agents.training.trainer import run
 
 ALGORITHM = AlgorithmConfig(clip_high=0.28, minibatches=2)
 OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
+OBSERVATIONS = "m2po with observations"
 LAYOUTS = {  # how two ranks share the work, and the presets that are trained so
-    "data": ("ppo", "grpo", "reinforce_pp", "gspo", "m2po", "sft", "dpo"),
-    "context": ("ppo", "m2po", "dpo"),
+    "data": (
+        "ppo",
+        "grpo",
+        "reinforce_pp",
+        "gspo",
+        "m2po",
+        "dppo",
+        "clip_cov",
+        "kl_cov",
+        "sft",
+        "dpo",
+        OBSERVATIONS,
+    ),
+    "context": ("ppo", "m2po", "clip_cov", "kl_cov", "dpo", OBSERVATIONS),
     "replicas": ("ppo",),
 }
 
@@ -62,8 +75,12 @@ def train_preset(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], float]:
     """The weights after a batch, the statistics, and the norm of the gradient."""
     options = replace(WHOLE_BATCH, microbatch_tokens=150)
-    result, weights = train_once(preset(name), folder, reference, group, options=options)
-    return weights, result.statistics.as_dict(), result.grad_norm
+    algorithm = preset(name.split()[0], observation_coefficient=0.5 if name == OBSERVATIONS else 0.0)
+    result, weights = train_once(algorithm, folder, reference, group, options=options)
+    statistics = result.statistics.as_dict()
+    if result.observation is not None:
+        statistics |= {"observed": result.observation.tokens, "cross_entropy": result.observation.loss}
+    return weights, statistics, result.grad_norm
 
 
 def train_layouts(folder: Path, reference: Path) -> dict[tuple[str, str], tuple]:

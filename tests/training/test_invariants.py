@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from areal_agents.algorithms.presets import PRESETS
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import load_policy
+from areal_agents.training.results import StepResult
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,11 @@ def test_the_gradient_is_that_of_the_flat_computation(
             )
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if not preset(name).is_supervised])
+# Clip-Cov leaves tokens out whoever sampled them.
+NEUTRAL_ON_POLICY = [name for name in PRESETS if not preset(name).is_supervised and name != "clip_cov"]
+
+
+@pytest.mark.parametrize("name", NEUTRAL_ON_POLICY)
 def test_on_policy_the_ratio_is_one_and_nothing_is_clipped(
     name: str, model_folder: Path, group: Ranks
 ) -> None:
@@ -96,8 +102,61 @@ def on_policy(data: TrainingData, folder: Path, group: Ranks) -> TrainingData:
     return replace(data, samples=tuple(replace(s, behavior_logprobs=array) for s, array in pairs))
 
 
-def test_m2po_leaves_tokens_out(model_folder: Path, group: Ranks) -> None:
+@pytest.mark.parametrize("name", ["m2po", "clip_cov"])
+def test_a_trust_region_leaves_tokens_out(name: str, model_folder: Path, group: Ranks) -> None:
     """Else the tests above would not tell whether its mask is that of the whole minibatch."""
-    result, _ = train_once(preset("m2po"), model_folder, model_folder, group)
+    result, _ = train_once(preset(name), model_folder, model_folder, group)
     values = result.statistics.as_dict()
     assert 0 < values["dropped_tokens"] < values["tokens"]
+
+
+@pytest.mark.parametrize("name", ["ppo", "m2po", "gspo", "reinforce_pp"])
+def test_observations_add_their_own_gradient_and_change_nothing_else(
+    name: str, model_folder: Path, reference_folder: Path, group: Ranks, initial: dict[str, Tensor]
+) -> None:
+    """One minibatch, so that the policy's numbers are those of the same weights with them and without. What
+    they add is linear in the coefficient, and does not depend on how the batch was cut."""
+
+    def train(coefficient: float, **given: Any) -> tuple[StepResult, dict[str, Tensor]]:
+        fields: dict[str, Any] = {"minibatches": 1, "observation_coefficient": coefficient}
+        if name == "ppo":
+            fields["value_clip"] = None
+        return train_once(preset(name, **fields), model_folder, reference_folder, group, **given)
+
+    without, weights = train(0.0)
+    result, with_them = train(1.0)
+    double, twice = train(2.0)
+    assert result.observation is not None and double.observation == result.observation
+    assert result.observation.tokens == 96  # 16 episodes, two turns of three tokens each
+    values = without.statistics.as_dict()
+    for more in (result, double):
+        assert more.statistics.as_dict() == pytest.approx(values, rel=1e-5, abs=1e-6)
+    added = {key: with_them[key] - weights[key] for key in weights}
+    assert max(float(change.abs().max()) for change in added.values()) > 1e-3
+    for key, change in added.items():
+        torch.testing.assert_close(twice[key] - weights[key], 2 * change, atol=5e-7, rtol=1e-4)
+        if key.startswith("critic."):
+            assert float(change.abs().max()) <= 5e-7
+    if without.critic is not None:
+        assert result.critic is not None
+        assert result.critic.loss == pytest.approx(without.critic.loss, rel=1e-5)
+        assert result.critic.explained_variance == pytest.approx(
+            without.critic.explained_variance, rel=1e-5, abs=1e-6
+        )
+    moved = largest_difference(with_them, {key: initial[key] for key in with_them})
+    for options, chunk_logits in (
+        (replace(WHOLE, share_prefixes=False), None),
+        (replace(WHOLE, microbatch_tokens=90), 96 * 7),
+    ):
+        other, other_weights = train(1.0, options=options, chunk_logits=chunk_logits)
+        assert largest_difference(with_them, other_weights) <= 1e-5 * moved + 1e-7, options
+        assert other.observation is not None and other.observation.tokens == result.observation.tokens
+        assert other.observation.loss == pytest.approx(result.observation.loss, rel=1e-5)
+
+
+def test_kl_cov_charges_for_what_moved(model_folder: Path, group: Ranks, initial: dict[str, Tensor]) -> None:
+    """Its tokens pay from the second minibatch on."""
+    _, weights = train_once(preset("kl_cov"), model_folder, model_folder, group)
+    _, without = train_once(preset("kl_cov", kl_cov_coefficient=1e-9), model_folder, model_folder, group)
+    moved = largest_difference(weights, {name: initial[name] for name in weights})
+    assert largest_difference(weights, without) > 1e-3 * moved

@@ -32,7 +32,7 @@ from areal_agents.training.metrics import (
 )
 from areal_agents.training.mfu import mfu, peak_flops, peak_of
 from areal_agents.training.publishing.publisher import Published
-from areal_agents.training.results import CriticResult, DpoResult, StepResult
+from areal_agents.training.results import CriticResult, DpoResult, ObservationResult, StepResult
 from areal_agents.training.trainer import run
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -129,7 +129,17 @@ def test_policy_metrics_by_hand() -> None:
         on_policy_abs_diff_max=0.25, abs_log_ratio_max=0.5, weight_raw_max=3.0,
     )  # fmt: skip
     critic = CriticResult(loss=0.5, clipped=0.1, explained_variance=math.nan, grad_norm=2.0, skipped_steps=1)
-    result = StepResult(measured, 0.5, 1, 3, 100, 160, critic=critic, dpo=DpoResult(0.625, 0.75, 0.5))
+    result = StepResult(
+        measured,
+        0.5,
+        1,
+        3,
+        100,
+        160,
+        critic=critic,
+        dpo=DpoResult(0.625, 0.75, 0.5),
+        observation=ObservationResult(2.25, 7),
+    )
     assert policy_metrics(result) == {
         "tokens": 4, "sequences": 2, "dropped_tokens": 3, "loss": -0.5, "grad_norm": 0.5, "skipped_steps": 1,
         "clip_fraction": 0.75, "clip_fraction_low": 0.25, "clip_fraction_high": 0.5,
@@ -142,6 +152,7 @@ def test_policy_metrics_by_hand() -> None:
         "entropy": 2.0, "value_loss": 0.5, "value_clipped": 0.1,
         "explained_variance": pytest.approx(math.nan, nan_ok=True), "critic_grad_norm": 2.0,
         "critic_skipped_steps": 1, "dpo_loss": 0.625, "dpo_accuracy": 0.75, "dpo_margin": 0.5,
+        "observation_loss": 2.25, "observation_tokens": 7,
     }  # fmt: skip
 
 

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
+from areal_agents.core.trajectory import Turn
 from areal_agents.training.distributed import Ranks
 
 LR = 0.05
@@ -26,6 +28,12 @@ class PlainModel:
 
     def __init__(self, folder: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+    def cross_entropies(self, token_ids: np.ndarray, start: int) -> Tensor:
+        """Of the tokens from `start` on, at temperature 1."""
+        ids = torch.tensor(token_ids.astype(np.int64))
+        every = torch.log_softmax(self.model(ids[None]).logits[0], -1)
+        return -every[torch.arange(start, len(ids)) - 1, ids[start:]]
 
     def logprobs(self, sample: TrainingSample) -> tuple[Tensor, Tensor]:
         """Of the trained tokens, [N_s]: logprobs at their temperatures, and entropies."""
@@ -68,6 +76,27 @@ def preference(model: PlainModel, reference: PlainModel, data: TrainingData, bet
     return -torch.nn.functional.logsigmoid(margins).mean()
 
 
+def observed(model: PlainModel, rollouts: Sequence[RolloutGroup], data: TrainingData) -> Tensor:
+    """The mean cross entropy of what each turn adds to its parent, from the episodes themselves."""
+    parts = []
+    for episode in (rollout.episode for group in rollouts for rollout in group.rollouts):
+        own = [s for s in data.samples if s.episode_id == episode.id]
+        trained = {int(i) for s in own for i in s.turn_index[s.loss_mask]}
+        by_id = {turn.id: turn for turn in episode.turns}
+
+        def path(turn: Turn, by_id: dict[str, Turn] = by_id) -> list[Turn]:
+            return [*(path(by_id[turn.parent]) if turn.parent else []), turn]
+
+        leading = {turn.id for place in trained for turn in path(episode.turns[place])}
+        for turn in episode.turns:
+            if turn.parent is None or turn.id not in leading:
+                continue
+            before = [a for t in path(turn)[:-1] for a in (t.new_prompt_ids, t.completion.token_ids)]
+            tokens = np.concatenate([*before, turn.new_prompt_ids])
+            parts.append(model.cross_entropies(tokens, len(tokens) - len(turn.new_prompt_ids)))
+    return torch.cat(parts)
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
@@ -75,8 +104,19 @@ def preference(model: PlainModel, reference: PlainModel, data: TrainingData, bet
         preset("decoupled_ppo", weight_cap=1.0, entropy_coefficient=0.5),
         preset("sft"),
         preset("dpo"),
+        preset("decoupled_ppo", observation_coefficient=0.5),
+        preset("sft", observation_coefficient=0.5),
+        preset("dpo", observation_coefficient=0.5),
     ],
-    ids=["decoupled_ppo", "with_an_entropy_bonus", "sft", "dpo"],
+    ids=[
+        "decoupled_ppo",
+        "with_an_entropy_bonus",
+        "sft",
+        "dpo",
+        "with_observations",
+        "sft_with_observations",
+        "dpo_with_observations",
+    ],
 )
 def test_one_step_is_that_of_the_plain_loop(
     algorithm: AlgorithmConfig, model_folder: Path, tmp_path: Path, group: Ranks
@@ -90,6 +130,13 @@ def test_one_step_is_that_of_the_plain_loop(
         assert result.dpo is not None and result.dpo.loss == pytest.approx(loss.item(), rel=1e-5)
     else:
         loss = (likelihood if algorithm.is_supervised else reinforced)(plain, data.samples, algorithm)
+    if algorithm.observation_coefficient:
+        entropies = observed(plain, groups(), data)
+        loss = loss + algorithm.observation_coefficient * entropies.mean()
+        assert result.observation is not None and result.observation.tokens == len(entropies) > 20
+        assert result.observation.loss == pytest.approx(entropies.mean().item(), rel=1e-5)
+    else:
+        assert result.observation is None
     loss.backward()
     for name, parameter in plain.model.named_parameters():
         want = parameter.detach() - LR * parameter.grad

@@ -2,7 +2,7 @@
 
 u = π_θ/π_prox throughout, given as its clamped logarithm. Each loss returns ℓ_t [N], of which
 `objective.policy_loss` makes Σ_t c_t w_t ℓ_t. With u = 1, which is every policy gradient loss on its first
-minibatch, the gradient of each is −A ∇log π.
+minibatch, the gradient of ℓ is −A ∇log π, but for the tokens that `dppo` masks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class LossTokens:
         log_ratio: [N] log u, masked and clamped, with the gradient.
         logprobs: [N] of the current policy, masked, with the gradient.
         proximal: [N] logprobs of the proximal policy, masked.
+        behavior: [N] logprobs of the policy that sampled each token, masked.
         advantages: [N], 0 where masked.
         sequences: which tokens lie on one root-to-leaf path.
         turns: which tokens lie in one turn.
@@ -36,6 +37,7 @@ class LossTokens:
     log_ratio: Tensor
     logprobs: Tensor
     proximal: Tensor
+    behavior: Tensor
     advantages: Tensor
     sequences: Sequences
     turns: Sequences
@@ -48,14 +50,17 @@ class TokenLosses:
 
     Attributes:
         values: [N], with the gradient.
-        clipped_low, clipped_high: [N] bool, the ratio was clipped at its lower or upper bound; None: no clip.
+        clipped_low, clipped_high: [N] bool, the token was clipped or masked at the lower or upper bound;
+            None: there is none.
         dual_clipped: [N] bool, the dual clip bounded the loss; None: nowhere.
+        unweighted: [N] a term that is added without the off-policy weight, with the gradient; None: 0.
     """
 
     values: Tensor
     clipped_low: Tensor | None = None
     clipped_high: Tensor | None = None
     dual_clipped: Tensor | None = None
+    unweighted: Tensor | None = None
 
 
 class LossPart(Part):

@@ -51,18 +51,20 @@ def policy_loss(
     entropy: Tensor | None = None,
     on_policy: Tensor | None = None,
     keep: Tensor | None = None,
+    penalty: Tensor | None = None,
     trained: Tensor | None = None,
     divergence: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
     """The share of the loss that these tokens have.
 
-        loss = Σ_t c_t k_t (w_t ℓ_t + β KL_t − α H_t)
+        loss = Σ_t c_t k_t (w_t (ℓ_t + γ_t |log u_t|) + β KL_t − α H_t)
 
     with c the normalisation, k 0 for a token that is rejected or not kept, w the off-policy weight
-    π_prox/μ, ℓ the policy loss, β the KL coefficient if the KL is in the loss and α the entropy
-    coefficient. By default this is decoupled PPO with a capped weight: arXiv 2505.24298, eq. 5. A token out
-    of `keep` counts for nothing, whatever its arrays hold. c is fixed beforehand, so what is rejected or not
-    kept stays in the denominator.
+    π_prox/μ, ℓ the policy loss, γ the penalty of a trust region, β the KL coefficient if the KL is in the
+    loss and α the entropy coefficient. A loss may add a term of its own that w does not multiply. By default
+    this is decoupled PPO with a capped weight: arXiv 2505.24298, eq. 5. A token out of `keep` counts for
+    nothing, whatever its arrays hold. c is fixed beforehand, so what is rejected or not kept stays in the
+    denominator.
 
     Args:
         current: [N] logprobs under the weights being trained, with a gradient.
@@ -77,6 +79,7 @@ def policy_loss(
         entropy: [N] of the current policy; with a gradient if the entropy coefficient is not 0.
         on_policy: [N] bool, tokens that the trainer's own version sampled, for the statistics.
         keep: [N] bool, the mask of a trust region.
+        penalty: [N] γ_t of a trust region, see `trust_region.TokenChoice`.
         trained: [N] bool; the others belong to the path and enter the ratios of sequences, but another
             sample trains them. By default all are trained.
         divergence: [N] of the current policy from a teacher, with a gradient; for distillation.
@@ -88,7 +91,9 @@ def policy_loss(
         ValueError: shapes that differ, or a reference or entropy that the settings need and is missing.
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
-    optional = [t for t in (reference, entropy, on_policy, keep, trained, divergence) if t is not None]
+    optional = [
+        t for t in (reference, entropy, on_policy, keep, penalty, trained, divergence) if t is not None
+    ]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:
         raise ValueError("a KL in the loss needs the logprobs of the reference policy, got none")
@@ -103,6 +108,7 @@ def policy_loss(
         log_ratio=log_ratio(current, proximal, keep=keep),
         logprobs=masked(widen(current), keep),
         proximal=masked(widen(proximal), keep),
+        behavior=masked(widen(behavior), keep),
         advantages=masked(widen(advantages), keep),
         sequences=sequences,
         turns=turns,
@@ -110,8 +116,11 @@ def policy_loss(
     )
     correction = objective.correction.weights(log_weight, sequences=sequences, turns=turns)
     policy = objective.loss.token_losses(tokens)
-    weighted = correction.weight * policy.values
-    total = weighted
+    values = policy.values
+    if penalty is not None:
+        values = values + masked(widen(penalty), keep) * tokens.log_ratio.abs()
+    weighted = correction.weight * values
+    total = weighted if policy.unweighted is None else weighted + policy.unweighted
     kl = None
     if reference is not None:
         estimator = "k3" if isinstance(objective.kl, NoKl) else objective.kl.kl_estimator

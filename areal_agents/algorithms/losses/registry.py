@@ -9,10 +9,12 @@ from pydantic import Field
 from areal_agents.algorithms.losses.cispo import CispoLoss
 from areal_agents.algorithms.losses.distillation import DistillationLoss
 from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.dppo import DppoLoss
 from areal_agents.algorithms.losses.gspo import GspoLoss
 from areal_agents.algorithms.losses.likelihood import SftLoss
 from areal_agents.algorithms.losses.ppo import PpoLoss
 from areal_agents.algorithms.losses.sapo import SapoLoss
+from areal_agents.algorithms.losses.unclipped import UnclippedLoss
 
 PolicyLoss = Annotated[
     PpoLoss
@@ -20,6 +22,8 @@ PolicyLoss = Annotated[
     | CispoLoss
     | SapoLoss
     | DistillationLoss
+    | DppoLoss
+    | UnclippedLoss
     | SftLoss
     | DpoLoss,
     Field(discriminator="kind"),

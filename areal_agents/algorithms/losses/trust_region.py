@@ -1,4 +1,4 @@
-"""Which tokens of a minibatch keep their gradient, beside what the loss itself clips.
+"""Which tokens of a minibatch keep their gradient, or pay for moving, beside what the loss itself clips.
 
 The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
 it does not depend on how the minibatch was cut.
@@ -6,15 +6,30 @@ it does not depend on how the minibatch was cut.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+import numpy as np
+from pydantic import Field, model_validator
 
 from areal_agents.algorithms.losses.ratios import log_ratio
 from areal_agents.algorithms.parts import Part
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenChoice:
+    """What a trust region decides of the N trained tokens of a minibatch.
+
+    Attributes:
+        keep: [N] bool, the tokens that keep their gradient; None: all.
+        penalty: [N] float32, what |log u| is multiplied by in the loss of the token; None: nowhere any.
+    """
+
+    keep: Tensor | None = None
+    penalty: Tensor | None = None
 
 
 class NoTrustRegion(Part):
@@ -31,12 +46,68 @@ class M2po(Part):
         default=0.04, gt=0, description="Mean squared log-ratio that M2PO leaves in a batch."
     )
 
-    def keep(self, behavior: Tensor, proximal: Tensor, advantages: Tensor) -> Tensor:
-        """[N] bool, see `m2po_keep`."""
-        return m2po_keep(behavior, proximal, advantages, threshold=self.m2po_threshold)
+    def choose(
+        self, behavior: Tensor, proximal: Tensor, advantages: Tensor, *, rng: np.random.Generator
+    ) -> TokenChoice:
+        """See `m2po_keep`."""
+        return TokenChoice(keep=m2po_keep(behavior, proximal, advantages, threshold=self.m2po_threshold))
 
 
-TrustRegion = Annotated[NoTrustRegion | M2po, Field(discriminator="kind")]
+class ClipCov(Part):
+    """Settings of `clip_cov_keep`."""
+
+    kind: Literal["clip_cov"] = "clip_cov"
+    clip_cov_share: float = Field(
+        default=2e-4, gt=0, le=1, description="Share of a minibatch's tokens that Clip-Cov masks at random."
+    )
+    clip_cov_low: float = Field(default=1.0, description="They are drawn from covariances of at least this,")
+    clip_cov_high: float = Field(default=5.0, description="and at most this.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ClipCov:
+        if not self.clip_cov_low < self.clip_cov_high:
+            raise ValueError(
+                f"clip_cov_low: {self.clip_cov_low} must be below clip_cov_high: {self.clip_cov_high}"
+            )
+        return self
+
+    def choose(
+        self, behavior: Tensor, proximal: Tensor, advantages: Tensor, *, rng: np.random.Generator
+    ) -> TokenChoice:
+        """See `clip_cov_keep`."""
+        return TokenChoice(
+            keep=clip_cov_keep(
+                proximal,
+                advantages,
+                share=self.clip_cov_share,
+                low=self.clip_cov_low,
+                high=self.clip_cov_high,
+                rng=rng,
+            )
+        )
+
+
+class KlCov(Part):
+    """Settings of `kl_cov_chosen`."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    kl_cov_share: float = Field(
+        default=2e-3,
+        gt=0,
+        le=1,
+        description="Share of a minibatch's tokens, those of the largest covariance, that KL-Cov penalises.",
+    )
+    kl_cov_coefficient: float = Field(default=1.0, gt=0, description="Weight of their KL penalty.")
+
+    def choose(
+        self, behavior: Tensor, proximal: Tensor, advantages: Tensor, *, rng: np.random.Generator
+    ) -> TokenChoice:
+        """See `kl_cov_chosen`."""
+        chosen = kl_cov_chosen(proximal, advantages, share=self.kl_cov_share)
+        return TokenChoice(penalty=self.kl_cov_coefficient * chosen.float())
+
+
+TrustRegion = Annotated[NoTrustRegion | M2po | ClipCov | KlCov, Field(discriminator="kind")]
 
 
 def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
@@ -71,3 +142,71 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
     keep = moved.bool() | True
     keep[constrained[order[~within]]] = False
     return keep
+
+
+def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """[N] float64, what each token adds to the covariance of logprob and advantage: arXiv 2505.22617, eq. 10.
+
+        Cov_t = (log π_t − mean log π) (A_t − mean A)
+
+    Their mean is what the entropy of the policy falls by, up to the size of the step (section 4 of
+    the paper). The paper takes π with the weights being trained; those of the batch's beginning stand in for
+    them, which is the same on the first minibatch.
+
+    Args:
+        logprobs, advantages: [N], the trained tokens of one optimizer step, over all ranks.
+    """
+    logprobs, advantages = logprobs.double(), advantages.double()
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+def clip_cov_keep(
+    logprobs: Tensor, advantages: Tensor, *, share: float, low: float, high: float, rng: np.random.Generator
+) -> Tensor:
+    """Which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, eq. 11 and 12.
+
+    Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ drawn at random lose their gradient; all
+    of them where there are not so many. They stay in the denominator of the loss. As in the paper's code at
+    least one is drawn, where ⌊share · N⌋ is 0.
+
+    Args:
+        logprobs, advantages: as for `covariances`.
+        share: of the N tokens, in (0, 1]; the paper uses 2e-4.
+        low, high: the paper uses 1 and 5.
+        rng: must be in the same state on every rank.
+
+    Returns:
+        [N] bool.
+    """
+    keep = logprobs.bool() | True
+    if not len(keep):
+        return keep
+    values = covariances(logprobs, advantages)
+    candidates = ((values >= low) & (values <= high)).nonzero().squeeze(1)
+    count = min(max(1, int(share * len(keep))), len(candidates))
+    drawn = rng.choice(len(candidates), size=count, replace=False) if count else np.empty(0, np.int64)
+    keep[candidates[candidates.new_tensor(drawn)]] = False
+    return keep
+
+
+def kl_cov_chosen(logprobs: Tensor, advantages: Tensor, *, share: float) -> Tensor:
+    """Which tokens of a minibatch pay a KL penalty: KL-Cov, arXiv 2505.22617, eq. 13 and 14.
+
+    They are the ⌊share · N⌋ tokens of the largest covariance, and at least one; of equal ones the earlier.
+    Their loss becomes ℓ + γ KL(π_prox, π_θ), where the paper's code estimates the KL of a sampled token as
+    |log π_prox − log π_θ|, and so does `objective.policy_loss`. That is 0, with its gradient, on the first
+    minibatch of a batch. The penalty is an expectation over π_prox like ℓ, so the off-policy weight w
+    multiplies both.
+
+    Args:
+        logprobs, advantages: as for `covariances`.
+        share: of the N tokens, in (0, 1]; the paper uses 2e-3 for a model of 7B, 2e-4 for one of 32B.
+
+    Returns:
+        [N] bool.
+    """
+    chosen = logprobs.bool() & False
+    if len(chosen):
+        _, order = covariances(logprobs, advantages).sort(descending=True, stable=True)
+        chosen[order[: max(1, int(share * len(chosen)))]] = True
+    return chosen

@@ -38,7 +38,7 @@ class MicroBatch:
         segments: which rows attend to which, see `token_tree`.
         predictor_rows: [N] int64, the row that predicts each scored token.
         target_ids: [N] int64, the scored tokens.
-        trained: [N] bool, those with a gradient; the others another sample trains, see
+        trained: [N] bool, sampled tokens with a gradient; of the others another sample trains those of
             `TrainingSample.prefix_mask`.
         behavior_logprobs, temperatures, advantages: [N] float32.
         loss_weights: [N] float32, what each token's loss is multiplied by; the loss is the sum.
@@ -49,6 +49,7 @@ class MicroBatch:
         context_group: the ranks that hold the other rows, None if all T are here. Where it is set the
             segments are those of all rows, and the other arrays those of this rank, of the [N] the
             tokens that its rows predict.
+        observed: [N] bool, the tokens of `TrainingSample.observation_mask`; None if there are none.
         images: None without any; routed_experts: [T, layers, k] int64 of the engine, -1 where it did
             not say, None if nowhere. See `model_inputs`.
     """
@@ -68,6 +69,7 @@ class MicroBatch:
     turn_ids: Tensor
     sample_tokens: int
     context_group: ProcessGroup | None = None
+    observed: Tensor | None = None
     images: ImageRows | None = None
     routed_experts: Tensor | None = None
 
@@ -183,6 +185,7 @@ def _microbatch(
         sample_index=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *owners])),
         turn_ids=torch.from_numpy(np.concatenate([np.empty(0, np.int64), *turns])),
         sample_tokens=sum(int(at[-1]) for at in scored),
+        observed=gather("observed", torch.bool) if any(s.observed.any() for s in members) else None,
         images=image_rows(members, tree.rows[: len(members)]),
         routed_experts=routed_rows(members, tree.rows[: len(members)], len(tree.token_ids)),
     )

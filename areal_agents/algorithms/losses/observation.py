@@ -1,0 +1,49 @@
+"""The supervised loss on what the environment wrote, beside the loss of the policy.
+
+ECHO (arXiv 2605.24517, eq. 1 and 3) adds λ · CE(observations) to a policy gradient loss, so that the model
+learns to predict the answers of its environment in the forward pass that its own tokens take anyway. An
+observation has no behavior policy, no version and no advantage: it enters no ratio, no correction and no
+statistic of the policy.
+
+The paper divides by the observation tokens of each sequence. Here the mean is over those of the minibatch, so
+that every token weighs the same, and an episode weighs the same however it is cut into samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_agents.core.sample import TrainingSample
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
+
+
+def observation_weights(samples: Sequence[TrainingSample]) -> list[Floats]:
+    """What the cross entropy of each scored token is multiplied by, a [N_s] array per sample s.
+
+    It is 1 over the number of observation tokens of all the samples at an observation token, and 0 at the
+    tokens of the policy, so that the loss is the mean over the observation tokens.
+
+    Args:
+        samples: all those of one optimizer step, over all ranks.
+    """
+    masks = [sample.observed[sample.scored_mask] for sample in samples]
+    count = max(1, sum(int(mask.sum()) for mask in masks))
+    return [(mask / np.float32(count)).astype(np.float32) for mask in masks]
+
+
+def observation_loss(logprobs: Tensor, weights: Tensor) -> Tensor:
+    """The share −Σ_t c_t log π_θ of the mean cross entropy that these tokens have, a scalar.
+
+    Args:
+        logprobs: [N] of observation tokens under the current policy at temperature 1, with the gradient.
+        weights: [N] c_t of `observation_weights`.
+    """
+    return -(weights * logprobs).sum()
