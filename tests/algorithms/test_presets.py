@@ -86,7 +86,12 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # Settings of parts that decoupled PPO does not choose, and that no preset sets.
-ELSEWHERE = {"gspo_level": "sequence", "std_estimator": "sample", "value_coefficient": 1.0, "sft_min_score": None}
+ELSEWHERE = {
+    "gspo_level": "sequence",
+    "std_estimator": "sample",
+    "value_coefficient": 1.0,
+    "sft_min_score": None,
+}
 
 
 @pytest.mark.parametrize("name", PRESETS)
