@@ -105,7 +105,10 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
     ("given", "faults"),
     [
         ({"colr": "blue"}, ["unknown setting colr; did you mean 'colour'?"]),
-        ({"zzzzz": 1}, ["unknown setting zzzzz; known: colour, frame, radius, shape, side, size, title, width"]),
+        (
+            {"zzzzz": 1},
+            ["unknown setting zzzzz; known: colour, frame, radius, shape, side, size, title, width"],
+        ),
         ({"shape": "squre"}, ["shape: there is no 'squre'; did you mean 'square'? Known: round, square"]),
         ({"shape": {"kind": "round", "side": 1.0}}, ["unknown setting shape.side; known: radius"]),
         ({"shape": {"radus": 1.0}}, ["unknown setting shape.radus; did you mean 'radius'?"]),
@@ -115,7 +118,7 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
         ({"radius": 1.0, "look": {"radius": 1.0}}, ["radius is given twice, by itself and in look"]),
         ({"frame": "none", "width": 1.0, "colr": 1}, ["width: 1.0 needs", "did you mean 'colour'"]),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_placed_is_refused_all_at_once(given: dict[str, Any], faults: list[str]) -> None:
     with pytest.raises(ValueError) as caught:
         filled(**given)
@@ -141,13 +144,18 @@ def test_differing_settings_are_flat() -> None:
         ({"credit": "reward_to_go", "turn_discount": 0.9}, {"credit": RewardToGo(turn_discount=0.9)}),
         (
             {"overlong_limit": 9, "overlong_buffer": 3, "reward_clip": 2.0},
-            {"rewards": {"reward_clip": 2.0, "length_penalty": {"kind": "linear", "overlong_limit": 9, "overlong_buffer": 3}}},
+            {
+                "rewards": {
+                    "reward_clip": 2.0,
+                    "length_penalty": {"kind": "linear", "overlong_limit": 9, "overlong_buffer": 3},
+                }
+            },
         ),
         ({"m2po_threshold": 0.1}, {"trust_region": {"kind": "m2po", "m2po_threshold": 0.1}}),
         ({"kl_in": "loss", "kl_coefficient": 0.1}, {"kl_in": {"kind": "loss", "kl_coefficient": 0.1}}),
         ({"correction": "mask", "weight_floor": 0.5}, {"correction": {"kind": "mask", "weight_floor": 0.5}}),
     ],
-)  # fmt: skip
+)
 def test_an_algorithm_flat_and_nested_is_the_same(flat: dict[str, Any], nested: dict[str, Any]) -> None:
     made = AlgorithmConfig.model_validate(flat)
     assert made == AlgorithmConfig.model_validate(nested)
@@ -178,18 +186,31 @@ def with_algorithm(path: Path, algorithm: Any) -> Path:
 @pytest.mark.parametrize(
     ("algorithm", "overrides", "expected"),
     [
-        ({"policy_loss": "gspo"}, ["algorithm.policy_loss.clip_high=0.3"], {"policy_loss": "gspo", "clip_high": 0.3}),
+        (
+            {"policy_loss": "gspo"},
+            ["algorithm.policy_loss.clip_high=0.3"],
+            {"policy_loss": "gspo", "clip_high": 0.3},
+        ),
         ({"policy_loss": "gspo"}, ["algorithm.clip_high=0.3"], {"policy_loss": "gspo", "clip_high": 0.3}),
         ("gspo", ["algorithm.policy_loss.clip_high=0.3"], {"preset": "gspo", "clip_high": 0.3}),
         ("gspo", ["algorithm.policy_loss=ppo"], {"preset": "gspo", "policy_loss": "ppo"}),
-        ({"policy_loss": {"kind": "gspo", "clip_high": 0.5}}, ["algorithm.policy_loss=cispo"], {"policy_loss": "cispo"}),
         (
-            {"estimator": {"credit": "reward_to_go"}}, ["algorithm.estimator.credit.turn_discount=0.5"],
+            {"policy_loss": {"kind": "gspo", "clip_high": 0.5}},
+            ["algorithm.policy_loss=cispo"],
+            {"policy_loss": "cispo"},
+        ),
+        (
+            {"estimator": {"credit": "reward_to_go"}},
+            ["algorithm.estimator.credit.turn_discount=0.5"],
             {"credit": "reward_to_go", "turn_discount": 0.5},
         ),
-        ({"credit": "reward_to_go"}, ["algorithm.credit.turn_discount=0.5"], {"credit": "reward_to_go", "turn_discount": 0.5}),
+        (
+            {"credit": "reward_to_go"},
+            ["algorithm.credit.turn_discount=0.5"],
+            {"credit": "reward_to_go", "turn_discount": 0.5},
+        ),
     ],
-)  # fmt: skip
+)
 def test_overrides_reach_into_parts(
     minimal: Path, algorithm: Any, overrides: list[str], expected: dict[str, Any]
 ) -> None:
@@ -201,17 +222,32 @@ def test_overrides_reach_into_parts(
     ("algorithm", "message"),
     [
         ({"clip_low": 2.0}, "algorithm.policy_loss.clip_low: Input should be less than 1 (got 2.0)"),
-        ({"policy_loss": "gspo", "clip_low": 2.0}, "algorithm.policy_loss.clip_low: Input should be less than 1"),
+        (
+            {"policy_loss": "gspo", "clip_low": 2.0},
+            "algorithm.policy_loss.clip_low: Input should be less than 1",
+        ),
         ({"kl_in": "loss"}, "'algorithm.kl_in.kl_coefficient' is required"),
         ({"overlong_limit": 9}, "'algorithm.rewards.length_penalty.overlong_buffer' is required"),
-        ({"credit": "reward_to_go", "turn_discount": 2}, "algorithm.estimator.credit.turn_discount: Input should be"),
-        ({"credit": "step_normalized", "leave_one_out": True}, "algorithm.estimator: leave_one_out: True has no"),
+        (
+            {"credit": "reward_to_go", "turn_discount": 2},
+            "algorithm.estimator.credit.turn_discount: Input should be",
+        ),
+        (
+            {"credit": "step_normalized", "leave_one_out": True},
+            "algorithm.estimator: leave_one_out: True has no",
+        ),
         ({"policy_loss": "gsop"}, "algorithm: policy_loss: there is no 'gsop'; did you mean 'gspo'?"),
         ({"clip_hihg": 0.3}, "algorithm: unknown setting clip_hihg; did you mean 'clip_high'?"),
-        ({"correction_action": "mask"}, "algorithm: unknown setting correction_action; did you mean 'correction'?"),
-        ({"policy_loss": {"clip_high": 0.1}, "clip_high": 0.2}, "clip_high is given twice, by itself and in policy_loss"),
+        (
+            {"correction_action": "mask"},
+            "algorithm: unknown setting correction_action; did you mean 'correction'?",
+        ),
+        (
+            {"policy_loss": {"clip_high": 0.1}, "clip_high": 0.2},
+            "clip_high is given twice, by itself and in policy_loss",
+        ),
     ],
-)  # fmt: skip
+)
 def test_faults_are_named_as_a_config_file_has_them(minimal: Path, algorithm: Any, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(with_algorithm(minimal, algorithm))

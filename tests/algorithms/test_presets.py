@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,18 +148,30 @@ def test_what_is_given_wins() -> None:
             {"kl_in": "loss", "kl_estimator": "k3", "kl_coefficient": 0.1},
             [],
         ),
-        ({"preset": "dr_grpo", "loss_normalization": "token"}, {"loss_normalization": "token"}, ["loss_constant"]),
-        ({"preset": "dapo", "length_penalty": "none"}, {"length_penalty": "none"}, ["overlong_limit", "overlong_buffer"]),
+        (
+            {"preset": "dr_grpo", "loss_normalization": "token"},
+            {"loss_normalization": "token"},
+            ["loss_constant"],
+        ),
+        (
+            {"preset": "dapo", "length_penalty": "none"},
+            {"length_penalty": "none"},
+            ["overlong_limit", "overlong_buffer"],
+        ),
         ({"preset": "dapo", "drop_equal_groups": False}, {"refill_equal_groups": False}, []),
         ({"preset": "ppo", "estimator": "group"}, {"advantage_mean": "group"}, ["value_clip", "gae_lambda"]),
-        ({"preset": "rloo", "estimator": "gae"}, {"estimator": "gae", "advantage_std": "batch"}, ["leave_one_out"]),
+        (
+            {"preset": "rloo", "estimator": "gae"},
+            {"estimator": "gae", "advantage_std": "batch"},
+            ["leave_one_out"],
+        ),
         ({"preset": "m2po", "trust_region": "none"}, {"trust_region": "none"}, ["m2po_threshold"]),
         ({"preset": "gspo", "policy_loss": "ppo"}, {"clip_low": 0.2, "clip_high": 0.2}, ["gspo_level"]),
         ({"preset": "gspo", "correction": "mask"}, {"correction_level": "token"}, []),
         ({"proximal": "behavior"}, {"correction": "none"}, ["weight_cap", "correction_level"]),
         ({"preset": "ppo", "policy_loss": "sft"}, {"estimator": "none"}, ["advantage_mean", "value_clip"]),
     ],
-)  # fmt: skip
+)
 def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, gone: list[str]) -> None:
     made = flat(config(**given).model_dump())
     assert {name: made[name] for name in chosen} == chosen
@@ -185,8 +202,14 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"loss_constant": 10}, "needs loss_normalization: constant"),
         ({"preset": "dpo", "sft_min_score": 1.0}, "sft_min_score: 1.0 needs policy_loss: sft"),
         ({"dpo_beta": 0.5}, "needs policy_loss: dpo"),
-        ({"preset": "sft", "advantage_mean": "batch"}, "advantage_mean: batch needs estimator: group or estimator: gae"),
-        ({"preset": "dpo", "advantage_std": "none"}, "advantage_std: none needs estimator: group or estimator: gae"),
+        (
+            {"preset": "sft", "advantage_mean": "batch"},
+            "advantage_mean: batch needs estimator: group or estimator: gae",
+        ),
+        (
+            {"preset": "dpo", "advantage_std": "none"},
+            "advantage_std: none needs estimator: group or estimator: gae",
+        ),
         ({"preset": "sft", "veto": 1e-4}, "veto: 0.0001 needs correction: truncate or correction: mask"),
         ({"proximal": "behavior", "weight_cap": 2.0}, "weight_cap: 2.0 needs correction: truncate"),
         # a part without what it needs
@@ -196,7 +219,10 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"loss_normalization": "constant"}, "loss_constant\n  Field required"),
         ({"overlong_buffer": 10}, "overlong_limit\n  Field required"),
         ({"overlong_limit": 10}, "overlong_buffer\n  Field required"),
-        ({"preset": "dapo", "overlong_limit": 1000}, "needs an overlong_buffer from 1 to the limit, got 4096"),
+        (
+            {"preset": "dapo", "overlong_limit": 1000},
+            "needs an overlong_buffer from 1 to the limit, got 4096",
+        ),
         ({"preset": "dapo", "length_penalty": None}, "length_penalty: expected one of none, linear"),
         # values out of range
         ({"clip_low": 1.0}, "less than 1"),
@@ -218,14 +244,23 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ),
         ({"preset": "rloo", "std_estimator": "population"}, "needs an advantage_std"),
         ({"preset": "ppo", "advantage_std": "none", "std_estimator": "population"}, "needs an advantage_std"),
-        ({"kl_in": "loss", "kl_estimator": "k1", "kl_coefficient": 0.1}, "gradient of k1 in the loss is 0 on average"),
+        (
+            {"kl_in": "loss", "kl_estimator": "k1", "kl_coefficient": 0.1},
+            "gradient of k1 in the loss is 0 on average",
+        ),
         ({"reward_bias": -0.5}, "reward_bias: -0.5 is taken off again with the mean"),
         ({"reward_scale": 2.0}, "reward_scale: 2.0 is divided out again by the deviation"),
         ({"preset": "gspo", "trust_region": "m2po"}, "the ratio of gspo is of a sequence"),
         ({"preset": "m2po", "policy_loss": "gspo", "gspo_level": "turn"}, "the ratio of gspo is of a turn"),
         ({"proximal": "behavior", "m2po_threshold": 0.04}, "has no weights of the batch to go by"),
-        ({"proximal": "behavior", "kl_in": "reward", "kl_coefficient": 0.1}, "has no weights of the batch to go by"),
-        ({"proximal": "behavior", "correction": "truncate"}, "corrects for the distance from proximal to behavior"),
+        (
+            {"proximal": "behavior", "kl_in": "reward", "kl_coefficient": 0.1},
+            "has no weights of the batch to go by",
+        ),
+        (
+            {"proximal": "behavior", "correction": "truncate"},
+            "corrects for the distance from proximal to behavior",
+        ),
         ({"preset": "sft", "drop_equal_groups": False}, "drop_equal_groups: False has no meaning for sft"),
         ({"preset": "sft", "kl_in": "reward", "kl_coefficient": 0.1}, "kl_in: reward has no meaning for sft"),
         ({"preset": "sft", "correction": "truncate"}, "correction: truncate has no meaning for sft"),
@@ -237,7 +272,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"preset": "dpo", "loss_normalization": "constant", "loss_constant": 9}, "a mean over pairs"),
         ({"drop_equal_groups": False, "refill_equal_groups": True}, "no group is missing otherwise"),
     ],
-)  # fmt: skip
+)
 def test_what_makes_no_sense_is_refused_with_the_reason(given: dict, reason: str) -> None:
     with pytest.raises(ValidationError) as caught:
         config(**given)
@@ -293,3 +328,31 @@ def test_what_a_preset_needs(
     made = config(preset=name)
     assert (made.needs_critic, made.needs_reference) == (critic, reference)
     assert (made.needs_token_credit, made.is_supervised) == (token_credit, supervised)
+
+
+def test_the_steps_to_add_a_loss_work_as_documented(tmp_path: Path) -> None:
+    """Followed on a copy of the package: the new loss is chosen by its name and passes its oracle."""
+    steps = DOCS.read_text().split("## Adding a loss")[1].split("\n## ")[0]
+    blocks = [textwrap.dedent(block) for block in re.findall(r"   ```python\n(.*?)   ```", steps, re.DOTALL)]
+    loss, imported, member, oracle = blocks
+    root = DOCS.parents[1]
+    shutil.copytree(
+        root / "areal_agents", tmp_path / "areal_agents", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    losses = tmp_path / "areal_agents" / "algorithms" / "losses"
+    (losses / "tapered.py").write_text(loss)
+    registry = (losses / "registry.py").read_text()
+    registry = registry.replace("\nPolicyLoss =", imported + "\nPolicyLoss =", 1)
+    registry = registry.replace("    | GspoLoss", f"    {member.strip()}\n    | GspoLoss", 1)
+    (losses / "registry.py").write_text(registry)
+    for name in ("losses_support.py", "test_policy_losses.py"):
+        shutil.copy(Path(__file__).parent / name, tmp_path / name)
+    with (tmp_path / "test_policy_losses.py").open("a") as file:
+        file.write("\n\n" + oracle)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-k", "tapered", "test_policy_losses.py"],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "...." in done.stdout
