@@ -25,7 +25,7 @@ def batches() -> list[MicroBatch]:
     """Micro-batches of samples that share prefixes, one of them with an odd number of rows, and a filler."""
     packed = pack(samples(), token_budget=250, ranks=2)
     packed += pack(samples()[:1], token_budget=250, ranks=2)[1:]
-    assert any(len(batch.input_ids) % 2 for batch in packed[:-1]) and packed[-1].trained_tokens == 0
+    assert any(len(batch.input_ids) % 2 for batch in packed[:-1]) and packed[-1].scored_tokens == 0
     return packed
 
 

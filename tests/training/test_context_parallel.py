@@ -39,7 +39,7 @@ def test_two_ranks_of_a_context_give_the_logprobs_and_gradients_of_one(
     seen: Counter[int] = Counter()
     for place, batch in enumerate(batches()):
         shares = [entries[place] for (entries, _), _ in spawned]
-        assert sum(len(share[0]) for share in shares) == batch.trained_tokens
+        assert sum(len(share[0]) for share in shares) == batch.scored_tokens
         for index, target, value in (entry for share in shares for entry in zip(*share, strict=True)):
             # whichever rank answers for a token, the logprob is one of its sample's with that target
             sample = samples()[int(index)]

@@ -57,7 +57,7 @@ def test_a_new_critic_says_zero_and_trains_all_of_its_weights(model_folder: Path
     samples = build_training_data(groups("a"), preset("ppo")).samples
     (batch,) = pack(samples, token_budget=4096)
     values = critic(batch)
-    assert values.shape == (batch.trained_tokens,) and values.dtype == torch.float32
+    assert values.shape == (batch.scored_tokens,) and values.dtype == torch.float32
     assert (values == 0).all()
     (values - 1).square().sum().backward()
     assert [name for name, p in critic.named_parameters() if p.grad is None] == []

@@ -91,7 +91,7 @@ def on_policy(data: TrainingData, folder: Path, group: Ranks) -> TrainingData:
         for batch in pack(data.samples, token_budget=4096):
             values = policy(batch)[0].numpy()
             for index in np.unique(batch.sample_index):
-                logprobs[index][data.samples[index].loss_mask] = values[batch.sample_index == index]
+                logprobs[index][data.samples[index].scored_mask] = values[batch.sample_index == index]
     pairs = zip(data.samples, logprobs, strict=True)
     return replace(data, samples=tuple(replace(s, behavior_logprobs=array) for s, array in pairs))
 
