@@ -109,17 +109,17 @@ def _fill(
             elif name in preset:
                 tree[name] = preset[name]
     for name, parts in slots.items():
-        given = left.pop(name, None)
+        given = left.pop(name, {})
         if isinstance(given, Part):
             tree[name] = given
             continue
         own = {"kind": given} if isinstance(given, str) else given
-        if own is not None and not isinstance(own, Mapping):
+        if not isinstance(own, Mapping):
             faults.append(
                 f"{name}: expected one of {', '.join(filter(None, parts))}, or a mapping, got {given!r}"
             )
             continue
-        inner = dict(own or {})
+        inner = dict(own)
         standard = str(preset.get(name, _default_kind(model.model_fields[name])))
         kind = inner.pop("kind", None)
         if kind is None:

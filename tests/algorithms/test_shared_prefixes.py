@@ -63,12 +63,13 @@ def forest(seed: int, *, versions: bool = False) -> list[Episode]:
     made = []
     for index in range(2):
         plain = random_episode(rng, id=f"e{index}", turns=7, start=1 + 200 * index, dense=True)
-        turns = [
-            replace(t, completion=replace(t.completion, versions=[rng.randint(0, 3) for _ in t.completion.token_ids]))
-            if versions
-            else t
-            for t in plain.turns
-        ]  # fmt: skip
+        turns = list(plain.turns)
+        if versions:
+            drawn = [[rng.randint(0, 3) for _ in t.completion.token_ids] for t in turns]
+            turns = [
+                replace(t, completion=replace(t.completion, versions=each))
+                for t, each in zip(turns, drawn, strict=True)
+            ]
         made.append(Episode(plain.id, plain.task, tuple(turns), plain.status, plain.rewards))
     return made
 
