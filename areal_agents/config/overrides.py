@@ -29,7 +29,13 @@ def nested(key: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) -> None:
-    """Put what `nested` holds at `key` into `tree`."""
+    """Put what `nested` holds at `key` into `tree`.
+
+    A setting of the algorithm can be given flat or under its part: what the tree has of it in the other form
+    is taken out.
+    """
+    if len(key) > 1 and key[0] == "algorithm" and isinstance(tree.get("algorithm"), dict):
+        tree["algorithm"] = _without(tree["algorithm"], key[-1])
     for part in key[:-1]:
         nested = nested[part]
         # A string is short for a preset, or for the kind of one of its parts.
@@ -39,3 +45,12 @@ def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) 
             tree[part] = {}
         tree = tree[part]
     tree[key[-1]] = nested[key[-1]]
+
+
+def _without(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a tree without the settings of this name, at any depth."""
+    return {
+        key: _without(value, name) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if key != name
+    }

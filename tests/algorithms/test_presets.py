@@ -92,7 +92,16 @@ def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 # Settings of parts that decoupled PPO does not choose, and that no preset sets.
 ELSEWHERE = {
+    "distill_top_k": 64,
+    "dppo_divergence": "tv",
+    "dppo_high": 0.2,
+    "dppo_kl_coefficient": 0.001,
+    "dppo_low": 0.2,
+    "episode_return": "score",
     "gspo_level": "sequence",
+    "normalize_batch": True,
+    "reward_weights": {},
+    "turn_discount": 1.0,
     "std_estimator": "sample",
     "value_coefficient": 1.0,
     "sft_min_score": None,
@@ -107,6 +116,8 @@ def test_a_preset_sets_its_parts_and_nothing_else(name: str) -> None:
     assert {setting: got[setting] for setting in given} == given
     if name in ("sft", "dpo"):  # what a loss without advantages and a behavior policy brings with it
         given |= {"estimator": "none", "correction": "none"}
+    if made.teacher is not None:
+        given |= {"estimator": "none", "drop_equal_groups": False}
     default = flat(AlgorithmConfig().model_dump())
     rest = {setting: value for setting, value in got.items() if setting not in given and setting != "preset"}
     assert rest == {setting: {**ELSEWHERE, **default}[setting] for setting in rest}
@@ -128,7 +139,7 @@ def test_the_default_is_decoupled_ppo_as_it_was() -> None:
         "correction": "truncate", "correction_level": "token", "weight_cap": 5.0, "veto": None,
         "trust_region": "none", "loss_normalization": "token", "kl_in": "none", "proximal": "batch",
         "minibatches": 1, "entropy_coefficient": 0.0, "drop_equal_groups": True,
-        "refill_equal_groups": False, "truncated": "score", "train_constrained": False, "exclude_labels": (),
+        "refill_equal_groups": False, "replay": "none", "observation_coefficient": 0.0, "truncated": "score", "train_constrained": False, "exclude_labels": (),
     }  # fmt: skip
 
 

@@ -9,16 +9,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from training_support import episode_groups
+from training_support import VOCAB, episode_groups
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.distillation import DistillationLoss
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.training.critic import CriticState, load_critic
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model import ModelOptions, load_policy
 from areal_agents.training.reference import load_reference
 from areal_agents.training.step import StepOptions, StepResult, train_batch
+from areal_agents.training.teacher import HeldTeacher, SelfTeacher, Teacher
 
 WHOLE = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)
 
@@ -34,6 +36,7 @@ def preset(name: str, **fields: object) -> AlgorithmConfig:
         "dapo": {"overlong_limit": 24, "overlong_buffer": 12},
         "clip_cov": {"clip_cov_share": 0.1, "clip_cov_low": 0.05},
         "kl_cov": {"kl_cov_share": 0.1},
+        "maxrl": {"reward_bias": 5.0},  # the scores of `groups` reach below 0
     }
     return AlgorithmConfig.model_validate({"preset": name, **small.get(name, {}), **fields})
 
@@ -72,11 +75,22 @@ def train_once(
         seed=0,
         critic=critic,
         reference=load_reference(reference_folder, ranks) if algorithm.needs_reference else None,
+        teacher=teacher_of(algorithm, reference_folder, ranks),
     )
     weights = policy.full_state_dict()
     if critic is not None:
         weights |= {f"critic.{name}": whole(p) for name, p in critic.critic.named_parameters()}
     return result, weights
+
+
+def teacher_of(algorithm: AlgorithmConfig, folder: Path, ranks: Ranks) -> Teacher | None:
+    """What a preset of distillation learns from; a held model is that of `folder`."""
+    loss = algorithm.policy_loss
+    if not isinstance(loss, DistillationLoss):
+        return None
+    if loss.teacher == "self":
+        return SelfTeacher(loss.distill_top_k)
+    return HeldTeacher(str(folder), ranks, vocab_size=VOCAB, options=ModelOptions())
 
 
 def whole(tensor: Tensor) -> Tensor:
