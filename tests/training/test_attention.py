@@ -82,7 +82,9 @@ def test_output_and_gradients_equal_dense_attention(implementation, heads: int, 
 @pytest.mark.parametrize("implementation", [tree_attention, gathered_attention])
 @pytest.mark.parametrize("with_sinks", [True, False])
 @pytest.mark.parametrize("window", [None, 1, 7, 60, 1000])
-def test_sinks_and_windows_equal_dense_attention(implementation, with_sinks: bool, window: int | None) -> None:  # type: ignore[no-untyped-def]
+def test_sinks_and_windows_equal_dense_attention(
+    implementation, with_sinks: bool, window: int | None
+) -> None:  # type: ignore[no-untyped-def]
     tree = make_tree()
     got_in, want_in = inputs(tree, 4, 2, torch.float32), inputs(tree, 4, 2, torch.float64)
     got_sinks = want_sinks = None

@@ -56,7 +56,9 @@ def test_sinks_change_the_logprobs_and_are_trained(tmp_path: Path, group: Ranks)
     assert len(sinks) == 2 and all((gradient != 0).all() for gradient in sinks)
 
 
-def test_activation_checkpointing_changes_nothing_with_sinks_and_windows(tmp_path: Path, group: Ranks) -> None:
+def test_activation_checkpointing_changes_nothing_with_sinks_and_windows(
+    tmp_path: Path, group: Ranks
+) -> None:
     assert_as_transformers(build_family("gpt_oss", tmp_path), group, activation_checkpointing="full")
 
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_agents.training.logprobs import CPU_ROWS, TILE, token_logprobs
+from areal_agents.inference.embedded.head import TILE
+from areal_agents.training.logprobs import CPU_ROWS, token_logprobs
 
 ROWS, WIDTH, VOCAB = 10, 8, 50
 
@@ -123,13 +124,17 @@ def realistic() -> tuple[Tensor, nn.Linear, Tensor, Tensor, Tensor]:
     return states, head, targets, torch.rand(rows) + 0.5, torch.randn(rows)
 
 
-def exactly(states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor) -> Answer:
+def exactly(
+    states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
+) -> Answer:
     """The definition in float64, of the same bfloat16 values."""
     inputs = [t.detach().double().requires_grad_() for t in (states, *head.parameters())]
     return differentiated(F.linear(*inputs), inputs, targets, temperatures, gradient)
 
 
-def rounded(states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor) -> Answer:
+def rounded(
+    states: Tensor, head: nn.Linear, targets: Tensor, temperatures: Tensor, gradient: Tensor
+) -> Answer:
     """The definition with logits that are rounded to bfloat16."""
     inputs = [t.detach().requires_grad_() for t in (states, *head.parameters())]
     return differentiated(F.linear(*inputs).float(), inputs, targets, temperatures, gradient)
@@ -141,11 +146,19 @@ def differentiated(
     log_p = torch.log_softmax(logits / temperatures[:, None], -1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
     entropies = -(log_p.exp() * log_p).sum(-1)
-    return (logprobs.detach(), entropies.detach(), *torch.autograd.grad(logprobs @ gradient.to(logprobs), inputs))
+    return (
+        logprobs.detach(),
+        entropies.detach(),
+        *torch.autograd.grad(logprobs @ gradient.to(logprobs), inputs),
+    )
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+    return (
+        float((got.double() - want).norm() / want.norm())
+        if not got.requires_grad
+        else error(got.detach(), want)
+    )
 
 
 @pytest.mark.parametrize("path", ["kept", "chunked"])
