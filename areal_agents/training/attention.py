@@ -32,23 +32,16 @@ from areal_agents.training.context_parallel import heads_to_rows, own_heads, row
 NAME = "token_tree"
 ROWS = 256  # rows whose scores are computed at once where there is a window or a sink
 
-# Keyword arguments of an attention call that do not change its result here: `dropout` is 0 in evaluation
-# mode; the others are for caches, for the outputs of transformers' models, or repeat what the rows of the
-# plan say (flash attention reads packed documents from `position_ids`).
+# Keyword arguments of an attention call that do not change its result. Flash attention reads packed documents
+# from `position_ids`, and the plan of the rows says the same; the others ask for what a model returns.
 HARMLESS = frozenset(
     {
-        "dropout",
         "position_ids",
-        "cache_position",
         "use_cache",
-        "past_key_values",
+        "cache_position",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "return_dict",
-        "position_embeddings",
-        "deterministic",
-        "layer_idx",
     }
 )
 
@@ -342,12 +335,10 @@ def _check_call(
     refused = [key for key, given in others.items() if key not in HARMLESS and not _is_unset(key, given)]
     if attention_mask is not None:
         refused.append("attention_mask")
-    if others.get("dropout"):
-        refused.append("dropout")
     if refused:
         raise TrainingError(
-            f"{name} passes {', '.join(sorted(refused))} to attention, which packed attention does not support: "
-            "the log-probabilities would not be the model's; choose a model without it"
+            f"{name} passes {', '.join(sorted(refused))} to attention, which packed attention does not "
+            "support: the log-probabilities would not be the model's; choose a model without it"
         )
     if query.shape[0] != 1 or key.shape[2] != query.shape[2] or value.shape[2] != key.shape[2]:
         raise TrainingError(
@@ -363,4 +354,6 @@ def _check_call(
 
 def _is_unset(name: str, given: object) -> bool:
     """Whether an argument asks for nothing but causal attention over all rows."""
-    return given is None or given is False and name != "is_causal" or given is True and name == "is_causal"
+    if name == "is_causal":
+        return given is None or given is True
+    return given is None or given is False or (name == "dropout" and given == 0.0)

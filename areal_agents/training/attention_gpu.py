@@ -124,7 +124,7 @@ def flex_tree_attention(
     *,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU; sinks as in `gpu_attention`."""
+    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU; sinks: [H]."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     rows = query.shape[2]
@@ -170,6 +170,7 @@ def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window
         return (column <= row) & (row < seen_until[column])
 
     def in_window(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        assert window is not None
         near = position[row] - position[column] < window
         return (column <= row) & (row < seen_until[column]) & near
 

@@ -122,15 +122,14 @@ def _check_block(text: Any, index: int, calls: list[AttentionCall], name: str) -
     """Whether a decoder block attends as the configuration says."""
     if not calls:
         raise TrainingError(
-            f"block {index} of {name} does not call transformers' attention interface: rows of packed samples "
-            "would meet in another kind of layer, such as a recurrent one; choose a model of attention alone"
+            f"block {index} of {name} does not call transformers' attention interface: the rows of packed "
+            "samples would meet in another kind of layer, such as a recurrent one; choose a model with "
+            "attention in every block"
         )
     kinds = getattr(text, "layer_types", None)
     size = getattr(text, "sliding_window", None)
-    if kinds:
-        expected = {size} if kinds[index] == "sliding_attention" else {None}
-    else:
-        expected = {size or None}
+    slides = kinds[index] == "sliding_attention" if kinds else bool(size)
+    expected: set[int | None] = {size if slides else None}
     windows = {call.window for call in calls}
     if windows != expected:
         raise TrainingError(
@@ -179,8 +178,8 @@ def logit_scale(model: PreTrainedModel) -> float:
         ) from error
     if len(received) != 1 or before is None or after is None or (head.bias is not None and before != 1):
         raise TrainingError(
-            f"the logits of {name} are not a multiple of what its output layer makes of the last hidden states "
-            "(for example because they are softcapped): this is not supported; choose a model without it"
+            f"the logits of {name} are not a multiple of what its output layer makes of the last hidden "
+            "states (for example because they are softcapped), which is not supported; choose another model"
         )
     return before * after
 
@@ -209,12 +208,12 @@ def _replaced(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[
     """Let modules compute something else while this lasts."""
     before = [vars(module).get("forward") for module, _ in forwards]
     for module, forward in forwards:
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
     try:
         yield
     finally:
-        for (module, _), forward in zip(forwards, before, strict=True):
-            if forward is None:
+        for (module, _), own in zip(forwards, before, strict=True):
+            if own is None:
                 del module.forward
             else:
-                module.forward = forward
+                module.forward = own

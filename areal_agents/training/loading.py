@@ -79,8 +79,8 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
                 f"{folder}: cannot load the model: no {error} in its configuration"
             ) from error
         raise TrainingError(  # the family chooses among attention classes of its own by this name
-            f"{folder}: packed samples would meet in the layers of {config.model_type}, whose attention does not "
-            "go through transformers' attention interface; choose a model of another family"
+            f"{folder}: packed samples would meet in the layers of {config.model_type}, whose attention does "
+            "not go through transformers' attention interface; choose a model of another family"
         ) from error
     except Exception as error:  # transformers raises types of several libraries for a bad folder
         raise TrainingError(f"{folder}: cannot load the model: {error}") from error

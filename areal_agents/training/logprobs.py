@@ -5,10 +5,9 @@ pass computes each chunk's logits again and turns them into their own gradient i
 about one chunk of logits [C, V] lives at a time and the gradient of the matrix is summed in one
 array. Few logits are kept instead, and nothing is computed twice.
 
-Logits are float32 also where hidden states and matrix are bfloat16: a logit of 20 rounded to bfloat16
-is off by up to 1/16, and so is the logprob. Gradients by the logits are rounded to the compute type, which
-is a relative error of 2^-9 per entry, and their products with the matrix and the states are summed in
-float32.
+Logits are float32 also where hidden states and matrix are bfloat16, see `inference.embedded.head`. Gradients
+by the logits are rounded to the compute type, a relative error of 2^-9 per entry, and their products with
+the matrix and the states are summed in float32.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+
+from areal_agents.inference.embedded.head import is_half, tiles, wide_logits
 
 # Elements of one chunk of logits, 512 MiB in float32. With fewer rows a GPU would spend its time on
 # reading the matrix and on adding to its gradient.
 CHUNK_LOGITS = 2**27
 CPU_ROWS = 256  # of a chunk on a CPU: enough for the matrix kernel, and few enough for the cache
 KEPT_LOGITS = 2**25  # so many are kept from the forward to the backward pass, 128 MiB in float32
-TILE = 2**20  # elements of the matrix that are cast, or whose gradient is computed, at a time: 4 MiB
 
 
 def token_logprobs(
@@ -136,29 +135,15 @@ class _TokenLogprobs(torch.autograd.Function):
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
     """Logits over temperature [C, V], at least float32, in an array of their own."""
-    return _logits(hidden, weight, bias).div_(temperatures[:, None])
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """hidden · weightᵀ + bias [C, V], summed and stored in at least float32."""
-    if not _is_half(weight):
-        return F.linear(hidden, weight, bias)
-    if weight.is_cuda:
-        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    else:  # a CPU has no product of 16-bit matrices with a float32 result
-        logits = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=weight.device)
-        wide = hidden.float()
-        for rows in _tiles(weight):
-            torch.mm(wide, weight[rows].float().T, out=logits[:, rows])
-    return logits if bias is None else logits.add_(bias)
+    return wide_logits(hidden, weight, bias).div_(temperatures[:, None])
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left · right for total [V, d]; 16-bit factors are summed in float32, V in tiles."""
-    if not _is_half(right):
+    if not is_half(right):
         total.addmm_(left, right)
         return
-    for rows in _tiles(total):
+    for rows in tiles(total):
         if right.is_cuda:
             total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
         else:  # the sum over this chunk's rows is float32 within the kernel, and is rounded once
@@ -168,17 +153,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 def wide_zeros(tensor: Tensor) -> Tensor:
     """Zeros of the tensor's shape, in at least float32."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _tiles(matrix: Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix [V, d] with at most TILE elements each, or one row."""
-    size = max(1, TILE // matrix.shape[1])
-    for start in range(0, len(matrix), size):
-        yield slice(start, min(start + size, len(matrix)))
 
 
 def _reduce(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -207,7 +207,9 @@ def test_bfloat16_is_close_to_float32(model_folder: Path) -> None:
     runner = TorchRunner(arch, slots=1, max_context=256, device=torch.device("cpu"), dtype=torch.bfloat16)
     runner.load(load_weights(model_folder, arch))
     ids = prompt_of(60)
-    logprobs = torch.log_softmax(runner.forward(rows_of((0, 0, ids))), dim=-1).numpy()
+    logits = runner.forward(rows_of((0, 0, ids)))
+    assert (logits != logits.bfloat16()).float().mean() > 0.9  # summed and stored in float32
+    logprobs = torch.log_softmax(logits, dim=-1).numpy()
     expected = torch.log_softmax(torch.from_numpy(reference_logits(model_folder, ids)), dim=-1).numpy()
     assert 1e-4 < np.abs(logprobs - expected).mean() < 0.05
 

@@ -13,10 +13,9 @@ from training_support import VOCAB, build_model, make_sample
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
-    GraniteConfig,
+    Gemma3TextConfig,
     Lfm2Config,
     LlamaConfig,
-    MistralConfig,
     PretrainedConfig,
     Qwen3NextConfig,
 )
@@ -26,6 +25,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import ModelOptions, load_policy
 
+FIXED = {"rope_type": "default", "rope_theta": 10_000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}
 SIZES = {
     "vocab_size": VOCAB,
@@ -127,12 +127,6 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(TrainingError, match=r"(?s)cannot load the model: .*num_hidden_layers"):
         load_policy(folder, group)
-    sliding = build_model(tmp_path / "sliding", "qwen2")
-    config = json.loads((sliding / "config.json").read_text())
-    changed = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["sliding_attention"] * 2}
-    (sliding / "config.json").write_text(json.dumps({**config, **changed}))
-    with pytest.raises(TrainingError, match="sliding-window attention is not supported"):
-        load_policy(sliding, group)
 
 
 @pytest.mark.parametrize(
@@ -141,17 +135,20 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
         (Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **SIZES), "linear_attention"),
         (Lfm2Config(layer_types=["conv", "full_attention"], **SIZES), "conv, full_attention"),
         (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention of their own"),
-        (MistralConfig(sliding_window=4, **SIZES), "sliding-window attention"),
-        (GraniteConfig(logits_scaling=8.0, **SIZES), r"after the head \(logits_scaling\)"),
         (LlamaConfig(rope_parameters=DYNAMIC, **SIZES), "frequencies of type dynamic"),
+        (
+            Gemma3TextConfig(
+                rope_parameters={"full_attention": DYNAMIC, "sliding_attention": FIXED}, **SIZES
+            ),
+            "frequencies of type dynamic",
+        ),
     ],
     ids=[
         "recurrent",
         "convolution",
         "own attention",
-        "window without layer types",
-        "scaled logits",
         "frequencies by length",
+        "frequencies by length in some layers",
     ],
 )
 def test_models_that_would_silently_be_computed_otherwise_are_refused(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
 
 from areal_agents.inference.embedded.architecture import Architecture
+from areal_agents.inference.embedded.head import wide_logits
 from areal_agents.inference.embedded.runner import Int32, Rows
 from areal_agents.inference.embedded.sampling import Float32, SamplingBatch, sample
 from areal_agents.inference.embedded.weights import Weights
@@ -80,7 +81,7 @@ class TorchRunner:
             x = x + linear(self._attend(i, _rotate(q, cos, sin), rows), weights.output[i])
             gate, up = linear(self._norm(x, weights.mlp_norm[i]), weights.gate_up[i]).chunk(2, dim=-1)
             x = x + linear(silu(gate) * up, weights.down[i])
-        return linear(self._norm(x[outputs], weights.final_norm), weights.lm_head).float()
+        return wide_logits(self._norm(x[outputs], weights.final_norm), weights.lm_head)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
         """See Runner.sample."""
