@@ -169,6 +169,23 @@ def test_masked_tokens_count_for_nothing_whatever_they_hold() -> None:
         assert statistics["tokens"] == 1 and all(math.isfinite(value) for value in statistics.values())
 
 
+def test_what_is_not_trained_is_in_the_ratio_of_its_sequence_and_in_nothing_else() -> None:
+    """Whatever its weight, its advantage and its bonus: w = sqrt(2 · 8), and the loss that of the second."""
+    algorithm = AlgorithmConfig(
+        correction_level="geometric", kl_in="loss", kl_coefficient=0.5, entropy_coefficient=0.1
+    )
+    loss, gradient, statistics = evaluate(
+        [-1.0, -1.0], proximal=[-1.0, -1.0], behavior=[-1 - math.log(2), -1 - math.log(8)],
+        advantages=[7.0, 3.0], loss_weights=[9.0, 0.5], reference=[-3.0, -1.0], entropy=[5.0, 2.0],
+        trained=[False, True], algorithm=algorithm,
+    )  # fmt: skip
+    assert loss == pytest.approx(0.5 * (-4 * 3 - 0.1 * 2))
+    assert gradient.tolist() == pytest.approx([0, -0.5 * 4 * 3])
+    assert (statistics["tokens"], statistics["sequences"], statistics["dropped_tokens"]) == (1, 1, 0)
+    assert statistics["weight"] == pytest.approx(4) and statistics["entropy"] == 2
+    assert statistics["abs_diff"] == pytest.approx(math.log(8)) and statistics["kl_reference"] == 0
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_extreme_ratios_stay_finite(name: str) -> None:
     far, zero = [-1e4, 0.0, -1e4, 0.0], [0.0, -1e4, 0.0, -1e4]
