@@ -34,7 +34,12 @@ def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) 
     A setting of the algorithm can be given flat or under its part: what the tree has of it in the other form
     is taken out.
     """
-    if len(key) > 1 and key[0] == "algorithm" and isinstance(tree.get("algorithm"), dict):
+    if (
+        len(key) > 1
+        and key[0] == "algorithm"
+        and key[-1] != "kind"
+        and isinstance(tree.get("algorithm"), dict)
+    ):
         tree["algorithm"] = _without(tree["algorithm"], key[-1])
     for part in key[:-1]:
         nested = nested[part]

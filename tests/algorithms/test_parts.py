@@ -192,6 +192,16 @@ def with_algorithm(path: Path, algorithm: Any) -> Path:
             {"policy_loss": "gspo", "clip_high": 0.3},
         ),
         ({"policy_loss": "gspo"}, ["algorithm.clip_high=0.3"], {"policy_loss": "gspo", "clip_high": 0.3}),
+        (
+            {"policy_loss": {"kind": "gspo", "clip_high": 0.5}},
+            ["algorithm.clip_high=0.3"],
+            {"policy_loss": "gspo", "clip_high": 0.3},
+        ),
+        (
+            {"policy_loss": "gspo", "clip_high": 0.5},
+            ["algorithm.policy_loss.clip_high=0.3"],
+            {"policy_loss": "gspo", "clip_high": 0.3},
+        ),
         ("gspo", ["algorithm.policy_loss.clip_high=0.3"], {"preset": "gspo", "clip_high": 0.3}),
         ("gspo", ["algorithm.policy_loss=ppo"], {"preset": "gspo", "policy_loss": "ppo"}),
         (

@@ -139,7 +139,8 @@ def test_the_default_is_decoupled_ppo_as_it_was() -> None:
         "correction": "truncate", "correction_level": "token", "weight_cap": 5.0, "veto": None,
         "trust_region": "none", "loss_normalization": "token", "kl_in": "none", "proximal": "batch",
         "minibatches": 1, "entropy_coefficient": 0.0, "drop_equal_groups": True,
-        "refill_equal_groups": False, "replay": "none", "observation_coefficient": 0.0, "truncated": "score", "train_constrained": False, "exclude_labels": (),
+        "refill_equal_groups": False, "replay": "none", "observation_coefficient": 0.0,
+        "truncated": "score", "train_constrained": False, "exclude_labels": (),
     }  # fmt: skip
 
 
