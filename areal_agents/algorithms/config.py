@@ -261,6 +261,11 @@ class AlgorithmConfig(BaseModel):
                 f"trust_region: {region.kind} chooses single tokens, but the ratio of {loss.kind} is of a "
                 f"{loss.ratio_level}"
             )
+        elif not isinstance(region, NoTrustRegion) and self.looks_at_sequences:
+            yield (
+                f"trust_region: {region.kind} leaves out single tokens, which would still count in the weights of "
+                "their sequences; use correction_level: token or turn, without a veto"
+            )
         if isinstance(region, KlCov) and self.minibatches == 1:
             yield (
                 "trust_region: kl_cov charges for a distance that is 0 with minibatches: 1; raise minibatches"
