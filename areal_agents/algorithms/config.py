@@ -263,8 +263,8 @@ class AlgorithmConfig(BaseModel):
             )
         elif not isinstance(region, NoTrustRegion) and self.looks_at_sequences:
             yield (
-                f"trust_region: {region.kind} leaves out single tokens, which would still count in the weights of "
-                "their sequences; use correction_level: token or turn, without a veto"
+                f"trust_region: {region.kind} leaves out single tokens, which would still count in the "
+                "weights of their sequences; use correction_level: token or turn, without a veto"
             )
         if isinstance(region, KlCov) and self.minibatches == 1:
             yield (
