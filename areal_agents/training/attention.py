@@ -69,13 +69,14 @@ class AttentionCall:
     """One call of the attention interface, as `AttentionProbe` records it.
 
     Attributes:
+        heads, kv_heads: of the queries, and of the keys and values.
         window: rows that a row attends to, itself included; None without a sliding window.
-        sinks: whether the call passes attention sinks.
     """
 
     module: nn.Module
+    heads: int
+    kv_heads: int
     window: int | None
-    sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +302,7 @@ def _attention_forward(
         )
     _check_call(module, query, key, value, attention_mask, s_aux, kwargs)
     if isinstance(segments, AttentionProbe):
-        segments.calls.append(AttentionCall(module, sliding_window or None, s_aux is not None))
+        segments.calls.append(AttentionCall(module, query.shape[1], key.shape[1], sliding_window or None))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks, window = s_aux, sliding_window or None

@@ -66,7 +66,7 @@ def check_layers(model: PreTrainedModel) -> None:
         raise TrainingError(
             f"the decoder of {name} takes no position_ids: the positions of packed samples would be wrong"
         )
-    calls = _attention_calls(model)
+    calls = attention_calls(model)
     for index, block in enumerate(blocks):
         own = [call for call in calls if any(call.module is module for module in block.modules())]
         _check_block(text, index, own, name)
@@ -78,8 +78,12 @@ def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
     return {str(entry["rope_type"]) for entry in (parameters, *by_layer) if "rope_type" in entry}
 
 
-def _attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
-    """The attention calls of one forward pass of the decoder, in order."""
+def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
+    """The attention calls of one forward pass of the decoder, in order; the model is on the meta device.
+
+    Raises:
+        TrainingError: a call that packed attention does not support, or a forward pass that fails.
+    """
     probe = AttentionProbe()
     rows = torch.arange(ROWS, device="meta")[None]
     decoder: Any = model.get_decoder()

@@ -21,7 +21,7 @@ from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training import attention
-from areal_agents.training.compatibility import logit_scale
+from areal_agents.training.compatibility import attention_calls, logit_scale
 from areal_agents.training.context_parallel import check_heads
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
@@ -253,12 +253,11 @@ def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
     """Whether the ranks of a context can share the model: known now, not with the first batch."""
     if sees_images(model.config):
         raise TrainingError(f"{folder}: context_parallel does not support vision models; use 1")
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    try:
-        check_heads(heads, getattr(text, "num_key_value_heads", None) or heads, count)
-    except ValueError as error:
-        raise TrainingError(f"{folder}: {error}") from error
+    for call in attention_calls(model):  # layers may differ, as in Laguna
+        try:
+            check_heads(call.heads, call.kv_heads, count)
+        except ValueError as error:
+            raise TrainingError(f"{folder}: {error}") from error
 
 
 def _kept(weights: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+MOST_PARAMETERS = 80_000_000
 WINDOW = 24  # shorter than the samples, so that a window that is ignored shows
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
@@ -38,6 +39,7 @@ SIZES: dict[str, Any] = {
     "n_shared_experts": 1,
     "tie_word_embeddings": False,
 }
+NOT_NONE = ("num_key_value_heads", "head_dim", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
@@ -56,7 +58,7 @@ def tiny_config(family: str) -> PretrainedConfig:
     kind = CONFIG_MAPPING[family]
     default = kind().to_dict()
     values = {name: size for name, size in SIZES.items() if default.get(name) is not None}
-    for name in ("num_key_value_heads", "head_dim", "n_routed_experts"):  # None is another size's function
+    for name in NOT_NONE:  # None is another size's function, or no size at all
         if name in default:
             values[name] = SIZES[name]
     if "kv_lora_rank" in default:  # latent attention has no groups of heads
@@ -80,7 +82,15 @@ def build_family(family: str, folder: Path) -> Path:
 
 
 def build_tiny(config: PretrainedConfig, folder: Path) -> Path:
-    """A random model of a configuration, see `build_family`."""
+    """A random model of a configuration, see `build_family`.
+
+    Raises:
+        ValueError: it is not tiny, because the family names its sizes differently.
+    """
+    with torch.device("meta"):
+        count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if count > MOST_PARAMETERS:
+        raise ValueError(f"{config.model_type}: {count} parameters with the sizes of a tiny model")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():

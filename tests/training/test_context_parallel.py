@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from context_worker import batches, main
-from families_support import build_family
+from families_support import build_family, build_tiny, tiny_config
 from model_support import reference, samples
 from training_support import make_sample
 
@@ -91,3 +91,10 @@ def test_a_model_that_a_context_cannot_share_is_refused_when_it_is_loaded(
     with pytest.raises(TrainingError, match=r"3 ranks cannot share 4 heads with 2 of keys") as caught:
         load_policy(model_folder, replace(group, context_count=3))
     assert str(model_folder) in str(caught.value)
+
+
+def test_the_heads_of_every_layer_count(tmp_path: Path, group: Ranks) -> None:
+    config = tiny_config("laguna")
+    config.num_attention_heads_per_layer = [4, 6]
+    with pytest.raises(TrainingError, match=r"4 ranks cannot share 6 heads with 2 of keys"):
+        load_policy(build_tiny(config, tmp_path), replace(group, context_count=4))

@@ -20,10 +20,10 @@ from areal_agents.training.model import load_policy
 # These have to be compared: neither refused nor impossible to build here. The rest may change with
 # transformers' releases.
 COMPARED = {
-    "cohere", "cohere2", "deepseek_v3", "ernie4_5", "exaone4", "flint", "gemma", "gemma3_text", "glm4",
-    "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "hy_v3", "llama", "mimo_v2_flash",
-    "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3", "qwen2", "qwen2_moe",
-    "qwen3", "qwen3_moe", "seed_oss", "smollm3",
+    "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5", "exaone4", "flint", "gemma",
+    "gemma3_text", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granite_swa", "hy_v3", "llama",
+    "mimo_v2_flash", "minimax_m2", "mistral", "mixtral", "olmo2", "olmo3", "olmoe", "opt", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
 }  # fmt: skip
 QUICK = {"gpt_oss", "llama", "olmo3"}
 
@@ -54,6 +54,7 @@ def test_a_family_is_refused_or_computed_as_transformers_does(
     for got, wanted in zip(logprobs, want[0], strict=True):
         torch.testing.assert_close(got, wanted, atol=3e-5, rtol=1e-5)
     assert gradients.keys() == want[1].keys()
-    for name, gradient in want[1].items():
+    largest = max(gradient.abs().max() for gradient in want[1].values())
+    for name, gradient in want[1].items():  # some are 0 but for rounding, such as those of the keys' biases
         difference = (gradients[name] - gradient).abs().max()
-        assert difference <= 1e-3 * gradient.abs().max() + 1e-7, (name, float(difference))
+        assert difference <= 1e-3 * gradient.abs().max() + 1e-6 * largest, (name, float(difference))
