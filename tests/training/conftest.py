@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_support import add_tokenizer, build_model
+from training_support import add_tokenizer, build_model, put_back
 
-from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.inference import running_engine
 from areal_agents.inference.sglang_server import running_sglang
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks, ranks
@@ -41,13 +41,6 @@ def engine_url(running_engine_url: str, model_folder: Path) -> str:
     """The engine, serving the initial weights as version 0."""
     asyncio.run(put_back(running_engine_url, model_folder))
     return running_engine_url
-
-
-async def put_back(url: str, folder: Path) -> None:
-    """Serve the initial weights as version 0."""
-    async with SGLangEngine(url) as engine:
-        await engine.resume()
-        await engine.update_weights_from_disk(str(folder), 0)
 
 
 @pytest.fixture(scope="session")

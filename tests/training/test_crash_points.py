@@ -6,6 +6,7 @@ none was trained twice, and none in another order.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from training_support import record_groups
+from training_support import put_back, record_groups
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
@@ -71,6 +72,7 @@ def recorded(
     tmp_path_factory: pytest.TempPathFactory, model_folder: Path, running_engine_url: str
 ) -> Recorded:
     run_dir = tmp_path_factory.mktemp("recorded") / "run"
+    asyncio.run(put_back(running_engine_url, model_folder))
     with Store.open(run_dir / "store.db") as store:
         record_groups(store, running_engine_url, ["a", "b", "c", "d", "e", "f"])
     return Recorded(run_dir, model_folder, running_engine_url)

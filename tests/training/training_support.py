@@ -73,6 +73,13 @@ def add_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
+async def put_back(url: str, folder: Path) -> None:
+    """Serve the initial weights as version 0."""
+    async with SGLangEngine(url) as engine:
+        await engine.resume()
+        await engine.update_weights_from_disk(str(folder), 0)
+
+
 def make_sample(
     token_ids: Sequence[int],
     trained: Sequence[int],
