@@ -35,6 +35,7 @@ from areal_agents.training.mfu import peak_flops
 from areal_agents.training.models import Models
 from areal_agents.training.publishing.publisher import Publisher
 from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+from areal_agents.training.teacher import TeacherFailed
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class Loop:
     def run(self) -> bool:
         """Train until the last step is done; False if asked to stop before. Collective.
 
-        Either way, and if a batch cannot be had, a checkpoint holds the last whole step.
+        Either way, and if there is no batch or the teacher does not answer, a checkpoint holds the last whole
+        step.
         Errors: those of `trainer.run`.
         """
         finished = True
@@ -97,6 +99,11 @@ class Loop:
             self.last = self._train(batch, began)
         except Stopped:
             return False
+        except TeacherFailed as error:  # before the first optimizer step, so the weights are whole
+            log.error("the run ends after step %d: %s", self.progress.step, error)
+            self._save()
+            self.checkpoints.finish()
+            raise
         if self.metrics is not None:
             self.metrics.write({**self.last, "time": time.time()})
         if self.config.keep_best:

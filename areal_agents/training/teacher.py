@@ -36,6 +36,10 @@ _CONCURRENCY = 32  # sequences that an engine scores at a time
 _RETRY_S = 2.0
 
 
+class TeacherFailed(TrainingError):
+    """The engine of the teacher cannot score a batch; nothing of the batch was trained."""
+
+
 class HeldTeacher:
     """A frozen model that the trainer holds, sharded like the policy, but for its output matrix."""
 
@@ -86,23 +90,21 @@ class EngineTeacher:
         """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
 
         Raises:
-            TrainingError: the engine has another vocabulary, refuses a sequence, or does not answer in time.
+            TeacherFailed: the engine has another vocabulary, refuses a sequence, or does not answer in time.
         """
-        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TrainingError | None = None
+        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TeacherFailed | None = None
         if self.ranks.is_first:
             try:
                 found = asyncio.run(asyncio.wait_for(self._ask(samples), self.timeout_s))
             except TimeoutError:
-                found = TrainingError(
+                found = TeacherFailed(
                     f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
                     f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)"
                 )
-            except EngineError as error:
-                found = TrainingError(f"the teacher's engine (trainer.teacher_url): {error}")
-            except TrainingError as error:
-                found = error
+            except (EngineError, TeacherFailed) as error:
+                found = TeacherFailed(f"the teacher's engine (trainer.teacher_url): {error}")
         answered = self.ranks.broadcast(found)
-        if isinstance(answered, TrainingError):
+        if isinstance(answered, TeacherFailed):
             raise answered
         assert answered is not None
         ids = np.concatenate([np.empty((0, self.top), np.int32), *(one for one, _ in answered)])
@@ -120,19 +122,19 @@ class EngineTeacher:
         try:
             info = await _answered(engine.model_info)
             if info.vocab_size != self.vocab_size:
-                raise TrainingError(
-                    f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} "
-                    f"tokens and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
+                raise TeacherFailed(
+                    f"it has a vocabulary of {info.vocab_size} tokens and the policy one "
+                    f"of {self.vocab_size}; distillation needs the same vocabulary"
                 )
             if self.top > info.vocab_size:
-                raise TrainingError(
+                raise TeacherFailed(
                     f"algorithm.distill_top_k: {self.top} is more than the teacher's {info.vocab_size} tokens"
                 )
 
             async def one(place: int, sample: TrainingSample) -> PromptScores:
                 scored = np.flatnonzero(sample.scored_mask)
                 if (sample.temperatures[scored] != 1).any():
-                    raise TrainingError(
+                    raise TeacherFailed(
                         f"group {sample.group_id}, episode {sample.episode_id}: tokens sampled at another "
                         "temperature than 1, and a teacher's engine scores at 1; pin the temperature, or use "
                         "a teacher that the trainer holds (teacher: model)"

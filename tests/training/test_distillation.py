@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from presets_support import WHOLE, groups
 from torch import Tensor, nn
-from training_support import VOCAB, build_model, make_sample
+from training_support import VOCAB, build_model, make_sample, record_groups
 from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -23,6 +24,9 @@ from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.store import Store
+from areal_agents.training import trainer
+from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
 from areal_agents.training.model import ModelOptions, load_policy
@@ -308,3 +312,35 @@ def test_a_policy_that_is_its_own_teacher_does_not_move(model_folder: Path, grou
     teacher = HeldTeacher(str(model_folder), group, vocab_size=VOCAB, options=ModelOptions())
     result, _ = step(model_folder, group, data, algorithm, teacher)
     assert abs(result.statistics.as_dict()["loss"]) < 1e-3 and result.grad_norm < 1e-5
+
+
+def test_a_teacher_that_is_lost_ends_the_run_with_a_checkpoint(
+    model_folder: Path, engine_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second batch meets no teacher; the step before it is kept, and its groups are given back."""
+    with Store.open(tmp_path / "run" / "store.db") as store:
+        record_groups(store, engine_url, ["a", "b", "c"])
+        with running_engine(model_folder, kernel="torch", threads=1, slots=8) as url:
+            asked = EngineTeacher.score
+
+            def score(self: EngineTeacher, samples: Sequence[TrainingSample]) -> TopTargets:
+                if store.group_counts()["trained"]:
+                    self = replace(self, connect=lambda: SGLangEngine("http://127.0.0.1:9"), timeout_s=1.0)
+                return asked(self, samples)
+
+            monkeypatch.setattr(EngineTeacher, "score", score)
+            with pytest.raises(TrainingError, match=r"did not score .* within 1 s \(trainer\.teacher"):
+                trainer.run(
+                    TrainerConfig(steps=3, trackers=(), teacher_url=url, checkpoint_every=100, threads=1),
+                    AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=5),
+                    store=store,
+                    engines=[SGLangEngine(engine_url)],
+                    model_path=model_folder,
+                    run_dir=tmp_path / "run",
+                    groups=1,
+                    max_staleness=4,
+                    stop=threading.Event(),
+                )
+        assert (tmp_path / "run" / "checkpoints" / "step-1").is_dir()
+        assert store.return_leases(after_step=1) == 1
+        assert store.group_counts()["trained"] == 1 and store.group_counts()["complete"] == 2

@@ -59,7 +59,7 @@ class ConstantLength(Part):
     kind: Literal["constant"] = "constant"
     loss_constant: int = Field(
         ge=1,
-        description="Tokens that an episode's sum is divided by, for example rollout.max_tokens (constant).",
+        description="Tokens that an episode's sum is divided by, for example rollout.limits.max_tokens.",
     )
 
     def weights(self, samples: Sequence[TrainingSample]) -> list[Floats]:
