@@ -201,6 +201,18 @@ def test_an_algorithm_is_named_by_a_plain_string(minimal: Path, tmp_path: Path, 
     assert (changed.preset, changed.minibatches) == (name, 3)
 
 
+def test_a_teacher_of_another_vocabulary_is_refused(minimal: Path, tmp_path: Path) -> None:
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    (teacher / "config.json").write_text("{}")
+    settings = ["algorithm=distillation", f"trainer.teacher_model={teacher}"]
+    load_config(minimal, settings)  # without a tokenizer.json there is nothing to compare
+    for folder, vocab in ((minimal.parent / "model", '{"a": 0, "b": 1}'), (teacher, '{"b": 0, "a": 1}')):
+        (folder / "tokenizer.json").write_text(f'{{"model": {{"vocab": {vocab}}}}}')
+    with pytest.raises(ConfigError, match="has another vocabulary than"):
+        load_config(minimal, settings)
+
+
 def test_recorded_episodes_need_no_agent(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(minimal.parent)
     (minimal.parent / "store.db").touch()

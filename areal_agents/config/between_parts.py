@@ -110,6 +110,11 @@ def _model_faults(config: Config) -> Iterator[str]:
             yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
     if algorithm.teacher == "model" and not trainer.teacher_model:
         yield "trainer.teacher_model: distillation needs the folder of the model that is learned from"
+    if algorithm.teacher == "model" and _vocabularies_differ(Path(config.model), Path(trainer.teacher_model)):
+        yield (
+            f"trainer.teacher_model: {trainer.teacher_model} has another vocabulary than {config.model} "
+            "(tokenizer.json); distillation needs a teacher with the policy's tokenizer"
+        )
     if algorithm.teacher == "engine" and not trainer.teacher_url:
         yield "trainer.teacher_url: distillation with teacher: engine needs the URL of a SGLang server"
     if trainer.teacher_url and algorithm.teacher != "engine":
@@ -168,6 +173,15 @@ def _routing_faults(config: Config) -> Iterator[str]:
             f"engine.routed_experts: trainer.context_parallel: {config.trainer.context_parallel} spreads a "
             "sequence over ranks, which recorded routing does not follow; use 1"
         )
+
+
+def _vocabularies_differ(model: Path, teacher: Path) -> bool:
+    """Whether two tokenizers give tokens other ids; False where a folder has no tokenizer.json."""
+    files = [folder / "tokenizer.json" for folder in (model, teacher)]
+    if not all(file.is_file() for file in files):
+        return False
+    ours, theirs = (_json_of(file).get("model", {}).get("vocab") for file in files)
+    return bool(ours != theirs)
 
 
 def _json_of(path: Path) -> Mapping[str, Any]:

@@ -240,7 +240,9 @@ def test_the_best_checkpoint_is_kept_by_any_metric(
     train(store, engine_url, model_folder, run_dir, steps=4, async_checkpoints=False, **options)
     rewards = {line["step"]: line["reward_mean"] for line in metrics_of(run_dir)}
     kept = {int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").iterdir()}
-    assert kept == {4, max(rewards, key=lambda step: rewards[step])}
+    best = {step for step, reward in rewards.items() if reward == max(rewards.values())}
+    assert 4 in kept and len(kept) == (1 if kept <= best else 2)  # steps can share the best reward
+    assert kept - {4} <= best and kept & best
 
 
 def test_a_metric_that_does_not_exist_is_refused_after_the_first_step(
