@@ -13,6 +13,7 @@
     │   ├── NotFound             there is no such episode, group or completion (store/errors.py)
     │   └── Conflict             a state that the request contradicts; NoTurn: no call was recorded
     └── TrainingError        a batch or checkpoint that cannot be trained on
+        └── TeacherError         a teacher's engine that cannot be learned from; the weights are as they were
 
 Programming mistakes stay ValueError, TypeError and AssertionError.
 """
@@ -96,6 +97,13 @@ class StoreError(ArealAgentsError):
 
 class TrainingError(ArealAgentsError):
     """A batch or a checkpoint that cannot be trained on; the message names the group or the file."""
+
+
+class TeacherError(TrainingError):
+    """A teacher's engine did not answer, or not as a teacher of this policy.
+
+    It is raised on every rank before the first optimizer step of a batch: the weights are as they were.
+    """
 
 
 def shown(value: Any) -> str:

@@ -11,12 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.errors import TrainingError
+from areal_agents.errors import TeacherError, TrainingError
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.training.batch_source import BatchSource
 from areal_agents.training.batches import Batch
@@ -35,7 +35,6 @@ from areal_agents.training.mfu import peak_flops
 from areal_agents.training.models import Models
 from areal_agents.training.publishing.publisher import Publisher
 from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
-from areal_agents.training.teacher import TeacherFailed
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +75,7 @@ class Loop:
     def run(self) -> bool:
         """Train until the last step is done; False if asked to stop before. Collective.
 
-        Either way, and if there is no batch or the teacher does not answer, a checkpoint holds the last whole
-        step.
+        Either way, and if a batch or a teacher cannot be had, a checkpoint holds the last whole step.
         Errors: those of `trainer.run`.
         """
         finished = True
@@ -99,11 +97,8 @@ class Loop:
             self.last = self._train(batch, began)
         except Stopped:
             return False
-        except TeacherFailed as error:  # before the first optimizer step, so the weights are whole
-            log.error("the run ends after step %d: %s", self.progress.step, error)
-            self._save()
-            self.checkpoints.finish()
-            raise
+        except TeacherError as error:
+            self._end_with(error)
         if self.metrics is not None:
             self.metrics.write({**self.last, "time": time.time()})
         if self.config.keep_best:
@@ -123,11 +118,15 @@ class Loop:
                 found = error
         found = self.ranks.broadcast(found)
         if isinstance(found, TrainingError):
-            log.error("the run ends after step %d: %s", self.progress.step, found)
-            self._save()
-            self.checkpoints.finish()
-            raise found
+            self._end_with(found)
         return found
+
+    def _end_with(self, error: TrainingError) -> NoReturn:
+        """Save, and raise what ends the run on every rank. Collective."""
+        log.error("the run ends after step %d: %s", self.progress.step, error)
+        self._save()
+        self.checkpoints.finish()
+        raise error
 
     def _train(self, batch: Batch, began: float) -> dict[str, Any]:
         """One step, of a batch that was asked for at `began`; its metrics."""

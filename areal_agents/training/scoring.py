@@ -118,11 +118,14 @@ def score_batch(
     ranks: Ranks,
     clock: Clock,
     check_stop: Callable[[], None],
+    stopping: Callable[[], bool],
     seed: int,
 ) -> Scores:
     """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
 
     Args:
+        check_stop: raises on every rank if one of them should stop; asked before every micro-batch.
+        stopping: whether this rank should stop; asked while a teacher's engine is waited for.
         seed: of what a trust region draws at random; the same on every rank.
     """
 
@@ -145,7 +148,9 @@ def score_batch(
     asked = None
     if teacher is not None and not isinstance(teacher, HeldTeacher):
         with clock.part("teacher"):
-            asked = _teacher_targets(plan, policy, teacher, ranks=ranks, check_stop=check_stop)
+            asked = _teacher_targets(
+                plan, policy, teacher, ranks=ranks, check_stop=check_stop, stopping=stopping
+            )
     with clock.part("credit"):
         advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
         choice = _choice(plan, algorithm, proximal, advantages, seed)
@@ -161,10 +166,15 @@ def _teacher_targets(
     *,
     ranks: Ranks,
     check_stop: Callable[[], None],
+    stopping: Callable[[], bool],
 ) -> TopTargets:
     """The teacher's most likely tokens at the M scored tokens of the batch. Collective."""
     if isinstance(teacher, EngineTeacher):
-        return teacher.score(plan.data.samples)
+        targets = teacher.score(plan.data.samples, stopping=stopping)
+        if targets is None:
+            check_stop()
+            raise AssertionError("a rank that was asked to stop takes that back")
+        return targets
     ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
     logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)
     for work in plan.with_demonstrations:

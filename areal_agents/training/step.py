@@ -85,6 +85,7 @@ def train_batch(
         Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
             be trained on these models; their weights are whole.
         TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
+        TeacherError: the teacher's engine cannot be learned from; the weights are as they were.
         ValueError: no samples, or a critic, reference or teacher that the algorithm needs or has no use for.
     """
     _check(algorithm, ranks, critic, reference, teacher)
@@ -110,6 +111,7 @@ def train_batch(
         ranks=ranks,
         clock=batch.clock,
         check_stop=batch.check_stop,
+        stopping=stopping,
         seed=seed,
     )
     for minibatch in plan.minibatches:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
-from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
+from areal_agents.errors import EngineError, EngineUnavailable, TeacherError, TrainingError
 from areal_agents.inference.engine import PromptScores, Sampler
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets
@@ -34,10 +34,7 @@ T = TypeVar("T")
 
 _CONCURRENCY = 32  # sequences that an engine scores at a time
 _RETRY_S = 2.0
-
-
-class TeacherFailed(TrainingError):
-    """The engine of the teacher cannot score a batch; nothing of the batch was trained."""
+_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
 
 
 class HeldTeacher:
@@ -86,33 +83,60 @@ class EngineTeacher:
     timeout_s: float
     ranks: Ranks
 
-    def score(self, samples: Sequence[TrainingSample]) -> TopTargets:
+    def score(
+        self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
+    ) -> TopTargets | None:
         """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
 
+        Args:
+            stopping: asked on the first rank while it waits for the engine.
+
+        Returns:
+            The tokens; None on every rank if the first one was asked to stop meanwhile.
+
         Raises:
-            TeacherFailed: the engine has another vocabulary, refuses a sequence, or does not answer in time.
+            TeacherError: the engine has another vocabulary, refuses a sequence, or does not answer in time.
         """
-        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TeacherFailed | None = None
+        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TeacherError | None = None
         if self.ranks.is_first:
             try:
-                found = asyncio.run(asyncio.wait_for(self._ask(samples), self.timeout_s))
+                found = asyncio.run(self._ask_until(samples, stopping))
             except TimeoutError:
-                found = TeacherFailed(
+                found = TeacherError(
                     f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
                     f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)"
                 )
-            except (EngineError, TeacherFailed) as error:
-                found = TeacherFailed(f"the teacher's engine (trainer.teacher_url): {error}")
+            except EngineError as error:
+                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
+            except TeacherError as error:
+                found = error
         answered = self.ranks.broadcast(found)
-        if isinstance(answered, TeacherFailed):
+        if isinstance(answered, TeacherError):
             raise answered
-        assert answered is not None
+        if answered is None:
+            return None
         ids = np.concatenate([np.empty((0, self.top), np.int32), *(one for one, _ in answered)])
         logprobs = np.concatenate([np.empty((0, self.top), np.float32), *(one for _, one in answered)])
         return TopTargets(
             torch.from_numpy(ids.astype(np.int64)).to(self.ranks.device),
             torch.from_numpy(logprobs).to(self.ranks.device),
         )
+
+    async def _ask_until(
+        self, samples: Sequence[TrainingSample], stopping: Callable[[], bool]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None:
+        """As `_ask`, for at most `timeout_s`; None as soon as `stopping()`."""
+        asking = asyncio.create_task(self._ask(samples))
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while not asking.done():
+                    if stopping():
+                        return None
+                    await asyncio.wait({asking}, timeout=_LOOK_S)
+            return asking.result()
+        finally:
+            if asking.cancel():
+                await asyncio.wait({asking})  # it aborts what the engine still computes, within seconds
 
     async def _ask(
         self, samples: Sequence[TrainingSample]
@@ -122,19 +146,19 @@ class EngineTeacher:
         try:
             info = await _answered(engine.model_info)
             if info.vocab_size != self.vocab_size:
-                raise TeacherFailed(
-                    f"it has a vocabulary of {info.vocab_size} tokens and the policy one "
-                    f"of {self.vocab_size}; distillation needs the same vocabulary"
+                raise TeacherError(
+                    f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} "
+                    f"tokens and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
                 )
             if self.top > info.vocab_size:
-                raise TeacherFailed(
+                raise TeacherError(
                     f"algorithm.distill_top_k: {self.top} is more than the teacher's {info.vocab_size} tokens"
                 )
 
             async def one(place: int, sample: TrainingSample) -> PromptScores:
                 scored = np.flatnonzero(sample.scored_mask)
                 if (sample.temperatures[scored] != 1).any():
-                    raise TeacherFailed(
+                    raise TeacherError(
                         f"group {sample.group_id}, episode {sample.episode_id}: tokens sampled at another "
                         "temperature than 1, and a teacher's engine scores at 1; pin the temperature, or use "
                         "a teacher that the trainer holds (teacher: model)"

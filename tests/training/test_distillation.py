@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from presets_support import WHOLE, groups
+from stored_support import put_group
 from torch import Tensor, nn
 from training_support import VOCAB, build_model, make_sample, record_groups
 from transformers import AutoModelForCausalLM
@@ -30,8 +36,10 @@ from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
 from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.recorded import RecordedGroups
 from areal_agents.training.step import StepOptions, StepResult, train_batch
 from areal_agents.training.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
+from areal_agents.training.trainer import RunResult, run
 
 LR = 0.05
 ROWS, WIDTH, TEACHER_WIDTH, TOKENS = 11, 6, 9, 40
@@ -265,7 +273,77 @@ def test_an_engine_that_is_not_the_teacher_is_refused(
     with pytest.raises(TrainingError, match="the teacher's engine"):
         teacher().score([long])
     scored = teacher().score([sample, sample])
+    assert scored is not None
     assert scored.ids.shape == (10, 3) and torch.equal(scored.ids[:5], scored.ids[5:])
+
+
+def run_with_teacher(
+    url: str, store: Store, model_folder: Path, run_dir: Path, *, timeout_s: float, stop: threading.Event
+) -> RunResult:
+    """A run on recorded episodes that ends by its teacher or by `stop`, and saves nothing before."""
+    for index in range(4):
+        put_group(store, f"g{index}", [0, 1])
+    with Store.open(run_dir / "store.db") as own:
+        return run(
+            TrainerConfig(
+                steps=10**6, lr=1e-4, checkpoint_every=10**6, teacher_url=url, teacher_timeout_s=timeout_s
+            ),
+            AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=4),
+            store=own,
+            engines=[],
+            model_path=model_folder,
+            run_dir=run_dir,
+            groups=2,
+            max_staleness=0,
+            stop=stop,
+            recorded=RecordedGroups.read(store, seed=0),
+        )
+
+
+def test_a_run_whose_teacher_dies_ends_with_a_checkpoint_of_the_last_whole_step(
+    model_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "distilled"
+    metrics = run_dir / "metrics.jsonl"
+    with ExitStack() as engine:
+        url = engine.enter_context(
+            running_engine(model_folder, kernel="torch", threads=1, slots=8, max_context=256)
+        )
+
+        def die() -> None:
+            deadline = time.monotonic() + 60
+            while time.monotonic() < deadline and not (metrics.is_file() and metrics.read_text()):
+                time.sleep(0.01)
+            engine.close()
+
+        killer = threading.Thread(target=die)
+        killer.start()
+        try:
+            with pytest.raises(TrainingError, match=r"did not score 4 sequences within 4 s"):
+                run_with_teacher(url, store, model_folder, run_dir, timeout_s=4.0, stop=threading.Event())
+        finally:
+            killer.join(60)
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert [folder.name for folder in (run_dir / "checkpoints").glob("step-*")] == [f"step-{last}"]
+
+
+def test_a_run_that_waits_for_its_teacher_can_be_stopped(
+    model_folder: Path, store: Store, tmp_path: Path
+) -> None:
+    stop = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as mute, ExitStack() as asked:
+
+        def stop_when_asked() -> None:
+            asked.enter_context(mute.accept()[0])  # takes the question and never answers
+            stop.set()
+
+        waiter = threading.Thread(target=stop_when_asked)
+        waiter.start()
+        url = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        began = time.monotonic()
+        result = run_with_teacher(url, store, model_folder, tmp_path / "stopped", timeout_s=600.0, stop=stop)
+        waiter.join(60)
+    assert result == RunResult(0, 0, finished=False) and time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize("minibatches", [1, 3])
@@ -323,10 +401,12 @@ def test_a_teacher_that_is_lost_ends_the_run_with_a_checkpoint(
         with running_engine(model_folder, kernel="torch", threads=1, slots=8) as url:
             asked = EngineTeacher.score
 
-            def score(self: EngineTeacher, samples: Sequence[TrainingSample]) -> TopTargets:
+            def score(
+                self: EngineTeacher, samples: Sequence[TrainingSample], **options: Any
+            ) -> TopTargets | None:
                 if store.group_counts()["trained"]:
                     self = replace(self, connect=lambda: SGLangEngine("http://127.0.0.1:9"), timeout_s=1.0)
-                return asked(self, samples)
+                return asked(self, samples, **options)
 
             monkeypatch.setattr(EngineTeacher, "score", score)
             with pytest.raises(TrainingError, match=r"did not score .* within 1 s \(trainer\.teacher"):
