@@ -111,6 +111,7 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
             ["unknown setting zzzzz; known: colour, frame, radius, shape, side, size, title, width"],
         ),
         ({"shape": "squre"}, ["shape: there is no 'squre'; did you mean 'square'? Known: round, square"]),
+        ({"shape": {"kind": ["round"]}}, ["shape: there is no ['round']; did you mean"]),
         ({"shape": {"kind": "round", "side": 1.0}}, ["unknown setting shape.side; known: radius"]),
         ({"shape": {"radus": 1.0}}, ["unknown setting shape.radus; did you mean 'radius'?"]),
         ({"shape": 7}, ["shape: expected one of round, square, or a mapping, got 7"]),
