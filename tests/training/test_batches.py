@@ -59,9 +59,7 @@ def test_equal_groups_are_replaced_and_counted(store: Store) -> None:
     assert batch is not None and batch.group_ids == ("b", "e")
     assert batch.equal_groups == 3 and batch.bad_groups == {}
     assert {sample.group_id for sample in batch.samples} == {"b", "e"}
-    assert drop_reasons(store) == dict.fromkeys(
-        "acd", "all its episodes have the same score, or the same advantages"
-    )
+    assert drop_reasons(store) == dict.fromkeys("acd", "all its episodes have the same score")
     assert store.in_flight_episodes() == in_flight - 6  # their places in the gate are free
     assert store.group_counts()["leased"] == 2
 
