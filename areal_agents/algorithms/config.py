@@ -131,7 +131,7 @@ class AlgorithmConfig(BaseModel):
             preset |= getattr(loss, "implies", {})
         if given.get("proximal") == "behavior":
             preset["correction"] = "none"
-        if given.get("turn_return") == "own":
+        if _given_anywhere(given, "turn_return") == "own":
             preset.pop("turn_discount", None)
         if given.get("drop_equal_groups") is False:
             preset["refill_equal_groups"] = False
@@ -358,3 +358,11 @@ class AlgorithmConfig(BaseModel):
             truncated=self.truncated == "score",
             exclude_labels=self.exclude_labels,
         )
+
+
+def _given_anywhere(given: Mapping[str, Any], name: str) -> Any:
+    """The value of a setting that is given flat or under its part; None if it is not given."""
+    if name in given:
+        return given[name]
+    found = (_given_anywhere(part, name) for part in given.values() if isinstance(part, Mapping))
+    return next((value for value in found if value is not None), None)

@@ -64,8 +64,10 @@ def kind_given(
     field, value = model.model_fields[name], given.get(name)
     if isinstance(value, Part):
         return type(value)
-    kind = value.get("kind") if isinstance(value, Mapping) else value
-    return alternatives(field).get(kind or preset.get(name, _default_kind(field)))
+    kind = (value.get("kind") if isinstance(value, Mapping) else value) or preset.get(
+        name, _default_kind(field)
+    )
+    return alternatives(field).get(kind) if isinstance(kind, str) else None
 
 
 def settings_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
@@ -125,7 +127,7 @@ def _fill(
         if kind is None:
             kind = _chosen_by_setting(parts, left) if standard == NONE and not inner else None
             kind = standard if kind is None else kind
-        if kind not in parts:
+        if not isinstance(kind, str) or kind not in parts:
             near = difflib.get_close_matches(str(kind), parts, n=1, cutoff=0.0)[0]
             faults.append(f"{name}: there is no {kind!r}; did you mean {near!r}? Known: {', '.join(parts)}")
             continue

@@ -69,11 +69,24 @@ def vet(
     for sample in data.samples:
         before = len(data.demonstrations.get(sample.episode_id, ()))
         fault = _fault(sample, limits, version, demonstration=before)
+        if fault is None and algorithm.teacher == "engine":
+            fault = _fault_for_engine(sample)
         if fault:
             return Refused("bad", f"episode {sample.episode_id}: {fault}")
     if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
         same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
         return Refused("equal", f"all its {same}")
+    return None
+
+
+def _fault_for_engine(sample: TrainingSample) -> str | None:
+    """Why an engine cannot be the teacher of a sample."""
+    temperatures = sample.temperatures[sample.scored_mask]
+    if (temperatures != 1).any():
+        return (
+            f"tokens sampled at temperature {temperatures[temperatures != 1][0]:g}, and a teacher's engine "
+            "scores at 1; pin the temperature, or use a teacher that the trainer holds (teacher: model)"
+        )
     return None
 
 

@@ -12,7 +12,8 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.credit.returns import RewardToGo
+from areal_agents.algorithms.credit.estimators import GroupEstimator
+from areal_agents.algorithms.credit.returns import RewardToGo, TurnGroups
 from areal_agents.algorithms.losses.gspo import GspoLoss
 from areal_agents.algorithms.parts import Part, alternatives, differing, fill, settings_of
 from areal_agents.algorithms.presets import PRESETS
@@ -110,6 +111,7 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
             ["unknown setting zzzzz; known: colour, frame, radius, shape, side, size, title, width"],
         ),
         ({"shape": "squre"}, ["shape: there is no 'squre'; did you mean 'square'? Known: round, square"]),
+        ({"shape": {"kind": ["round"]}}, ["shape: there is no ['round']; did you mean"]),
         ({"shape": {"kind": "round", "side": 1.0}}, ["unknown setting shape.side; known: radius"]),
         ({"shape": {"radus": 1.0}}, ["unknown setting shape.radus; did you mean 'radius'?"]),
         ({"shape": 7}, ["shape: expected one of round, square, or a mapping, got 7"]),
@@ -246,6 +248,10 @@ def test_overrides_reach_into_parts(
             {"credit": "step_normalized", "leave_one_out": True},
             "algorithm.estimator: leave_one_out: True has no",
         ),
+        (
+            {"preset": "distillation", "distill_top_k": 8},
+            "algorithm.policy_loss: distill_top_k: 8 has no meaning for teacher: model",
+        ),
         ({"policy_loss": "gsop"}, "algorithm: policy_loss: there is no 'gsop'; did you mean 'gspo'?"),
         ({"clip_hihg": 0.3}, "algorithm: unknown setting clip_hihg; did you mean 'clip_high'?"),
         (
@@ -271,6 +277,21 @@ def test_a_saved_run_has_the_same_algorithm(minimal: Path, tmp_path: Path, prese
     save_config(config, tmp_path / "saved.yaml")
     again = load_config(tmp_path / "saved.yaml")
     assert again == config and again.algorithm == AlgorithmConfig(preset=preset)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"turn_return": "own"},
+        {"credit": {"turn_return": "own"}},
+        {"estimator": {"credit": {"kind": "turn_groups", "turn_return": "own"}}},
+    ],
+)
+def test_own_turn_rewards_take_no_discount_from_a_preset_in_any_form(settings: dict[str, Any]) -> None:
+    given = AlgorithmConfig.model_validate({"preset": "gigpo", **settings})
+    assert isinstance(given.estimator, GroupEstimator) and isinstance(given.estimator.credit, TurnGroups)
+    assert given.estimator.credit == TurnGroups(turn_return="own")
+    assert AlgorithmConfig.model_validate(given.model_dump()) == given
 
 
 def test_settings_are_read_without_torch() -> None:

@@ -40,6 +40,7 @@ from areal_agents.training.recorded import RecordedGroups
 from areal_agents.training.step import StepOptions, StepResult, train_batch
 from areal_agents.training.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
 from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.vetting import Limits, vet
 
 LR = 0.05
 ROWS, WIDTH, TEACHER_WIDTH, TOKENS = 11, 6, 9, 40
@@ -275,6 +276,19 @@ def test_an_engine_that_is_not_the_teacher_is_refused(
     scored = teacher().score([sample, sample])
     assert scored is not None
     assert scored.ids.shape == (10, 3) and torch.equal(scored.ids[:5], scored.ids[5:])
+
+
+def test_a_group_that_an_engine_cannot_score_is_refused_before_it_is_in_a_batch() -> None:
+    engine = AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=7)
+    for algorithm, refused in ((engine, True), (AlgorithmConfig(preset="distillation"), False)):
+        verdicts = [
+            vet(one, algorithm, limits=Limits(512, VOCAB), version=None, refill=False) for one in groups()
+        ]
+        assert [v is not None and "a teacher's engine scores at 1" in v.reason for v in verdicts] == [
+            refused for _ in verdicts
+        ]
+    for one in at_one(groups()):
+        assert vet(one, engine, limits=Limits(512, VOCAB), version=None, refill=False) is None
 
 
 def run_with_teacher(

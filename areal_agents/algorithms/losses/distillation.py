@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_agents.algorithms.losses.loss import LossPart, LossTokens, TokenLosses
 
@@ -40,6 +40,15 @@ class DistillationLoss(LossPart):
         "drop_equal_groups": False,
         "refill_equal_groups": False,
     }
+
+    @model_validator(mode="after")
+    def _check(self) -> DistillationLoss:
+        if self.teacher == "model" and self.distill_top_k != type(self).model_fields["distill_top_k"].default:
+            raise ValueError(
+                f"distill_top_k: {self.distill_top_k} has no meaning for teacher: model, which is compared "
+                "over the whole vocabulary; it needs teacher: engine or self"
+            )
+        return self
 
     def token_losses(self, tokens: LossTokens) -> TokenLosses:
         if tokens.divergence is None:
