@@ -161,7 +161,6 @@ class AlgorithmConfig(BaseModel):
             yield from self._supervised_faults()
         elif isinstance(loss, DistillationLoss):
             yield from self._distillation_faults()
-            yield from self._policy_faults()
         else:
             yield from self._reward_faults()
             yield from self._policy_faults()
@@ -201,6 +200,13 @@ class AlgorithmConfig(BaseModel):
             yield "kl_in: reward has no meaning for distillation, which uses no reward; use kl_in: loss"
         if not isinstance(self.trust_region, NoTrustRegion):
             yield f"trust_region: {self.trust_region.kind} goes by advantages, and distillation has none"
+        if self.proximal == "behavior":
+            yield "proximal: behavior has no meaning for distillation, which uses no ratio of policies"
+        if not isinstance(self.correction, NoCorrection):
+            yield (
+                f"correction: {self.correction.kind} weighs a position by the token that was sampled there, "
+                "on which the divergence of distillation does not depend; leave it out"
+            )
         if self.drop_equal_groups:
             yield "drop_equal_groups: distillation learns from every group; leave it out"
 
@@ -273,8 +279,8 @@ class AlgorithmConfig(BaseModel):
         if self.proximal == "behavior":
             if not isinstance(region, NoTrustRegion) or isinstance(self.kl_in, KlInReward):
                 yield (
-                    "proximal: behavior has no weights of the batch to go by, which a trust_region and "
-                    "kl_in: reward need"
+                    "proximal: behavior computes no logprobs under the weights of the batch's beginning, "
+                    "which a trust_region and kl_in: reward need"
                 )
             if not isinstance(self.correction, NoCorrection):
                 yield (

@@ -9,6 +9,7 @@ import torch
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.distillation import DistillationLoss
+from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.training.checkpoint import Parts
 from areal_agents.training.config import TrainerConfig
@@ -82,6 +83,10 @@ def _load_teacher(
     if not isinstance(loss, DistillationLoss):
         return None
     vocab = policy.shape.vocab
+    if loss.teacher != "model" and loss.distill_top_k > vocab:
+        raise TrainingError(
+            f"algorithm.distill_top_k: {loss.distill_top_k} is more than the vocabulary of {vocab} tokens"
+        )
     if loss.teacher == "self":
         return SelfTeacher(loss.distill_top_k)
     if loss.teacher == "model":

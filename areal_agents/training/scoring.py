@@ -65,9 +65,9 @@ def needs_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether the proximal logprobs take a pass of their own.
 
     With one minibatch they are the current ones. A trust region and a penalty in the reward need them
-    before; SFT and DPO have no ratio; the behavior policy's logprobs are recorded.
+    before; SFT, DPO and distillation have no ratio; the behavior policy's logprobs are recorded.
     """
-    if algorithm.proximal == "behavior" or algorithm.is_supervised:
+    if algorithm.proximal == "behavior" or algorithm.is_supervised or algorithm.teacher is not None:
         return False
     early = not isinstance(algorithm.trust_region, NoTrustRegion) or isinstance(algorithm.kl_in, KlInReward)
     return algorithm.minibatches > 1 or early

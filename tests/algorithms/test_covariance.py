@@ -158,7 +158,7 @@ def test_the_presets_and_what_is_refused() -> None:
         ({"preset": "kl_cov", "minibatches": 1}, "raise minibatches"),
         ({"preset": "clip_cov", "clip_cov_low": 6.0}, "must be below clip_cov_high: 5.0"),
         ({"preset": "clip_cov", "policy_loss": "gspo"}, "chooses single tokens"),
-        ({"preset": "kl_cov", "proximal": "behavior"}, "no weights of the batch"),
+        ({"preset": "kl_cov", "proximal": "behavior"}, "computes no logprobs under the weights"),
     ):
         with pytest.raises(ValidationError, match=reason):
             AlgorithmConfig.model_validate(given)

@@ -117,7 +117,7 @@ def test_a_preset_sets_its_parts_and_nothing_else(name: str) -> None:
     if name in ("sft", "dpo"):  # what a loss without advantages and a behavior policy brings with it
         given |= {"estimator": "none", "correction": "none"}
     if made.teacher is not None:
-        given |= {"estimator": "none", "drop_equal_groups": False}
+        given |= {"estimator": "none", "correction": "none", "drop_equal_groups": False}
     default = flat(AlgorithmConfig().model_dump())
     rest = {setting: value for setting, value in got.items() if setting not in given and setting != "preset"}
     assert rest == {setting: {**ELSEWHERE, **default}[setting] for setting in rest}
@@ -262,14 +262,19 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ),
         ({"reward_bias": -0.5}, "reward_bias: -0.5 is taken off again with the mean"),
         ({"reward_scale": 2.0}, "reward_scale: 2.0 is divided out again by the deviation"),
+        (
+            {"preset": "distillation", "correction": "truncate"},
+            "weighs a position by the token that was sampled",
+        ),
+        ({"preset": "distillation", "proximal": "behavior"}, "which uses no ratio of policies"),
         ({"preset": "m2po", "correction_level": "geometric"}, "would still count in the weights of their"),
         ({"preset": "clip_cov", "veto": 0.001}, "would still count in the weights of their sequences"),
         ({"preset": "gspo", "trust_region": "m2po"}, "the ratio of gspo is of a sequence"),
         ({"preset": "m2po", "policy_loss": "gspo", "gspo_level": "turn"}, "the ratio of gspo is of a turn"),
-        ({"proximal": "behavior", "m2po_threshold": 0.04}, "has no weights of the batch to go by"),
+        ({"proximal": "behavior", "m2po_threshold": 0.04}, "computes no logprobs under the weights"),
         (
             {"proximal": "behavior", "kl_in": "reward", "kl_coefficient": 0.1},
-            "has no weights of the batch to go by",
+            "computes no logprobs under the weights",
         ),
         (
             {"proximal": "behavior", "correction": "truncate"},

@@ -137,19 +137,15 @@ def loss_of(
     *,
     k: int | None = None,
 ) -> Tensor:
-    """Σ_t w_t KL_t / tokens with the truncated weight π_prox/μ, at the weights of the batch's beginning."""
+    """Σ_t KL_t / tokens: no weight, whoever sampled the tokens."""
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for sample, log_q in zip(samples, teacher, strict=True):
-        log_p, places = plain.distribution(sample), np.flatnonzero(sample.loss_mask)
-        chosen = log_p.detach().gather(1, torch.tensor(sample.token_ids[places].astype(np.int64))[:, None])[
-            :, 0
-        ]
-        weight = (chosen - torch.tensor(sample.behavior_logprobs[places]).double()).exp().clamp(max=5.0)
+        log_p = plain.distribution(sample)
         if k is not None:
             ids = log_q.topk(k).indices
             log_p, log_q = coarse(log_p, ids), coarse(log_q, ids)
-        total = total + (weight * kl(log_p, log_q)).sum()
-        tokens += len(places)
+        total = total + kl(log_p, log_q).sum()
+        tokens += len(log_p)
     return total / tokens
 
 

@@ -42,8 +42,9 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
                 "maxrl needs scores of 0 or more, since it divides by their mean; change the reward, give a "
                 "reward_bias, or use estimator: group"
             )
-        equal, mean = all_equal(scores), scores.mean()
-        advantages = np.zeros_like(scores) if equal else (scores - mean) / mean
+        mean = scores.mean()
+        nothing = all_equal(scores) or mean <= _ROUNDING
+        advantages = np.zeros_like(scores) if nothing else (scores - mean) / mean
         out.append(
             [np.full(len(member.turns), a) for member, a in zip(group, advantages.tolist(), strict=True)]
         )

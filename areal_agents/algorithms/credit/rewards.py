@@ -64,6 +64,11 @@ class RewardShaping(Part):
         default_factory=NoLengthPenalty, description="none, or linear: DAPO's penalty of long episodes."
     )
 
+    @property
+    def rewards_every_episode(self) -> bool:
+        """Whether the shaping gives an episode reward to episodes that were given none."""
+        return self.reward_bias != 0 or not isinstance(self.length_penalty, NoLengthPenalty)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpisodeRewards:
@@ -161,7 +166,8 @@ def episode_rewards(
         whole,
         before,
         rewarded=rewarded,
-        has_episode_reward=whole != 0 or any(reward.scope == "episode" for reward in episode.rewards),
+        has_episode_reward=shaping.rewards_every_episode
+        or any(reward.scope == "episode" for reward in episode.rewards),
         by_name=by_name,
         anchors=() if anchor is None else turn_anchors(episode, anchor),
     )

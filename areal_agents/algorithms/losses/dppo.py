@@ -109,11 +109,11 @@ def dppo(
 
 
 def _divergence(logprobs: Tensor, behavior: Tensor, kind: Divergence) -> Tensor:
-    """[N] divergence of two Bernoulli distributions, of drawing the sampled token or another."""
+    """[N] divergence of two Bernoulli distributions: of the sampled token against any other."""
     current, sampled = logprobs.double().exp().clamp(max=1), behavior.double().exp().clamp(max=1)
     if kind == "tv":
         return (current - sampled).abs()
     rest = 1 - sampled
-    drawn = sampled * (behavior.double() - logprobs.double())
+    own = sampled * (behavior.double() - logprobs.double())
     others = rest.where(rest > 0, rest.new_ones(())).log() - (1 - current).log()
-    return drawn + (rest * others).where(rest > 0, rest.new_zeros(()))
+    return own + (rest * others).where(rest > 0, rest.new_zeros(()))

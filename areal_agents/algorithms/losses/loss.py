@@ -26,7 +26,6 @@ class LossTokens:
     Attributes:
         log_ratio: [N] log u, masked and clamped, with the gradient.
         logprobs: [N] of the current policy, masked, with the gradient.
-        proximal: [N] logprobs of the proximal policy, masked.
         behavior: [N] logprobs of the policy that sampled each token, masked.
         advantages: [N], 0 where masked.
         sequences: which tokens lie on one root-to-leaf path.
@@ -36,7 +35,6 @@ class LossTokens:
 
     log_ratio: Tensor
     logprobs: Tensor
-    proximal: Tensor
     behavior: Tensor
     advantages: Tensor
     sequences: Sequences
@@ -70,7 +68,6 @@ class LossPart(Part):
         uses_advantages: whether it multiplies with advantages, so that it needs an estimator of them.
         is_supervised: whether it learns from recorded episodes as they are, whoever sampled them.
         needs_reference: whether it needs the logprobs of a reference policy.
-        clips: whether it acts on the ratio u alone, so that one minibatch, where u is 1, leaves it idle.
         implies: settings of the algorithm that this loss brings with it where nothing else is given.
     """
 

@@ -107,7 +107,6 @@ def policy_loss(
     tokens = LossTokens(
         log_ratio=log_ratio(current, proximal, keep=keep),
         logprobs=masked(widen(current), keep),
-        proximal=masked(widen(proximal), keep),
         behavior=masked(widen(behavior), keep),
         advantages=masked(widen(advantages), keep),
         sequences=sequences,

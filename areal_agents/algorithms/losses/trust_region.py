@@ -60,8 +60,12 @@ class ClipCov(Part):
     clip_cov_share: float = Field(
         default=2e-4, gt=0, le=1, description="Share of a minibatch's tokens that Clip-Cov masks at random."
     )
-    clip_cov_low: float = Field(default=1.0, description="They are drawn from covariances of at least this,")
-    clip_cov_high: float = Field(default=5.0, description="and at most this.")
+    clip_cov_low: float = Field(
+        default=1.0, description="Least covariance of a token that Clip-Cov may mask."
+    )
+    clip_cov_high: float = Field(
+        default=5.0, description="Largest covariance of a token that Clip-Cov may mask."
+    )
 
     @model_validator(mode="after")
     def _check(self) -> ClipCov:
@@ -165,9 +169,9 @@ def clip_cov_keep(
 ) -> Tensor:
     """Which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, eq. 11 and 12.
 
-    Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ drawn at random lose their gradient; all
+    Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ lose their gradient, chosen at random; all
     of them where there are not so many. They stay in the denominator of the loss. As in the paper's code at
-    least one is drawn, where ⌊share · N⌋ is 0.
+    least one is chosen, also where ⌊share · N⌋ is 0.
 
     Args:
         logprobs, advantages: as for `covariances`.
@@ -184,8 +188,8 @@ def clip_cov_keep(
     values = covariances(logprobs, advantages)
     candidates = ((values >= low) & (values <= high)).nonzero().squeeze(1)
     count = min(max(1, int(share * len(keep))), len(candidates))
-    drawn = rng.choice(len(candidates), size=count, replace=False) if count else np.empty(0, np.int64)
-    keep[candidates[candidates.new_tensor(drawn)]] = False
+    chosen = rng.choice(len(candidates), size=count, replace=False) if count else np.empty(0, np.int64)
+    keep[candidates[candidates.new_tensor(chosen)]] = False
     return keep
 
 
