@@ -20,12 +20,14 @@ TeacherKind = Literal["model", "engine", "self"]
 class DistillationLoss(LossPart):
     """Settings of on-policy distillation (arXiv 2306.13649, section 3, with reverse KL and λ = 1).
 
-    The loss of a token is KL(π_θ, teacher) at its position, over the whole vocabulary for a teacher that the
-    trainer holds, else over the teacher's `distill_top_k` most likely tokens and the rest. It needs no rewards.
+    The loss of a token is KL(π_θ, teacher) at its position, over the whole vocabulary for a teacher that
+    the trainer holds, else over the teacher's `distill_top_k` most likely tokens and the rest. It needs
+    no rewards.
 
-    The divergence at a position depends on the context and not on the token that was sampled there, so the
-    weight π_prox/μ of that token, whose mean over the sampled tokens is 1, would only add variance: there
-    is no correction. Contexts that older versions sampled are learned from as they are, within the staleness bound.
+    The divergence at a position depends on the context and not on the token that was sampled there, so
+    the weight π_prox/μ of that token, whose mean over the sampled tokens is 1, would only add variance:
+    there is no correction. Contexts that older versions sampled are learned from as they are, within the
+    staleness bound.
     """
 
     kind: Literal["distillation"] = "distillation"
