@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.ready import wait_until_ready
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "search_agent"
@@ -28,15 +28,16 @@ def areal(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProce
 
 @pytest.fixture(scope="module")
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port, store = free_ports(1)[0], tmp_path_factory.mktemp("serve") / "store.db"
+    store = tmp_path_factory.mktemp("serve") / "store.db"
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(EXAMPLE / "model")]
-    process = subprocess.Popen([*command, "--port", str(port), "--store", str(store)])
-    try:
-        wait_until_ready(f"http://127.0.0.1:{port}/ready", timeout_s=TIMEOUT_S)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=TIMEOUT_S) == 0
+    with reserved_ports(1) as (port,):
+        process = subprocess.Popen([*command, "--port", str(port), "--store", str(store)])
+        try:
+            wait_until_ready(f"http://127.0.0.1:{port}/ready", timeout_s=TIMEOUT_S)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=TIMEOUT_S) == 0
 
 
 def test_the_example_agent_shows_its_turns_and_is_recorded(proxy: str) -> None:

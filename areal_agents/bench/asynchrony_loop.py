@@ -25,7 +25,7 @@ from areal_agents.launch.children import Children
 from areal_agents.launch.engines import plan_engines
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.launch.train import choose_endpoints, start_serving, threads_for, train, wait_until_serving
+from areal_agents.launch.train import chosen_endpoints, start_serving, threads_for, train, wait_until_serving
 from areal_agents.store import Store
 from areal_agents.training.publishing.disk import swap
 
@@ -143,9 +143,8 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[floa
     """
     folder = RunFolder(Path(config.run_dir))
     folder.set_aside()
-    with folder.locked(), Children() as children:
+    with folder.locked(), chosen_endpoints(config) as endpoints, Children() as children:
         save_config(config, folder.config)
-        endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
         with Store.open(folder.store_at(config.store.url)) as store:
             start_serving(config, folder, children, plan_engines(config))

@@ -19,7 +19,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from random import SystemRandom
 from types import TracebackType
 from typing import Any, Self
 
@@ -29,7 +28,6 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
 LOG_TAIL_BYTES = 2000
-_PORTS = range(20_000, 32_000)  # Linux draws from 32768 on, others from 49152 on
 
 
 class ServerProcess:
@@ -195,22 +193,6 @@ def running_engine(
     config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
     with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
         yield engine.url
-
-
-def free_ports(count: int) -> tuple[int, ...]:
-    """That many different TCP ports, each free on the loopback interface a moment ago.
-
-    They are not of the range from which a system draws ports for outgoing connections: such a port could be
-    gone by the time its server has started. ConfigError if there are none.
-    """
-    found: list[int] = []
-    for port in SystemRandom().sample(_PORTS, len(_PORTS)):
-        with socket.socket() as probe, suppress(OSError):  # if somebody has it
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-        if len(found) == count:
-            return tuple(found)
-    raise ConfigError(f"no {count} ports from {_PORTS[0]} to {_PORTS[-1]} are free on 127.0.0.1")
 
 
 def _listen(host: str, port: int) -> socket.socket:

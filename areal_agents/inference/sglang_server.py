@@ -17,7 +17,8 @@ from typing import Any
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
-from areal_agents.inference.server import ServerProcess, free_ports
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.inference.server import ServerProcess
 
 SCRIPTS = Path(__file__).parent / "sglang_environment"
 OLDEST, TRIED = (0, 5, 21), "0.5.21"
@@ -199,12 +200,11 @@ def running_sglang(
     """
     config = EngineConfig(kind="sglang", python=python, arguments=arguments)
     (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)
-    (port,) = free_ports(1)
-    command = server_command(config, model, placement, port=port, **options)
-    with SGLangProcess(
-        command, server_environment(placement), port=port, start_timeout_s=start_timeout_s
-    ) as server:
-        yield server.url
+    with reserved_ports(1) as (port,):
+        command = server_command(config, model, placement, port=port, **options)
+        environment = server_environment(placement)
+        with SGLangProcess(command, environment, port=port, start_timeout_s=start_timeout_s) as server:
+            yield server.url
 
 
 def _device_arguments(config: EngineConfig, placement: Placement, *, lora: bool) -> list[str]:

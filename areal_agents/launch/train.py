@@ -10,14 +10,15 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
@@ -61,7 +62,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     folder = RunFolder(Path(config.run_dir))
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
-    with folder.locked(config.store.url), interruptible():
+    with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
         if not ablate_tool and has_ended(config, folder):
             console.print(
                 f"{folder.root} is finished: more trainer.steps go on from its end, --fresh begins anew",
@@ -84,7 +85,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
                 if plan is None:
                     wall_s, idle = _run_recorded(config, folder, children, view)
                 else:
-                    wall_s, idle = _run(config, folder, children, view, plan)
+                    wall_s, idle = _run(config, endpoints, folder, children, view, plan)
             dead_tool = None
             if ablate_tool:
                 console.print("evaluating once more with the agent's tool switched off")
@@ -114,9 +115,8 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
     plan = _plan(config, trains=False)
     folder = RunFolder(Path(config.run_dir + "-eval"))
     folder.set_aside()
-    with folder.locked(), interruptible():
+    with folder.locked(), interruptible(), chosen_endpoints(config) as endpoints:
         save_config(config, folder.config)
-        endpoints = choose_endpoints(config)
         folder.write_endpoints(endpoints)
         with Children() as children:
             start_serving(config, folder, children, plan)
@@ -174,12 +174,13 @@ def _say_what_starts(config: Config, folder: RunFolder, console: Console, plan: 
     )
 
 
-def choose_endpoints(config: Config) -> Endpoints:
-    """Free ports on this machine where the config names none; an admin key of its own."""
-    proxy, *engines = free_ports(1 + config.engine.replicas)
-    urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
-    key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
-    return Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key)
+@contextmanager
+def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
+    """Ports of this machine where the config names none, reserved for a with-block; a new admin key."""
+    with reserved_ports(1 + config.engine.replicas) as (proxy, *engines):
+        urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
+        key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
+        yield Endpoints(urls, config.proxy.host, config.proxy.port or proxy, key)
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
@@ -236,11 +237,15 @@ def wait_until_serving(
 
 
 def _run(
-    config: Config, folder: RunFolder, children: Children, view: LiveView, plan: EnginePlan
+    config: Config,
+    endpoints: Endpoints,
+    folder: RunFolder,
+    children: Children,
+    view: LiveView,
+    plan: EnginePlan,
 ) -> tuple[float, float | None]:
     """Rollouts and training side by side; the seconds they took, and the engine's idle share."""
     started = time.monotonic()
-    endpoints = choose_endpoints(config)
     folder.write_endpoints(endpoints)
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:

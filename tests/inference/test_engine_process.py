@@ -18,7 +18,6 @@ from inference_support import Missed, again_if_missed, prompt_of
 from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
-from areal_agents.inference.server import free_ports
 
 
 def gone(pid: int, timeout_s: float = 20.0) -> bool:
@@ -100,14 +99,3 @@ async def test_a_server_that_is_not_there_is_unavailable() -> None:
     async with SGLangEngine(f"http://127.0.0.1:{port}") as engine:
         with pytest.raises(EngineUnavailable, match="not reachable"):
             await engine.health()
-
-
-def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    ports = free_ports(3)
-    assert len(set(ports)) == 3
-    monkeypatch.setattr("areal_agents.inference.server._PORTS", ports[:2])
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", ports[0]))
-        assert {free_ports(1) for _ in range(20)} == {(ports[1],)}
-        with pytest.raises(ConfigError, match="no 2 ports"):
-            free_ports(2)

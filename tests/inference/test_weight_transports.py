@@ -230,11 +230,11 @@ time.sleep(600)
 
 @pytest.fixture
 def silent_trainer() -> Iterator[tuple[WeightGroup, subprocess.Popen[str]]]:
-    group = fresh_group()
-    command = [sys.executable, "-c", SILENT_TRAINER, str(group.port), group.name]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        yield group, process
-        process.kill()
+    with fresh_group() as group:
+        command = [sys.executable, "-c", SILENT_TRAINER, str(group.port), group.name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            yield group, process
+            process.kill()
 
 
 @each_engine
@@ -292,8 +292,8 @@ async def test_a_trainer_that_hangs_holds_up_nobody(
 ) -> None:
     group, _ = silent_trainer
     async with SGLangEngine(hurried_url) as engine:
-        with pytest.raises(EngineError, match="could not be joined"):
-            await engine.join_weight_group(fresh_group())  # nobody listens
+        with fresh_group() as lonely, pytest.raises(EngineError, match="could not be joined"):
+            await engine.join_weight_group(lonely)  # nobody listens
         await until_listening(group.port)
         await engine.join_weight_group(group)
         await engine.begin_weight_update()

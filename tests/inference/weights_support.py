@@ -8,8 +8,8 @@ import hashlib
 import json
 import pickle
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.embedded.process_group import join_group, leave_group
 from areal_agents.inference.engine import WeightBucket, WeightGroup
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 
 JOIN_S = 30.0
 Named = Sequence[tuple[str, Tensor]]
@@ -82,17 +82,20 @@ TRANSPORTS: Mapping[str, Transport] = {
 }
 
 
-def fresh_group(port: int | None = None) -> WeightGroup:
-    return WeightGroup("127.0.0.1", port or free_ports(1)[0], 1, 2, f"weights-{uuid.uuid4().hex[:8]}", "gloo")
+@contextmanager
+def fresh_group() -> Iterator[WeightGroup]:
+    """A group of two on a port that is reserved for it."""
+    with reserved_ports(1) as (port,):
+        yield WeightGroup("127.0.0.1", port, 1, 2, f"weights-{uuid.uuid4().hex[:8]}", "gloo")
 
 
 @asynccontextmanager
 async def joined(engine: SGLangEngine) -> AsyncIterator[tuple[dist.ProcessGroup, str]]:
     """The trainer's end of a group with one engine, and the group's name."""
-    group = fresh_group()
-    made, _ = await asyncio.gather(
-        asyncio.to_thread(join_group, group, rank=0, timeout_s=JOIN_S), engine.join_weight_group(group)
-    )
+    with fresh_group() as group:
+        made, _ = await asyncio.gather(
+            asyncio.to_thread(join_group, group, rank=0, timeout_s=JOIN_S), engine.join_weight_group(group)
+        )
     try:
         yield made, group.name
         await engine.leave_weight_group(group.name)

@@ -25,7 +25,7 @@ from areal_agents.launch.engines import (
     wait_for_engines,
 )
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.launch.train import EngineBusy, choose_endpoints, threads_for
+from areal_agents.launch.train import EngineBusy, chosen_endpoints, threads_for
 
 
 def config(*overrides: str) -> Config:
@@ -76,11 +76,13 @@ def test_running_servers_are_used_as_they_are(tmp_path: Path) -> None:
     plan = plan_engines(config(*settings))
     assert plan.placements == ()
     assert plan.describe(RunFolder(tmp_path)) == "engines: running servers at http://gpu:1, http://gpu:2"
-    assert choose_endpoints(config(*settings)).engine_urls == ("http://gpu:1", "http://gpu:2")
+    with chosen_endpoints(config(*settings)) as endpoints:
+        assert endpoints.engine_urls == ("http://gpu:1", "http://gpu:2")
 
 
 def test_every_engine_and_the_proxy_get_a_port_of_their_own() -> None:
-    endpoints = choose_endpoints(config("engine.replicas=8"))
+    with chosen_endpoints(config("engine.replicas=8")) as endpoints:
+        pass
     ports = {*endpoints.engine_urls, f"http://127.0.0.1:{endpoints.proxy_port}"}
     assert len(ports) == 9
 

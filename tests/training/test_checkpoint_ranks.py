@@ -16,7 +16,7 @@ from checkpoint_worker import build, main, step, train_recorded, whole
 from safetensors.torch import load_file
 from stored_support import put_group
 
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
 from areal_agents.training.checkpoint import Checkpoints, Progress, load_checkpoint
 from areal_agents.training.distributed import Ranks
@@ -40,8 +40,8 @@ def spawned(model_folder: Path, group: Ranks, tmp_path_factory: pytest.TempPathF
         for index in range(6):
             put_group(recorded, f"g{index}", [0, 1], prompt=6 + index)
     train_recorded(model_folder, out / "run", out / "recorded.db", steps=1)
-    port = free_ports(1)[0]
-    mp.spawn(main, (port, model_folder, out), nprocs=2)
+    with reserved_ports(1) as (port,):
+        mp.spawn(main, (port, model_folder, out), nprocs=2)
     return out, whole(parts), [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
 
 

@@ -18,7 +18,7 @@ from training_support import make_sample
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.context_parallel import check_heads, local_share
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import load_policy
@@ -34,8 +34,8 @@ def folders(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 def spawned(folders: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     """What each of two ranks returned."""
     out = tmp_path_factory.mktemp("context")
-    port = free_ports(1)[0]
-    mp.spawn(main, (port, [str(folder) for folder in folders], str(out)), nprocs=2)
+    with reserved_ports(1) as (port,):
+        mp.spawn(main, (port, [str(folder) for folder in folders], str(out)), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

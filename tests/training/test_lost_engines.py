@@ -19,7 +19,8 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import WeightBucket
 from areal_agents.inference.pool import CurrentVersion
 from areal_agents.inference.pool.loading import load
-from areal_agents.inference.server import EngineProcess, free_ports
+from areal_agents.inference.ports import reserved_ports
+from areal_agents.inference.server import EngineProcess
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.lora import LoraOptions
@@ -141,10 +142,10 @@ class KilledEngine(SGLangEngine):
 @pytest.fixture
 def server(model_folder: Path) -> Iterator[EngineProcess]:
     """An engine that can be killed, and started again where it was."""
-    with EngineProcess(
-        EmbeddedEngineConfig(model=str(model_folder), port=free_ports(1)[0], **OPTIONS)
-    ) as engine:
-        yield engine
+    with reserved_ports(1) as (port,):
+        config = EmbeddedEngineConfig(model=str(model_folder), port=port, **OPTIONS)
+        with EngineProcess(config) as engine:
+            yield engine
 
 
 def test_a_killed_engine_gets_the_version_by_a_broadcast_when_it_is_back(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from training_support import build_model, record_groups
 
 from areal_agents.inference import running_engine
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
 from areal_agents.training.checkpoint import Progress, load_checkpoint
 from areal_agents.training.config import TrainerConfig
@@ -27,8 +27,8 @@ def spawned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     """The folder that two ranks wrote, and what each of them returned."""
     out = tmp_path_factory.mktemp("ranks")
     build_model(out / "reference", seed=1)
-    port = free_ports(1)[0]
     with (
+        reserved_ports(1) as (port,),
         running_engine(model_folder, kernel="torch", threads=1, slots=16, max_context=256) as url,
         Store.open(out / "run" / "store.db") as store,
     ):

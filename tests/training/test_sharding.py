@@ -17,7 +17,7 @@ from training_support import build_model
 from vision_support import build_vision_model, samples_with_images
 
 from areal_agents.algorithms.packing.microbatches import pack
-from areal_agents.inference.server import free_ports
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model import ModelOptions, load_policy
 
@@ -39,8 +39,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def results(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two ranks found."""
     out = tmp_path_factory.mktemp("sharding")
-    port = free_ports(1)[0]
-    mp.spawn(main, (port, folders, out), nprocs=2)
+    with reserved_ports(1) as (port,):
+        mp.spawn(main, (port, folders, out), nprocs=2)
     return [torch.load(out / f"{rank}.pt") for rank in range(2)]
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from areal_agents.errors import EngineError
 from areal_agents.inference.embedded.process_group import join_group, leave_group
 from areal_agents.inference.engine import Engine, GroupBackend, WeightGroup
+from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.publishing.buckets import Packed
 
 T = TypeVar("T")
@@ -58,9 +59,13 @@ class BroadcastSender:
         if self._group is not None and self._members == list(engines):
             return
         await self.aclose()
+        with reserved_ports(1, "0.0.0.0") as (port,):
+            await self._form(engines, port)
+
+    async def _form(self, engines: Mapping[Engine, int], port: int) -> None:
         group = WeightGroup(
             address=self._address or _own_address([engine.base_url for engine in engines]),
-            port=_free_port(),
+            port=port,
             rank_offset=1,
             world_size=1 + sum(engines.values()),
             name=f"weights-{uuid4().hex[:8]}",
@@ -192,9 +197,3 @@ def _own_address(urls: Sequence[str]) -> str:
             raise EngineError(f"there is no way to the engine at {url}: {error}") from error
     remote = [a for a in addresses if not (a.startswith("127.") or a == "::1")]
     return (remote or addresses)[0]
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return int(free.getsockname()[1])

@@ -1,0 +1,63 @@
+"""Ports that are reserved for servers: nobody else gets them, the server does."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from areal_agents.errors import ConfigError
+from areal_agents.inference.ports import reserved_ports
+
+LINUX = pytest.mark.skipif(
+    sys.platform != "linux", reason="only Linux lets a server listen beside the holder"
+)
+
+
+def listening(port: int) -> socket.socket:
+    """A socket as the servers open it: asyncio, uvicorn and torch's TCPStore set SO_REUSEADDR."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.bind(("127.0.0.1", port))
+    server.listen()
+    return server
+
+
+def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserved_ports(3) as ports:
+        assert len(set(ports)) == 3
+    monkeypatch.setattr("areal_agents.inference.ports._PORTS", ports[:2])
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", ports[0]))
+        for _ in range(20):
+            with reserved_ports(1) as found:
+                assert found == (ports[1],)
+        with pytest.raises(ConfigError, match="no 2 ports"), reserved_ports(2):
+            pass
+
+
+@LINUX
+def test_a_reserved_port_is_its_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with reserved_ports(2) as ports:
+        monkeypatch.setattr("areal_agents.inference.ports._PORTS", ports)
+        with pytest.raises(ConfigError, match="no 1 ports"), reserved_ports(1):
+            pass
+        for _ in range(2):  # a server that is started again finds its port free too
+            with listening(ports[0]), socket.create_connection(("127.0.0.1", ports[0]), timeout=5):
+                pass
+    with reserved_ports(1) as found:
+        assert found[0] in ports
+
+
+@LINUX
+def test_an_outgoing_connection_does_not_take_a_reserved_port() -> None:
+    with (
+        reserved_ports(1) as (port,),
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as client,
+    ):
+        with pytest.raises(OSError):
+            client.bind(("127.0.0.1", port))
+        client.connect(server.getsockname())
+        assert client.getsockname()[1] != port
