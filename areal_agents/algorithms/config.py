@@ -131,8 +131,6 @@ class AlgorithmConfig(BaseModel):
             preset |= getattr(loss, "implies", {})
         if given.get("proximal") == "behavior":
             preset["correction"] = "none"
-        if _given_anywhere(given, "turn_return") == "own":
-            preset.pop("turn_discount", None)
         if given.get("drop_equal_groups") is False:
             preset["refill_equal_groups"] = False
         return {**fill(cls, given, preset), "preset": name}
@@ -364,11 +362,3 @@ class AlgorithmConfig(BaseModel):
             truncated=self.truncated == "score",
             exclude_labels=self.exclude_labels,
         )
-
-
-def _given_anywhere(given: Mapping[str, Any], name: str) -> Any:
-    """The value of a setting that is given flat or under its part; None if it is not given."""
-    if name in given:
-        return given[name]
-    found = (_given_anywhere(part, name) for part in given.values() if isinstance(part, Mapping))
-    return next((value for value in found if value is not None), None)

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineError, EngineUnavailable, TeacherError, TrainingError
-from areal_agents.inference.engine import PromptScores, Sampler
+from areal_agents.inference.engine import ModelInfo, PromptScores, Sampler
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.divergence import FullTargets, TopTargets
 from areal_agents.training.model import ModelOptions, load_policy
@@ -35,6 +35,7 @@ T = TypeVar("T")
 _CONCURRENCY = 32  # sequences that an engine scores at a time
 _RETRY_S = 2.0
 _LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
+_SCORING_ROOM = 7  # tokens of its context that SGLang 0.5.21 does not score in
 
 
 class HeldTeacher:
@@ -83,6 +84,37 @@ class EngineTeacher:
     timeout_s: float
     ranks: Ranks
 
+    def meet(self, *, stopping: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait for the engine's first answer, and check that it can be the teacher. Collective.
+
+        Args:
+            stopping: asked on the first rank while it waits for the engine.
+
+        Returns:
+            How many tokens a sequence may have; None on every rank if the first one was asked to
+            stop meanwhile.
+
+        Raises:
+            TeacherError: the engine has another vocabulary, or does not answer in time.
+        """
+        found: int | TeacherError | None = None
+        if self.ranks.is_first:
+            try:
+                found = asyncio.run(self._until(self._longest(), stopping))
+            except TimeoutError:
+                found = TeacherError(
+                    f"the teacher's engine did not answer within {self.timeout_s:g} s "
+                    "(trainer.teacher_timeout_s); check that trainer.teacher_url is that of a running server"
+                )
+            except EngineError as error:
+                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
+            except TeacherError as error:
+                found = error
+        answered = self.ranks.broadcast(found)
+        if isinstance(answered, TeacherError):
+            raise answered
+        return answered
+
     def score(
         self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
     ) -> TopTargets | None:
@@ -100,7 +132,7 @@ class EngineTeacher:
         found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TeacherError | None = None
         if self.ranks.is_first:
             try:
-                found = asyncio.run(self._ask_until(samples, stopping))
+                found = asyncio.run(self._until(self._ask(samples), stopping))
             except TimeoutError:
                 found = TeacherError(
                     f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
@@ -122,21 +154,35 @@ class EngineTeacher:
             torch.from_numpy(logprobs).to(self.ranks.device),
         )
 
-    async def _ask_until(
-        self, samples: Sequence[TrainingSample], stopping: Callable[[], bool]
-    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | None:
-        """As `_ask`, for at most `timeout_s`; None as soon as `stopping()`."""
-        asking = asyncio.create_task(self._ask(samples))
+    async def _until(self, asking: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T | None:
+        """What `asking` returns within `timeout_s`; None as soon as `stopping()`."""
+        task = asyncio.create_task(asking)
         try:
             async with asyncio.timeout(self.timeout_s):
-                while not asking.done():
+                while not task.done():
                     if stopping():
                         return None
-                    await asyncio.wait({asking}, timeout=_LOOK_S)
-            return asking.result()
+                    await asyncio.wait({task}, timeout=_LOOK_S)
+            return task.result()
         finally:
-            if asking.cancel():
-                await asyncio.wait({asking})  # it aborts what the engine still computes, within seconds
+            if task.cancel():
+                await asyncio.wait({task})  # it aborts what the engine still computes, within seconds
+
+    async def _longest(self) -> int:
+        engine = self.connect()
+        try:
+            info = await _answered(engine.model_info)
+        finally:
+            await engine.aclose()
+        self._check(info)
+        return info.max_context - _SCORING_ROOM
+
+    def _check(self, info: ModelInfo) -> None:
+        if info.vocab_size != self.vocab_size:
+            raise TeacherError(
+                f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} tokens "
+                f"and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
+            )
 
     async def _ask(
         self, samples: Sequence[TrainingSample]
@@ -144,16 +190,7 @@ class EngineTeacher:
         engine = self.connect()
         free = asyncio.Semaphore(_CONCURRENCY)
         try:
-            info = await _answered(engine.model_info)
-            if info.vocab_size != self.vocab_size:
-                raise TeacherError(
-                    f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} "
-                    f"tokens and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
-                )
-            if self.top > info.vocab_size:
-                raise TeacherError(
-                    f"algorithm.distill_top_k: {self.top} is more than the teacher's {info.vocab_size} tokens"
-                )
+            self._check(await _answered(engine.model_info))  # it may have been started again
 
             async def one(place: int, sample: TrainingSample) -> PromptScores:
                 scored = np.flatnonzero(sample.scored_mask)

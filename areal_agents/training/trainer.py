@@ -35,6 +35,7 @@ from areal_agents.training.publishing.publisher import Publisher
 from areal_agents.training.recorded import RecordedGroups
 from areal_agents.training.resuming import resume
 from areal_agents.training.step import StepOptions
+from areal_agents.training.teacher import EngineTeacher
 from areal_agents.training.vetting import Limits
 
 _MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
@@ -140,7 +141,10 @@ def run(
         if publisher is not None:
             publisher.publish(version=progress.version, step=progress.step)
         source: BatchSource | None = None
-        limits = _limits(options, models.policy)
+        longest = None
+        if isinstance(models.teacher, EngineTeacher):
+            longest = models.teacher.meet(stopping=stop.is_set)
+        limits = _limits(options, models.policy, teacher_tokens=longest)
         if recorded is not None:
             source = Recorded(recorded, algorithm, groups=groups, limits=limits, stop=stop)
         elif store is not None:
@@ -184,9 +188,9 @@ def _checkpoints(
     )
 
 
-def _limits(options: StepOptions, policy: Policy) -> Limits:
+def _limits(options: StepOptions, policy: Policy, *, teacher_tokens: int | None) -> Limits:
     experts = expert_layout(policy.model.config.to_dict())
-    return Limits(options.microbatch_tokens, policy.shape.vocab, experts)
+    return Limits(options.microbatch_tokens, policy.shape.vocab, experts, teacher_tokens)
 
 
 def _metrics(

@@ -24,11 +24,13 @@ class Limits:
         microbatch_tokens: the longest input of the model.
         vocab_size: token ids are below it.
         experts: what routed experts are recorded of, None for a model without experts.
+        teacher_tokens: the longest sequence that the teacher's engine scores, None without such a teacher.
     """
 
     microbatch_tokens: int
     vocab_size: int
     experts: ExpertLayout | None = None
+    teacher_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def vet(
         before = len(data.demonstrations.get(sample.episode_id, ()))
         fault = _fault(sample, limits, version, demonstration=before)
         if fault is None and algorithm.teacher == "engine":
-            fault = _fault_for_engine(sample)
+            fault = _fault_for_engine(sample, limits.teacher_tokens)
         if fault:
             return Refused("bad", f"episode {sample.episode_id}: {fault}")
     if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
@@ -79,8 +81,14 @@ def vet(
     return None
 
 
-def _fault_for_engine(sample: TrainingSample) -> str | None:
+def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None:
     """Why an engine cannot be the teacher of a sample."""
+    tokens = int(np.flatnonzero(sample.scored_mask)[-1]) + 1
+    if longest is not None and tokens > longest:
+        return (
+            f"a sample of {tokens} tokens is longer than the {longest} that the teacher's engine scores; "
+            "start it with a longer context, or lower rollout.limits.context_tokens"
+        )
     temperatures = sample.temperatures[sample.scored_mask]
     if (temperatures != 1).any():
         return (

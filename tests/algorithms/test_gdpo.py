@@ -147,8 +147,14 @@ def test_the_length_penalty_is_a_reward_of_its_own_name() -> None:
 
 
 def test_a_reward_without_a_weight_beside_weights_is_refused_and_the_group_named() -> None:
-    with pytest.raises(TrainingError, match="group g0 has the reward 'format'.*known: brief, correct"):
-        trained([[{"correct": 1.0, "format": 1.0}, {}]], reward_weights={"correct": 1.0, "brief": 2.0})
+    weights = {"correct": 1.0, "brief": 2.0}
+    with pytest.raises(TrainingError) as caught:
+        trained([[{"correct": 1.0, "format": 1.0}, {"corect": 1.0}]], reward_weights=weights)
+    assert "group g0 has the reward 'corect', which has no weight; did you mean 'correct'?" in str(
+        caught.value
+    )
+    assert "group g0 has the reward 'format', which has no weight. " in str(caught.value)
+    assert "algorithm.reward_weights has brief, correct" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GroupEstimator
-from areal_agents.algorithms.credit.returns import RewardToGo, TurnGroups
+from areal_agents.algorithms.credit.returns import OwnReturn, RewardToGo, TurnGroups
 from areal_agents.algorithms.losses.gspo import GspoLoss
 from areal_agents.algorithms.parts import Part, alternatives, differing, fill, settings_of
 from areal_agents.algorithms.presets import PRESETS
@@ -290,7 +290,7 @@ def test_a_saved_run_has_the_same_algorithm(minimal: Path, tmp_path: Path, prese
 def test_own_turn_rewards_take_no_discount_from_a_preset_in_any_form(settings: dict[str, Any]) -> None:
     given = AlgorithmConfig.model_validate({"preset": "gigpo", **settings})
     assert isinstance(given.estimator, GroupEstimator) and isinstance(given.estimator.credit, TurnGroups)
-    assert given.estimator.credit == TurnGroups(turn_return="own")
+    assert given.estimator.credit == TurnGroups(turn_return=OwnReturn())
     assert AlgorithmConfig.model_validate(given.model_dump()) == given
 
 

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.anchors import Anchor, turn_anchors
+from areal_agents.algorithms.credit.returns import OwnReturn
 from areal_agents.algorithms.credit.rewards import EpisodeRewards
 from areal_agents.algorithms.credit.turn_groups import turn_group_advantages
 from areal_agents.algorithms.samples import TrainingData, build_training_data
@@ -79,12 +80,13 @@ def oracle(members: list[EpisodeRewards], settings: AlgorithmConfig) -> list[lis
             depths.append(1 + max(depths[:k], default=0))
         own = []
         for t, k in enumerate(m.recorded_before):
-            if credit.turn_return == "own":
+            if credit.turn_return.kind == "own":
                 own.append(float(m.turns[t]))
                 continue
-            value = credit.turn_discount ** max(0, depths[-1] - depths[t]) * m.episode
+            discount = credit.turn_return.turn_discount
+            value = discount ** max(0, depths[-1] - depths[t]) * m.episode
             for u in range(k, len(depths)):
-                value += credit.turn_discount ** max(0, depths[u] - depths[t]) * float(m.turns[u])
+                value += discount ** max(0, depths[u] - depths[t]) * float(m.turns[u])
             own.append(value)
         returns.append(own)
     out = [[a] * len(m.turns) for a, m in zip(of_episodes, members, strict=True)]
@@ -299,7 +301,7 @@ def test_a_bias_matters_only_where_the_episode_reward_is_discounted() -> None:
 
 def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
     credit = AlgorithmConfig(preset="gigpo", turn_return="own").estimator.credit  # type: ignore[union-attr]
-    assert (credit.turn_return, credit.turn_discount) == ("own", 1.0)
+    assert credit.turn_return == OwnReturn()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +311,7 @@ def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
         ({"leave_one_out": True}, "leave_one_out: True does not go with credit: turn_groups"),
         ({"advantage_statistics": "token"}, "advantage_statistics: token does not go with credit: turn_g"),
         ({"advantage_mean": "none"}, "advantage_mean: none does not go with credit: turn_groups"),
-        ({"turn_return": "own", "turn_discount": 0.9}, "turn_discount: 0.9 has no meaning for turn_return"),
+        ({"turn_return": "own", "turn_discount": 0.9}, "turn_discount: 0.9 needs turn_return: reward_to_go"),
         ({"turn_weight": 0.0}, "greater than 0"),
         ({"credit": "episode", "turn_weight": 0.5}, "turn_weight: 0.5 needs credit: turn_groups"),
         ({"estimator": "gae"}, "credit: turn_groups needs estimator: group"),

@@ -238,6 +238,7 @@ def test_an_engine_gives_the_step_of_the_plain_loop_over_its_top_tokens(
         teacher = EngineTeacher(
             lambda: SGLangEngine(url), top=7, vocab_size=VOCAB, timeout_s=60.0, ranks=group
         )
+        assert teacher.meet() == 512 - 7
         result, weights = step(model_folder, group, data, algorithm, teacher)
     plain, other = Plain(model_folder), Plain(teacher_folder)
     targets = [other.distribution(sample).detach() for sample in data.samples]
@@ -272,6 +273,37 @@ def test_an_engine_that_is_not_the_teacher_is_refused(
     scored = teacher().score([sample, sample])
     assert scored is not None
     assert scored.ids.shape == (10, 3) and torch.equal(scored.ids[:5], scored.ids[5:])
+
+
+def test_a_teacher_that_cannot_be_met_ends_the_run_before_its_first_batch(
+    group: Ranks, engine_url: str
+) -> None:
+    def meet(url: str, vocab: int) -> int | None:
+        def connect() -> SGLangEngine:
+            return SGLangEngine(url, connect_timeout_s=0.2)
+
+        return EngineTeacher(connect, top=3, vocab_size=vocab, timeout_s=0.5, ranks=group).meet()
+
+    with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
+        meet(engine_url, 100)
+    with pytest.raises(TrainingError, match=r"did not answer within 0\.5 s .*teacher_url is that of"):
+        meet("http://127.0.0.1:9", VOCAB)
+    with pytest.raises(TrainingError, match="the teacher's engine"):
+        meet(engine_url + "/elsewhere", VOCAB)
+
+
+def test_a_group_that_is_longer_than_the_teachers_context_is_refused() -> None:
+    algorithm = AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=7)
+    for one in at_one(groups()):
+        data = build_training_data([one], algorithm)
+        longest = max(int(np.flatnonzero(sample.scored_mask)[-1]) + 1 for sample in data.samples)
+        fits, short = (Limits(512, VOCAB, teacher_tokens=n) for n in (longest, longest - 1))
+        assert vet(one, algorithm, limits=fits, version=None, refill=False) is None
+        refused = vet(one, algorithm, limits=short, version=None, refill=False)
+        assert refused is not None
+        assert (
+            f"{longest} tokens is longer than the {longest - 1} that the teacher's engine" in refused.reason
+        )
 
 
 def test_a_group_that_an_engine_cannot_score_is_refused_before_it_is_in_a_batch() -> None:

@@ -63,7 +63,8 @@ class GroupEstimator(Part):
             raise ValueError("leave_one_out: True needs an advantage_mean to leave an episode out of")
         if self.leave_one_out and by_steps:
             raise ValueError(
-                "leave_one_out: True has no meaning for credit: step_normalized, whose mean is over steps"
+                "leave_one_out: True has no meaning for credit: step_normalized, whose mean is over steps; "
+                "set leave_one_out: false where the preset sets it"
             )
         if self.advantage_statistics == "token" and (self.leave_one_out or by_steps):
             raise ValueError(

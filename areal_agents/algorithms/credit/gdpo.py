@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -36,19 +37,16 @@ def gdpo_advantages(
         group in which all S_i are 0, since the mean over the batch is 0 too.
 
     Raises:
-        TrainingError: a reward name without a weight beside given weights; the message names the group.
+        TrainingError: reward names without a weight beside given weights; the message names them all.
 
     Source: GDPO, arXiv 2601.05242.
     """
+    if unknown := _without_weight(groups, weights):
+        raise TrainingError(unknown)
     sums = []
     for group in groups:
         total = np.zeros(len(group))
         for name in sorted({name for member in group for name in member.by_name}):
-            if weights and name not in weights:
-                raise TrainingError(
-                    f"group {group[0].group_id} has the reward {name!r}, which algorithm.reward_weights has "
-                    f"no weight for; known: {', '.join(sorted(weights))}. Add it, with 0 to leave it out"
-                )
             values = np.array([member.by_name.get(name, 0.0) for member in group])
             if all_equal(values):
                 continue
@@ -63,3 +61,23 @@ def gdpo_advantages(
         [np.full(len(member.turns), value) for member, value in zip(group, of_group.tolist(), strict=True)]
         for group, of_group in zip(groups, sums, strict=True)
     ]
+
+
+def _without_weight(groups: Sequence[Sequence[EpisodeRewards]], weights: Mapping[str, float]) -> str:
+    """What to say of the reward names that have no weight; empty if all have one or none needs one."""
+    of_groups: dict[str, str] = {}
+    for group in groups:
+        for name in sorted({name for member in group for name in member.by_name}):
+            if weights and name not in weights:
+                of_groups.setdefault(name, group[0].group_id)
+    faults = []
+    for name, group_id in of_groups.items():
+        near = difflib.get_close_matches(name, weights, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        faults.append(f"group {group_id} has the reward {name!r}, which has no weight{hint}")
+    if not faults:
+        return ""
+    known = ", ".join(sorted(weights))
+    return (
+        f"{'. '.join(faults)}. algorithm.reward_weights has {known}: add the others, with 0 to leave one out"
+    )

@@ -8,10 +8,11 @@ expected gradient shrinks or changes its sign (docs/credit.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from areal_agents.algorithms.credit.anchors import TurnAnchor
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
@@ -78,6 +79,38 @@ class StepNormalized(Part):
     kind: Literal["step_normalized"] = "step_normalized"
 
 
+class OwnReturn(Part):
+    """Turns are compared by their own rewards: R_t = r_t."""
+
+    kind: Literal["own"] = "own"
+
+    def of_turns(self, rewards: EpisodeRewards) -> Floats:
+        """[T] the return of each turn of an episode."""
+        return rewards.turns
+
+
+class ReturnToGo(Part):
+    """Turns are compared by their own rewards and what came after; the episode reward is the last turn's."""
+
+    kind: Literal["reward_to_go"] = "reward_to_go"
+    turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
+
+    def of_turns(self, rewards: EpisodeRewards) -> Floats:
+        """[T] the return of each turn of an episode."""
+        if not len(rewards.turns):
+            return rewards.turns
+        with_last = rewards.turns.copy()
+        with_last[-1] += rewards.episode
+        return rewards_to_go(
+            replace(rewards, turns=with_last, episode=0.0),
+            rewards.recorded_before,
+            turn_discount=self.turn_discount,
+        )
+
+
+TurnReturn = Annotated[ReturnToGo | OwnReturn, Field(discriminator="kind")]
+
+
 class TurnGroups(Part):
     """A turn has the advantage of its episode plus its own among the turns sampled in the same situation.
 
@@ -90,11 +123,10 @@ class TurnGroups(Part):
         description="Turns of a group are compared that have the same observation (messages after the last "
         "reply), prompt (token ids), label, or position (in recording order).",
     )
-    turn_return: Literal["reward_to_go", "own"] = Field(
-        default="reward_to_go",
+    turn_return: TurnReturn = Field(
+        default_factory=ReturnToGo,
         description="What turns are compared by: their own reward and what came after, or their own only.",
     )
-    turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
     turn_weight: float = Field(
         default=1.0, gt=0, description="Weight ω of a turn's advantage in its step group."
     )
@@ -103,20 +135,11 @@ class TurnGroups(Part):
         description="What episodes are compared by: the sum of all rewards, or the episode reward only.",
     )
 
-    @model_validator(mode="after")
-    def _check(self) -> TurnGroups:
-        if self.turn_return == "own" and self.turn_discount != 1:
-            raise ValueError(
-                f"turn_discount: {self.turn_discount} has no meaning for turn_return: own, which counts no "
-                "later reward; it needs turn_return: reward_to_go"
-            )
-        return self
-
     @property
     def keeps_bias(self) -> bool:
         """Whether a constant added to every episode reward changes advantages: it does where the episode
         reward is discounted by a distance that differs within a step group."""
-        return self.turn_return == "reward_to_go" and self.turn_discount < 1
+        return isinstance(self.turn_return, ReturnToGo) and self.turn_return.turn_discount < 1
 
 
 Credit = Annotated[EpisodeCredit | RewardToGo | StepNormalized | TurnGroups, Field(discriminator="kind")]

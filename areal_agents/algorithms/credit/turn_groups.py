@@ -16,7 +16,7 @@ from areal_agents.algorithms.credit.advantages import (
     inverse_std,
 )
 from areal_agents.algorithms.credit.anchors import Anchor
-from areal_agents.algorithms.credit.returns import EpisodeCredit, TurnGroups, rewards_to_go
+from areal_agents.algorithms.credit.returns import EpisodeCredit, TurnGroups
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 
 
@@ -77,7 +77,7 @@ def _step_advantages(
     group: Sequence[EpisodeRewards], credit: TurnGroups, *, divided: bool, std_estimator: StdEstimator
 ) -> list[Floats]:
     """Per episode [T] A^S of its turns."""
-    returns = [_turn_returns(member, credit) for member in group]
+    returns = [credit.turn_return.of_turns(member) for member in group]
     step_groups: dict[Anchor, list[tuple[int, int]]] = {}
     for place, member in enumerate(group):
         if len(member.anchors) != len(member.turns):
@@ -97,16 +97,3 @@ def _step_advantages(
         for (place, turn), advantage in zip(members, over, strict=True):
             advantages[place][turn] = advantage
     return advantages
-
-
-def _turn_returns(rewards: EpisodeRewards, credit: TurnGroups) -> Floats:
-    """[T] R_t of each turn of an episode."""
-    if credit.turn_return == "own" or not len(rewards.turns):
-        return rewards.turns
-    with_last = rewards.turns.copy()
-    with_last[-1] += rewards.episode
-    return rewards_to_go(
-        replace(rewards, turns=with_last, episode=0.0),
-        rewards.recorded_before,
-        turn_discount=credit.turn_discount,
-    )
