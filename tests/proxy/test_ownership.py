@@ -23,14 +23,14 @@ HOLD = """
 import sys
 from pathlib import Path
 from areal_agents.proxy.workers.identity import Workers, WorkerSpec
-with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "127.0.0.1", "s")).living():
+with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).living():
     print("living", flush=True)
     sys.stdin.read()
 """
 
 
 def worker(folder: Path, index: int, life: int = 0, run: str = "run") -> Workers:
-    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "127.0.0.1", "s"))
+    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "s"))
 
 
 def test_a_life_ends_with_its_process(tmp_path: Path) -> None:

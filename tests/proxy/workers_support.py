@@ -48,7 +48,8 @@ class Serving:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.url, _, *self.own = re.findall(r"http://[0-9.]+:\d+", line)
+        self.url = re.findall(r"http://[0-9.]+:\d+", line)[0]
+        self.own = [self.lock(index).read_text().split()[1] for index in range(2)]
 
     def lock(self, index: int) -> Path:
         """The file that a worker's newest life holds, once it lives; it is named after the owner."""
@@ -59,7 +60,7 @@ class Serving:
 
     def pid(self, index: int) -> int:
         """The process of a worker, once it lives."""
-        return int(self.lock(index).read_text())
+        return int(self.lock(index).read_text().split()[0])
 
     def kill(self, index: int) -> None:
         """kill -9."""
