@@ -137,31 +137,38 @@ class WorkerProcesses:
             self._stop()
 
     def start(self, deadline: float) -> None:
-        """Start every worker and return when all of them serve. ArealAgentsError if one does not."""
-        for worker in self._workers:
-            self._spawn(worker)
+        """Start every worker and return when all of them serve. ArealAgentsError if one does not.
+
+        One that is killed meanwhile says nothing of whether it could serve, and is started again.
+        """
         while not all(worker.is_ready for worker in self._workers):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise ArealAgentsError(f"the workers did not start within {_START_S:g} s")
-            for worker in self._changed(left):
-                if worker.process is None:
+            for worker in self._ended(left_s):
+                if worker.exit_code != -signal.SIGKILL:
                     raise ArealAgentsError(
                         f"worker {worker.index} ended before it served, with exit code {worker.exit_code}; "
                         "what it said is above"
                     )
+                worker.plan_start()
 
     def keep(self) -> None:
         """Start again whatever ends, until interrupted."""
         while True:
-            now = time.monotonic()
-            for worker in self._workers:
-                if worker.process is None and worker.start_at <= now:
-                    self._spawn(worker)
-            pauses = [worker.start_at - now for worker in self._workers if worker.process is None]
-            for worker in self._changed(max(0.0, min(pauses)) if pauses else None):
-                if worker.process is None:
-                    worker.plan_start()
+            for worker in self._ended(math.inf):
+                worker.plan_start()
+
+    def _ended(self, timeout_s: float) -> list[_Worker]:
+        """Start the workers that are due, wait until one is ready or has ended; those that have ended."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.process is None and worker.start_at <= now:
+                self._spawn(worker)
+        pauses = [worker.start_at - now for worker in self._workers if worker.process is None]
+        wait_s = max(0.0, min(timeout_s, *pauses)) if pauses else timeout_s
+        changed = self._changed(wait_s if math.isfinite(wait_s) else None)
+        return [worker for worker in changed if worker.process is None]
 
     def _spawn(self, worker: _Worker) -> None:
         ready, ready_fd = os.pipe()
