@@ -87,7 +87,9 @@ def serve(
     *,
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 takes a free one, another at each start.")
+    ] = 8000,
     engine_url: Annotated[
         list[str] | None,
         typer.Option(

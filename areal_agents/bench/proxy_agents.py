@@ -52,9 +52,7 @@ class Agents:
             if status != 200:
                 raise EngineError(f"the proxy opened no episode: {status} {raw[:300].decode()}")
             opened = orjson.loads(raw)
-            base = urlsplit(
-                opened["base_url"]
-            )  # with several workers, that of the one which owns the episode
+            base = urlsplit(opened["base_url"])
             connection = await Connection.open(f"{base.scheme}://{base.netloc}")
             path = f"{base.path}/chat/completions"
             conversation = self._conversation(connection, path, opened["key"], system)

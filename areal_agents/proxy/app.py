@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Sampler
 from areal_agents.inference.pool import EnginePool
-from areal_agents.proxy.auth import Authenticator
+from areal_agents.proxy.auth import Authenticator, new_episode_key
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
@@ -45,18 +45,58 @@ def create_app(
     renderer: ChatRenderer,
     config: ProxyConfig,
     observer: Observer | None = None,
-    workers: Workers | None = None,
     retention: Retention | None = None,
 ) -> ASGIApp:
     """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards.
 
-    `observer` is told of every model call when it has ended. With `workers` it is one of several on one
-    store, and forwards what belongs to another. `retention` gives trained turns up as time goes by.
+    `observer` is told of every model call when it has ended. `retention` gives trained turns up as time goes
+    by.
     """
+    parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
+    app, _ = _app_of(parts, observer, retention)
+    return app
+
+
+def create_worker_app(
+    *,
+    store: Store,
+    engine: Sampler,
+    renderer: ChatRenderer,
+    config: ProxyConfig,
+    workers: Workers,
+    retention: Retention | None = None,
+) -> WorkerDoor:
+    """`create_app` for one process of several on one store; it forwards what belongs to another."""
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
+    app, calls = _app_of(parts, None, retention)
+    ownership = parts.ownership
+    assert ownership is not None
+    placement = Placement(
+        workers=workers,
+        ownership=ownership,
+        store=store,
+        sessions=parts.sessions,
+        implicit=parts.implicit,
+        auth=parts.auth,
+        dialects=calls.dialects,
+        config=config,
+    )
+    return WorkerDoor(
+        app,
+        workers=workers,
+        placement=placement,
+        anthropic=calls.dialects["/v1/messages"],
+        max_body_bytes=int(config.max_body_mb * 2**20),
+    )
+
+
+def _app_of(
+    parts: _Parts, observer: Observer | None, retention: Retention | None
+) -> tuple[ASGIApp, ModelCalls]:
+    config = parts.config
     metrics = parts.metrics()
     calls = parts.model_calls(_each_of(metrics.observe, log_call if config.log_calls else None, observer))
-    status = StatusRoutes(engine=engine, metrics=metrics, auth=parts.auth)
+    status = StatusRoutes(engine=parts.engine, metrics=metrics, auth=parts.auth)
     app = Starlette(
         routes=[*calls.routes(), *status.routes(), *parts.control().routes()],
         exception_handlers={
@@ -67,7 +107,7 @@ def create_app(
         middleware=[Middleware(InternalErrors)],
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
-    return parts.worker_door(FrontDoor(app, calls.endpoints), calls)
+    return FrontDoor(app, calls.endpoints), calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +186,7 @@ class _Parts:
             implicit=self.implicit,
             auth=self.auth,
             config=self.config,
-            own_port=self.workers.port if self.workers is not None else None,
+            new_key=self.workers.new_key if self.workers is not None else new_episode_key,
         )
 
     def housekeeping(self, retention: Retention | None) -> Housekeeping:
@@ -157,28 +197,6 @@ class _Parts:
             config=self.config,
             ownership=self.ownership,
             retention=retention,
-        )
-
-    def worker_door(self, app: ASGIApp, calls: ModelCalls) -> ASGIApp:
-        """`app` itself, or behind the door of one worker of several."""
-        if self.workers is None or self.ownership is None:
-            return app
-        placement = Placement(
-            workers=self.workers,
-            ownership=self.ownership,
-            store=self.store,
-            sessions=self.sessions,
-            implicit=self.implicit,
-            auth=self.auth,
-            dialects=calls.dialects,
-            config=self.config,
-        )
-        return WorkerDoor(
-            app,
-            workers=self.workers,
-            placement=placement,
-            anthropic=calls.dialects["/v1/messages"],
-            max_body_bytes=int(self.config.max_body_mb * 2**20),
         )
 
     def lifespan(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -32,7 +33,7 @@ _CONTROL_BODY_BYTES = 8 * 2**20
 class Control:
     """The routes of the control API over one store and the sessions of this process.
 
-    With several workers, `own_port` is the port at which this one is reached, and no other.
+    `new_key` draws the keys of the episodes that are opened here.
     """
 
     def __init__(
@@ -43,14 +44,14 @@ class Control:
         implicit: ImplicitEpisodes,
         auth: Authenticator,
         config: ProxyConfig,
-        own_port: int | None = None,
+        new_key: Callable[[], str] = new_episode_key,
     ) -> None:
         self._store = store
         self._sessions = sessions
         self._implicit = implicit
         self._auth = auth
         self._config = config
-        self._own_port = own_port
+        self._new_key = new_key
 
     def routes(self) -> list[Route]:
         """The routes, for the app."""
@@ -70,7 +71,7 @@ class Control:
         self._auth.require_admin(request)
         body = await read_object(request, _CONTROL_BODY_BYTES)
         refuse_depth(body)
-        key = new_episode_key()
+        key = self._new_key()
         session = await self._sessions.open(new_episode(body, key, self._config.group_size))
         root = f"{self._public_url(request)}/e/{key}"
         urls = {"base_url": f"{root}/v1", "base_urls": {"openai": f"{root}/v1", "anthropic": root}}
@@ -167,8 +168,7 @@ class Control:
     def _public_url(self, request: Request) -> str:
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
-        url = request.base_url if self._own_port is None else request.base_url.replace(port=self._own_port)
-        return str(url).rstrip("/")
+        return str(request.base_url).rstrip("/")
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:

@@ -20,14 +20,15 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.inference import running_engine
-from areal_agents.proxy.app import create_app
+from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
 from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.workers.identity import Workers
+from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
+from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Retention, Store, StoreConfig
+from areal_agents.store import Retention, Store, StoreConfig, store_path
 
 __all__ = [
     "build_server",
@@ -84,8 +85,10 @@ def serve(
     refuse_open_access(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
-        listener = stack.enter_context(listen(config.host, config.port))
+        folder = locks_beside(store_path(store))
+        listener = stack.enter_context(listen_after(config.host, config.port, folder))
         stack.enter_context(exit_on_sigterm())
+        wait_for_orphans(folder)
         renderer = make_renderer(model, config)
         settings = durability or StoreConfig()
         opened = stack.enter_context(Store.open(store, settings.durability))
@@ -125,23 +128,27 @@ def serve_with_engines(
     store: Store,
     renderer: ChatRenderer,
     config: ProxyConfig,
-    workers: Workers | None = None,
+    worker: WorkerSockets | None = None,
     retention: Retention | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
-    `workers` is given to one of several processes; `on_ready` is called when requests are answered.
+    `worker` is given to one of several processes; `on_ready` is called when requests are answered.
     """
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
-    app = create_app(
-        store=store, engine=pool, renderer=renderer, config=config, workers=workers, retention=retention
-    )
+    parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
+    app: ASGIApp
+    if worker is None:
+        handover, app = None, create_app(**parts, retention=retention)
+    else:
+        app = create_worker_app(**parts, retention=retention, workers=worker.workers)
+        handover = Handover(worker, app.worker_of)
     served = app if on_ready is None else _telling(app, on_ready)
 
     async def run() -> None:
         try:
-            await serve_app(served, *listeners)
+            await build_server(served, handover).serve(sockets=list(listeners))
         finally:
             await pool.aclose()
 
@@ -166,24 +173,26 @@ async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
     await build_server(app).serve(sockets=list(listeners))
 
 
-def build_server(app: ASGIApp) -> uvicorn.Server:
-    """The HTTP server of the proxy; setting its `should_exit` ends it."""
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            proxy_headers=False,
-            date_header=False,
-            lifespan="on",
-            access_log=False,  # paths hold keys
-            log_level="warning",
-            server_header=False,
-            timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
-            backlog=BACKLOG,
-        )
+def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Server:
+    """The HTTP server of the proxy; setting its `should_exit` ends it.
+
+    With `handover` it is that of one worker of several, which pass connections on to one another.
+    """
+    config = uvicorn.Config(
+        app,
+        http="httptools" if handover is None else protocol_of(handover),
+        ws="none",
+        proxy_headers=False,
+        date_header=False,
+        lifespan="on",
+        access_log=False,  # paths hold keys
+        log_level="warning",
+        server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
+        backlog=BACKLOG,
     )
+    return uvicorn.Server(config) if handover is None else HandoverServer(config, handover)
 
 
 def _telling(app: ASGIApp, on_ready: Callable[[], None]) -> ASGIApp:

@@ -1,6 +1,7 @@
 """Episodes, groups, leases and versions in one database; proxy and trainer meet only here."""
 
 from areal_agents.store.config import RetainConfig, StoreConfig
+from areal_agents.store.database import store_path
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.errors import Conflict, NotFound, NoTurn
 from areal_agents.store.keeping import Retention
@@ -37,4 +38,5 @@ __all__ = [
     "VersionRow",
     "UntrainedGroup",
     "WaitingGroup",
+    "store_path",
 ]

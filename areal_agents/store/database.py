@@ -264,6 +264,11 @@ def store_url(url_or_path: str | Path) -> str:
     return f"sqlite:///{path}"
 
 
+def store_path(url_or_path: str | Path) -> Path:
+    """The file of a store given as a path or as a URL; what belongs to it in other files lies beside."""
+    return Path(str(sa.make_url(store_url(url_or_path)).database))
+
+
 def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):

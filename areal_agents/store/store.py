@@ -21,7 +21,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions, waiting
 from areal_agents.store.codec import encode_turn
 from areal_agents.store.config import Durability
-from areal_agents.store.database import Database, store_url
+from areal_agents.store.database import Database, store_path, store_url
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.rows import (
     EpisodeRow,
@@ -59,7 +59,7 @@ class Store:
     @property
     def path(self) -> Path:
         """The file that holds it; what belongs to it in other files lies beside."""
-        return Path(str(sa.make_url(self.url).database))
+        return store_path(self.url)
 
     def close(self) -> None:
         """Commit what is queued and let go of the file. Idempotent."""

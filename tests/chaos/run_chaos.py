@@ -16,17 +16,41 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from chaos_count_support import Counts, Ledger, count
 from chaos_disk_support import can_mount, fill, slow_disk, small_disk
-from chaos_run_support import ROLES, ChaosRun
+from chaos_proxy_support import (
+    PROXY_ROLES,
+    Agents,
+    ChaosProxy,
+    ProxyCounts,
+    lasting_port,
+    scripted_engine,
+)
+from chaos_proxy_support import count as count_proxy
+from chaos_run_support import ROLES, ChaosRun, NotInTime
+
+from areal_agents.inference.scripted import running
 
 LAST_STEPS = 2  # that a run goes on for undisturbed, to its end
 DISK_MB, KEPT_FREE_GB = 400, 0.06
 MEAN_PAUSE_S = 4.0
+PROXY_AGENTS, PROXY_MEAN_PAUSE_S = 50, 8.0
+PROXY_STARTS_S = 120.0
+AGENT_ENDS_S = 300.0  # longest that an agent may take to end its last episode
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """kill -9 of a process of a role, so long after the one before, or after the proxy serves again."""
+
+    role: str
+    pause_s: float
+    when_it_serves: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     root = options.keep or Path(tempfile.mkdtemp(prefix="chaos-"))
     seconds = options.minutes * 60
-    found: dict[str, Counts] = {"kills": kills(root / "kills", seconds=seconds * 0.6, seed=options.seed)}
+    found: dict[str, Counts | ProxyCounts] = {}
+    found["kills"] = kills(root / "kills", seconds=seconds * 0.45, seed=options.seed)
     show("kills", found["kills"])
+    found["two workers"] = proxy_kills(root / "workers", seconds=seconds * 0.2, seed=options.seed)
+    show("two workers", found["two workers"])
     if can_mount():
         found["full disk"] = full_disk(root / "full")
         show("full disk", found["full disk"])
@@ -63,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if faults else 0
 
 
-def show(name: str, counts: Counts) -> None:
+def show(name: str, counts: Counts | ProxyCounts) -> None:
     """One line for each count."""
     print(f"{name}: {'nothing lost' if not counts.faults else 'LOST: ' + str(counts.faults)}")
     for key, value in asdict(counts).items():
@@ -109,6 +136,78 @@ def kill_each(root: Path, *, seed: int) -> Counts:
         return _end(run, ledger)
     finally:
         run.end()
+
+
+def proxy_kills(root: Path, *, seconds: float, seed: int) -> ProxyCounts:
+    """kill -9 of workers and supervisors of a proxy at random moments for so long, under many agents."""
+    rng = random.Random(seed)
+
+    def deaths() -> Iterator[Death]:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pause_s = min(rng.expovariate(1 / PROXY_MEAN_PAUSE_S), 3 * PROXY_MEAN_PAUSE_S)
+            yield Death(rng.choice(PROXY_ROLES), pause_s)
+
+    return _proxy_deaths(root, deaths(), rng, agents=PROXY_AGENTS)
+
+
+def kill_proxy_each(root: Path, *, seed: int) -> ProxyCounts:
+    """kill -9 of a worker, of the supervisor, and of both soon after one another: the short form."""
+    rng = random.Random(seed)
+    deaths = [
+        Death("worker", 1.5, when_it_serves=True),
+        Death("supervisor", 0.5, when_it_serves=True),  # soon after a worker
+        Death("supervisor", 1.5, when_it_serves=True),
+        Death("supervisor", 0.5),  # before it serves
+        Death("worker", 1.5, when_it_serves=True),
+    ]
+    return _proxy_deaths(root, deaths, rng, agents=8)
+
+
+def _proxy_deaths(root: Path, deaths: Iterable[Death], rng: random.Random, *, agents: int) -> ProxyCounts:
+    """One death after the other; `count` when every agent has come to its end."""
+    engine = scripted_engine()
+    with running(engine) as engine_url:
+        proxy = ChaosProxy(root, engine_url, lasting_port())
+        playing = Agents(proxy.url)
+        try:
+            with ThreadPoolExecutor(agents) as pool:
+                lives = [pool.submit(playing.play, number) for number in range(agents)]
+                try:
+                    for death in deaths:
+                        if death.when_it_serves:
+                            _keep_running(proxy, lambda: proxy.serves)
+                        _keep_running(proxy, _in(death.pause_s))
+                        _keep_running(proxy, functools.partial(proxy.kill, death.role, rng))
+                    _keep_running(proxy, lambda: proxy.serves)
+                finally:
+                    playing.is_over.set()
+                _keep_running(proxy, lambda: all(life.done() for life in lives), limit_s=AGENT_ENDS_S)
+            for life in lives:
+                life.result()
+            code = proxy.end()
+            assert code == 0, proxy.output.read_text()[-3000:]
+            for said in (*playing.never_answered, *playing.refused):
+                print(f"    {said}")
+            return count_proxy(proxy, playing, engine.exchanges)
+        finally:
+            proxy.destroy()
+
+
+def _in(seconds: float) -> Callable[[], bool]:
+    """Holds in so many seconds."""
+    at = time.monotonic() + seconds
+    return lambda: time.monotonic() >= at
+
+
+def _keep_running(proxy: ChaosProxy, until: Callable[[], bool], *, limit_s: float = PROXY_STARTS_S) -> None:
+    """Start the proxy again whenever it has ended, until something holds. NotInTime if it does not."""
+    deadline = time.monotonic() + limit_s
+    while not until():
+        if time.monotonic() > deadline:
+            raise NotInTime(proxy.output.read_text()[-3000:])
+        proxy.see_to()
+        time.sleep(0.02)
 
 
 def full_disk(root: Path) -> Counts:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from areal_agents.core.messages import Message
-from areal_agents.errors import RequestError
+from areal_agents.errors import ConfigError, RequestError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.housekeeping import Housekeeping
 from areal_agents.proxy.implicit import ImplicitEpisodes, home_key
+from areal_agents.proxy.listening import listen
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.proxy.workers.identity import Workers, WorkerSpec, forget_dead
+from areal_agents.proxy.workers import identity
+from areal_agents.proxy.workers.identity import (
+    Workers,
+    WorkerSpec,
+    forget_dead,
+    listen_after,
+    supervising,
+    wait_for_orphans,
+)
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NewEpisode, OpenEpisode, Store
 
@@ -23,14 +34,14 @@ HOLD = """
 import sys
 from pathlib import Path
 from areal_agents.proxy.workers.identity import Workers, WorkerSpec
-with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "127.0.0.1", "s")).living():
+with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).living():
     print("living", flush=True)
     sys.stdin.read()
 """
 
 
 def worker(folder: Path, index: int, life: int = 0, run: str = "run") -> Workers:
-    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "127.0.0.1", "s"))
+    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "s"))
 
 
 def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
@@ -59,6 +70,65 @@ def test_a_life_removes_what_the_one_before_left(tmp_path: Path) -> None:
     (tmp_path / "run.1.0.lock").touch()
     with worker(tmp_path, 0, life=1).living():
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
+
+
+def test_an_episode_key_is_at_home_where_it_was_drawn(tmp_path: Path) -> None:
+    workers = [worker(tmp_path, index) for index in range(3)]
+    for item in workers:
+        keys = [item.new_key() for _ in range(20)]
+        assert {other.home(key) for other in workers for key in keys} == {item.index}
+        assert len(set(keys)) == 20
+
+
+@pytest.fixture
+def orphan(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A living worker of "run" in `tmp_path`, whose supervisor is nowhere to be seen."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"living\n"
+        yield process
+        process.kill()
+
+
+def test_orphans_are_waited_for(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait_for_orphans, tmp_path)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        orphan.kill()
+        waiting.result(10)
+    assert not tmp_path.exists()  # nothing is left in the folder
+
+
+def test_an_orphan_that_does_not_end_is_an_error(
+    tmp_path: Path, orphan: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(identity, "ORPHANS_END_S", 0.1)
+    with pytest.raises(ConfigError, match=r"1 workers .* still run after 0.1 s"):
+        wait_for_orphans(tmp_path)
+
+
+def test_workers_with_a_supervisor_are_no_orphans(tmp_path: Path, orphan: subprocess.Popen[bytes]) -> None:
+    with supervising(tmp_path, "run"):
+        wait_for_orphans(tmp_path)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run.1.0.lock", "run.supervisor.lock"]
+
+
+def test_a_port_is_waited_for_where_a_supervisor_was_killed(tmp_path: Path) -> None:
+    with listen("127.0.0.1", 0) as held, ThreadPoolExecutor(1) as pool:
+        port = held.getsockname()[1]
+        with pytest.raises(ConfigError, match="cannot listen"):
+            listen_after("127.0.0.1", port, tmp_path)
+        with supervising(tmp_path, "living"), pytest.raises(ConfigError, match="cannot listen"):
+            listen_after("127.0.0.1", port, tmp_path)
+        (tmp_path / "killed.supervisor.lock").touch()
+        waiting = pool.submit(listen_after, "127.0.0.1", port, tmp_path)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        held.close()
+        with waiting.result(10) as listener:
+            assert listener.getsockname()[1] == port
 
 
 def swept(ownership: Ownership) -> list[str | None]:

@@ -278,7 +278,7 @@ def test_engines_of_different_models_are_refused_before_anything_is_served(tmp_p
 
 def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
     engines = EngineUrls(("http://a:1", "http://b:2"), "http://r:3", adapters=True)
-    spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "127.0.0.1", "secret")
-    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, (3, 4), 5)
+    spec = WorkerSpec(tmp_path, "run", 0, 0, (1, 2), "secret")
+    order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, 3, 4, 5, (6, 7), 8)
     assert Order.from_line(order.to_line()) == order
     assert engines.describe() == "http://a:1, http://b:2, through http://r:3"

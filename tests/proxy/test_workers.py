@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,9 +22,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from proxy_support import MODEL, SEARCH
-from workers_support import Serving, is_running, wait_for, workers_of
+from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
 
 from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.proxy.listening import listen
 from areal_agents.store import Store
 
 SLOW = "take your time"
@@ -72,9 +79,20 @@ def open_on(serving: Serving, index: int) -> dict[str, Any]:
     """An episode of a certain worker."""
     for _ in range(20):
         opened = open_episode(serving.url)
-        if opened["base_url"].startswith(serving.own[index]):
+        if worker_of(serving, opened) == index:
             return opened
     raise AssertionError("no episode fell to that worker")
+
+
+def worker_of(serving: Serving, opened: dict[str, Any]) -> int:
+    """The index of the worker that has an episode."""
+    with Store.open(serving.store) as store:
+        return int(str(store.episode_row(opened["id"]).owner).split(".")[1])
+
+
+def user(text: str) -> dict[str, str]:
+    """A user's message."""
+    return {"role": "user", "content": text}
 
 
 class Talk:
@@ -118,10 +136,11 @@ def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
 def test_the_workers_share_the_episodes(serving: Serving) -> None:
     with httpx.Client(base_url=serving.url) as client:
         opened = [client.post("/episodes", json={}).json() for _ in range(6)]
-    origins = [item["base_url"].partition("/e/")[0] for item in opened]
-    assert sorted(origins) == sorted(serving.own * 3)
-    root = f"{origins[0]}/e/{opened[0]['key']}"
-    assert opened[0]["base_urls"] == {"openai": f"{root}/v1", "anthropic": root}
+    assert sorted(worker_of(serving, item) for item in opened) == [0, 0, 0, 1, 1, 1]
+    for item in opened:  # no URL names a worker
+        root = f"{serving.url}/e/{item['key']}"
+        assert item["base_url"] == f"{root}/v1"
+        assert item["base_urls"] == {"openai": f"{root}/v1", "anthropic": root}
 
 
 def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
@@ -135,6 +154,82 @@ def test_a_call_reaches_its_owner_from_anywhere(serving: Serving) -> None:
     check_exact(serving, opened["id"], talk.ids)
     models = httpx.get(f"{serving.own[1]}/e/{opened['key']}/v1/models")
     assert models.status_code == 200
+
+
+def connect(serving: Serving) -> HTTPConnection:
+    """A connection to the public port, which is not opened again once it is closed."""
+    connection = HTTPConnection(urlsplit(serving.url).netloc, timeout=30)
+    connection.connect()
+    connection.auto_open = 0
+    return connection
+
+
+def ask(connection: HTTPConnection, opened: dict[str, Any], text: str = "hello") -> str:
+    """One call over a connection; the completion's id."""
+    body = json.dumps({"messages": [user(text)]})
+    connection.request("POST", f"/e/{opened['key']}/v1/chat/completions", body)
+    answer = connection.getresponse()
+    content = answer.read()
+    assert answer.status == 200, content
+    return str(json.loads(content)["id"])
+
+
+def test_a_connection_is_passed_to_the_worker_of_its_episode(serving: Serving) -> None:
+    """While the other worker is stopped, every connection of this one's episodes is served."""
+    opened = [open_on(serving, 0), open_on(serving, 1)]
+    with contextlib.ExitStack() as stack:
+        held = [[stack.enter_context(contextlib.closing(connect(serving))) for _ in range(8)] for _ in opened]
+        for item, connections in zip(opened, held, strict=True):
+            for number, connection in enumerate(connections):
+                ask(connection, item, f"first {number}")
+        for index, (item, connections) in enumerate(zip(opened, held, strict=True)):
+            stopped = serving.pid(1 - index)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                for number, connection in enumerate(connections):
+                    ask(connection, item, f"second {number}")
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+
+
+def test_one_connection_carries_calls_of_several_episodes(serving: Serving) -> None:
+    opened = [open_on(serving, 0), open_on(serving, 1)]
+    with contextlib.closing(connect(serving)) as connection:
+        ids = [ask(connection, opened[number % 2], f"call {number}") for number in range(8)]
+        connection.request("GET", f"/episodes/{opened[0]['id']}")
+        shown = json.loads(connection.getresponse().read())
+    assert [turn["id"] for turn in shown["turns"]] == ids[::2]
+
+
+@pytest.mark.parametrize("how", ["split in the key", "split in the head", "large", "chunked", "pipelined"])
+def test_every_form_of_a_request_arrives_whole(serving: Serving, how: str) -> None:
+    opened = [open_on(serving, 0), open_on(serving, 1)]
+    for item in opened * 3:  # whichever worker accepts, one of the two episodes is the other's
+        text = "sea " * (2**17 if how == "large" else 4)
+        body = json.dumps({"messages": [user(text)], "max_tokens": 4}).encode()
+        close = b"Connection: close\r\n"
+        head = f"POST /e/{item['key']}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n".encode()
+        length = b"Content-Length: %d\r\n\r\n" % len(body)
+        chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+        health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + close + b"\r\n"
+        pieces = {
+            "split in the key": (head[:20], head[20:] + close + length + body),
+            "split in the head": (head, close + length, body),
+            "large": (head + close + length + body,),
+            "chunked": (head + close + chunked[:60], chunked[60:]),
+            "pipelined": (head + length + body + health,),
+        }[how]
+        with socket.create_connection(("127.0.0.1", urlsplit(serving.url).port), timeout=30) as raw:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for piece in pieces:
+                raw.sendall(piece)
+                time.sleep(0.02)  # so that it is read by itself
+            answered = b"".join(iter(lambda: raw.recv(2**16), b""))
+        statuses = re.findall(rb"HTTP/1.1 (\d+)", answered)
+        if how == "large":  # all of it was read: it is longer than the context
+            assert statuses == [b"400"] and b"context_length_exceeded" in answered
+        else:
+            assert statuses == ([b"200", b"200"] if how == "pipelined" else [b"200"]), answered
 
 
 def test_what_is_refused_is_refused_alike_wherever_it_arrives(serving: Serving) -> None:
@@ -305,6 +400,64 @@ def test_sigterm_ends_all_and_a_later_run_goes_on(engine: Engine, tmp_path: Path
         check_exact(serving, opened["id"], talk.ids)
         serving.process.kill()
         wait_for(lambda: not any(is_running(pid) for pid in pids))
+
+
+def test_urls_outlive_the_supervisor(engine: Engine, tmp_path: Path) -> None:
+    """kill -9, and the next one at once, while workers of the first still wait for a running call."""
+    store, port = tmp_path / "store.db", lasting_port()
+    with workers_of(engine.url, store, port=port) as (first, earlier), ThreadPoolExecutor(1) as pool:
+        opened = [open_episode(first.url) for _ in range(4)]
+        talks = [Talk(item["key"]) for item in opened]
+        named, nameless = Talk(headers={"session-id": "s"}), Talk(first="who is it?")
+        for talk in (*talks, named, nameless):
+            talk.say(first.url)
+        begun = engine.script.slow_calls
+        url, body = f"{opened[0]['base_url']}/chat/completions", {"messages": [user(SLOW)]}
+        waiting = pool.submit(httpx.post, url, json=body, timeout=60)
+        wait_for(lambda: engine.script.slow_calls == begun + 1)
+        first.process.kill()
+        with workers_of(engine.url, store, port=port) as (second, _):
+            assert not any(is_running(pid) for pid in earlier)  # two processes never have one episode
+            assert second.url == first.url
+            for item, talk in zip(opened, talks, strict=True):
+                talk.say(item["base_url"].removesuffix(talk.path))
+                check_exact(second, item["id"], talk.ids)
+            for talk in (named, nameless):
+                talk.say(first.url)
+                check_exact(second, episode_of(second, talk.ids[0]), talk.ids)
+            lost = waiting.exception(60)
+            assert isinstance(lost, httpx.TransportError) or waiting.result().status_code >= 500
+
+
+@pytest.mark.parametrize("counts", [(2, 3), (3, 2), (2, 1), (1, 2)])
+def test_urls_outlive_a_change_of_the_number_of_workers(
+    engine: Engine, tmp_path: Path, counts: tuple[int, int]
+) -> None:
+    store, port = tmp_path / "store.db", lasting_port()
+    with workers_of(engine.url, store, port=port, workers=counts[0]) as (first, _):
+        opened = [open_episode(first.url) for _ in range(6)]
+        talks = [Talk(item["key"]) for item in opened]
+        named, nameless = Talk(headers={"session-id": "s"}), Talk(first="who is it?")
+        for talk in (*talks, named, nameless):
+            talk.say(first.url)
+        first.process.kill()
+        with workers_of(engine.url, store, port=port, workers=counts[1]) as (second, _):
+            for item, talk in zip(opened, talks, strict=True):
+                talk.say(item["base_url"].removesuffix(talk.path))
+                talk.say(item["base_url"].removesuffix(talk.path))
+                check_exact(second, item["id"], talk.ids)
+            for talk in (named, nameless):
+                talk.say(first.url)
+                check_exact(second, episode_of(second, talk.ids[0]), talk.ids)
+
+
+def test_a_port_of_somebody_else_is_refused_at_once(engine: Engine, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--workers", "2"]
+    command += ["--engine-url", engine.url, "--store", str(tmp_path / "s.db"), "--port"]
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run([*command, port], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1 and "cannot listen" in done.stderr
 
 
 def test_a_worker_that_does_not_start_is_an_error(engine: Engine, tmp_path: Path) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +35,24 @@ class Serving:
     """`areal-agents serve --workers 2` as a process; with `retain` what it calls, which is given that too.
 
     `config` are settings of the proxy.
+
+    Attributes:
+        url: where it serves; own: [workers] where each of several is reached by its siblings.
     """
 
     def __init__(
-        self, engine_url: str, store: Path, *, retain: dict[str, Any] | None = None, **config: Any
+        self,
+        engine_url: str,
+        store: Path,
+        *,
+        port: int = 0,
+        workers: int = 2,
+        retain: dict[str, Any] | None = None,
+        **config: Any,
     ) -> None:
-        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL), "--port", "0"]
-        command += ["--engine-url", engine_url, "--store", str(store), "--workers", "2"]
+        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(MODEL)]
+        command += ["--engine-url", engine_url, "--store", str(store)]
+        command += ["--port", str(port), "--workers", str(workers)]
         command += [f"{name}={value}" for name, value in config.items()]
         if retain is not None:
             settings = map(json.dumps, (config, retain))
@@ -48,7 +61,9 @@ class Serving:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        self.url, _, *self.own = re.findall(r"http://[0-9.]+:\d+", line)
+        self.url = re.findall(r"http://[0-9.]+:\d+", line)[0]
+        lives = range(workers) if workers > 1 else ()
+        self.own = [self.lock(index).read_text().split()[1] for index in lives]
 
     def lock(self, index: int) -> Path:
         """The file that a worker's newest life holds, once it lives; it is named after the owner."""
@@ -59,7 +74,7 @@ class Serving:
 
     def pid(self, index: int) -> int:
         """The process of a worker, once it lives."""
-        return int(self.lock(index).read_text())
+        return int(self.lock(index).read_text().split()[0])
 
     def kill(self, index: int) -> None:
         """kill -9."""
@@ -72,6 +87,15 @@ class Serving:
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code
+
+
+def lasting_port() -> int:
+    """A free port that no outgoing connection is given, so that it is still free after a restart."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no port is free")
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -90,11 +114,11 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@contextmanager
+@contextlib.contextmanager
 def workers_of(engine_url: str, store: Path, **settings: Any) -> Iterator[tuple[Serving, list[int]]]:
     """`Serving` and its workers' processes, which are killed in the end."""
     started = Serving(engine_url, store, **settings)
-    pids = [started.pid(index) for index in range(2)]
+    pids = [started.pid(index) for index in range(len(started.own))]
     try:
         yield started, pids
     finally:

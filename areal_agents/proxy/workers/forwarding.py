@@ -65,6 +65,7 @@ class WorkerDoor:
         self._anthropic = anthropic
         self._max_body_bytes = max_body_bytes
         self._siblings = Siblings(workers)
+        self.worker_of = placement.worker_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

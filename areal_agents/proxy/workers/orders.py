@@ -25,7 +25,8 @@ class Order:
         store, durability: how to open the store.
         retain: what of it is kept, as plain data; all, where that is another worker's to carry out.
         config: the proxy's settings, as plain data.
-        listen_fds: inherited sockets that listen.
+        public_fd, private_fd: inherited sockets that listen: that of all workers, and this one's own.
+        inbox_fd, outbox_fds: inherited sockets that connections are passed on over; see `WorkerSockets`.
         ready_fd: inherited pipe; `READY` is written into it once, and it closes when the worker ends.
     """
 
@@ -36,8 +37,16 @@ class Order:
     durability: str
     retain: dict[str, Any]
     config: dict[str, Any]
-    listen_fds: tuple[int, ...]
+    public_fd: int
+    private_fd: int
+    inbox_fd: int
+    outbox_fds: tuple[int, ...]
     ready_fd: int
+
+    @property
+    def inherited(self) -> tuple[int, ...]:
+        """Every file descriptor that the worker needs of its supervisor."""
+        return (self.public_fd, self.private_fd, self.inbox_fd, *self.outbox_fds, self.ready_fd)
 
     def to_line(self) -> bytes:
         """As one line of JSON."""
@@ -49,6 +58,5 @@ class Order:
         data = orjson.loads(line)
         spec = data["spec"] | {"folder": Path(data["spec"]["folder"]), "ports": tuple(data["spec"]["ports"])}
         engines = EngineUrls(**data["engines"] | {"engines": tuple(data["engines"]["engines"])})
-        return cls(
-            **data | {"spec": WorkerSpec(**spec), "engines": engines, "listen_fds": tuple(data["listen_fds"])}
-        )
+        outbox_fds = tuple(data["outbox_fds"])
+        return cls(**data | {"spec": WorkerSpec(**spec), "engines": engines, "outbox_fds": outbox_fds})

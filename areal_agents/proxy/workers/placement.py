@@ -35,6 +35,7 @@ from areal_agents.store import NotFound, Store
 
 ReadBody = Callable[[], Awaitable[bytes | None]]
 _ENDINGS = ("/finish", "/fail")
+_MOVED_KEPT = 10_000
 
 
 class Placement:
@@ -67,6 +68,17 @@ class Placement:
         self._memo = MessageMemo()
         self._openings = itertools.count(workers.index)
         self._here = workers.index
+        self._moved: dict[str, int] = {}  # episode key → the worker that took it over from its home
+
+    def worker_of(self, path: str) -> int:
+        """The worker that a request belongs to, as far as memory tells: it may have moved on since.
+
+        A path that names no episode belongs here.
+        """
+        if not path.startswith("/e/") or self.is_here(path):
+            return self._here
+        key = path[3:].partition("/")[0]
+        return self._moved.get(key, self._workers.home(key))
 
     def is_here(self, path: str) -> bool:
         """Whether a path names an episode that this worker has in memory, as nearly every call's does."""
@@ -104,7 +116,13 @@ class Placement:
         if self._sessions.holds(key):
             return self._here
         digest = key_hash(key)
-        return await self._ownership.locate(lambda: self._store.episode_row_by_key(digest))
+        index = await self._ownership.locate(lambda: self._store.episode_row_by_key(digest))
+        self._moved.pop(key, None)
+        if index not in (self._here, self._workers.home(key)):
+            self._moved[key] = index
+            if len(self._moved) > _MOVED_KEPT:
+                del self._moved[next(iter(self._moved))]
+        return index
 
     async def _of_id(self, request: Request, episode_id: str) -> int:
         if self._sessions.get(episode_id) is not None or self._caller(request) is None:

@@ -19,6 +19,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.server import make_renderer, retention_of, serve_with_engines
+from areal_agents.proxy.workers.handover import WorkerSockets
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.orders import READY, Order
 from areal_agents.store import Store, StoreConfig
@@ -34,19 +35,23 @@ def serve_worker(order: Order) -> None:
     settings = StoreConfig.model_validate({"durability": order.durability, "retain": order.retain})
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
-        listeners = [stack.enter_context(socket.socket(fileno=number)) for number in order.listen_fds]
+        public, private, inbox, *outboxes = [
+            stack.enter_context(socket.socket(fileno=number))
+            for number in (order.public_fd, order.private_fd, order.inbox_fd, *order.outbox_fds)
+        ]
         stack.enter_context(exit_on_sigterm())
         renderer = make_renderer(order.model, config)
         # Before the store, so that nobody takes an episode over while writes of it may still be queued here.
         stack.enter_context(workers.living())
         store = stack.enter_context(Store.open(order.store, settings.durability))
         serve_with_engines(
-            *listeners,
+            public,
+            private,
             engines=order.engines,
             store=store,
             renderer=renderer,
             config=config,
-            workers=workers,
+            worker=WorkerSockets(workers, inbox, tuple(outboxes)),
             retention=retention_of(store, settings),
             on_ready=lambda: _tell(order.ready_fd),
         )

@@ -1,13 +1,13 @@
 """Several proxy processes on one store, and what keeps them running.
 
-The supervisor holds every socket, so a port stays the same and its clients only wait while its worker is
-started again. Whatever ends the supervisor, the workers end with it.
+All workers accept on one port, so the URL of an episode names no process. The supervisor holds every socket:
+the clients of a worker that is started again only wait. Whatever ends the supervisor, the workers end with
+it; the next supervisor waits for the port and for the last of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -28,9 +28,18 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_models
 from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.workers.identity import WorkerSpec, forget_dead, locks_beside
+from areal_agents.proxy.workers.handover import open_inboxes
+from areal_agents.proxy.workers.identity import (
+    PRIVATE_HOST,
+    WorkerSpec,
+    forget_dead,
+    listen_after,
+    locks_beside,
+    supervising,
+    wait_for_orphans,
+)
 from areal_agents.proxy.workers.orders import READY, Order
-from areal_agents.store import RetainConfig, Store, StoreConfig
+from areal_agents.store import RetainConfig, Store, StoreConfig, store_path
 
 _logger = logging.getLogger(__name__)
 
@@ -68,39 +77,44 @@ def serve_workers(
     settings = durability or StoreConfig()
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
-        main = stack.enter_context(listen(config.host, config.port))
-        own = [stack.enter_context(listen(config.host, 0)) for _ in range(workers)]
+        folder = locks_beside(store_path(store))
+        public = stack.enter_context(listen_after(config.host, config.port, folder))
+        private = [stack.enter_context(listen(PRIVATE_HOST, 0)) for _ in range(workers)]
+        inboxes, outboxes = open_inboxes(workers, stack)
         stack.enter_context(exit_on_sigterm())
-        with Store.open(store, settings.durability) as opened:  # created, or refused, before any worker is
-            folder = locks_beside(opened.path)
-        forget_dead(folder)
-        stack.callback(forget_dead, folder)
+        wait_for_orphans(folder)
+        with Store.open(store, settings.durability):  # created, or refused, before any worker is
+            pass
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
         engines = EngineUrls(tuple(engine_urls), router_url, adapters)
         run, secret = secrets.token_hex(6), secrets.token_hex(24)
-        ports = tuple(int(listener.getsockname()[1]) for listener in own)
+        stack.callback(forget_dead, folder)
+        stack.enter_context(supervising(folder, run))
+        port, *ports = (int(listener.getsockname()[1]) for listener in (public, *private))
 
         def order(index: int, life: int, ready_fd: int) -> Order:
             return Order(
-                spec=WorkerSpec(folder, run, index, life, ports, _loopback(config.host), secret),
+                spec=WorkerSpec(folder, run, index, life, tuple(ports), secret),
                 model=str(model),
                 engines=engines,
                 store=str(store),
                 durability=settings.durability,
                 retain=_retained(settings.retain, index).model_dump(),
-                config=_shared(config, workers).model_dump(),
-                listen_fds=(own[index].fileno(), main.fileno()),
+                config=_shared(config, workers, port).model_dump(),
+                public_fd=public.fileno(),
+                private_fd=private[index].fileno(),
+                inbox_fd=inboxes[index].fileno(),
+                outbox_fds=tuple(outbox.fileno() for outbox in outboxes),
                 ready_fd=ready_fd,
             )
 
         with contextlib.suppress(KeyboardInterrupt), WorkerProcesses(workers, order) as processes:
             processes.start(time.monotonic() + _START_S)
-            own_urls = ", ".join(url_of(listener) for listener in own)
             announce(
-                f"serving {Path(model).name} at {url_of(main)}/v1 (engine {engines.describe()}; "
-                f"{workers} workers at {own_urls})"
+                f"serving {Path(model).name} at {url_of(public)}/v1 (engine {engines.describe()}; "
+                f"{workers} workers)"
             )
             processes.keep()
 
@@ -123,31 +137,38 @@ class WorkerProcesses:
             self._stop()
 
     def start(self, deadline: float) -> None:
-        """Start every worker and return when all of them serve. ArealAgentsError if one does not."""
-        for worker in self._workers:
-            self._spawn(worker)
+        """Start every worker and return when all of them serve. ArealAgentsError if one does not.
+
+        One that is killed meanwhile says nothing of whether it could serve, and is started again.
+        """
         while not all(worker.is_ready for worker in self._workers):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
                 raise ArealAgentsError(f"the workers did not start within {_START_S:g} s")
-            for worker in self._changed(left):
-                if worker.process is None:
+            for worker in self._ended(left_s):
+                if worker.exit_code != -signal.SIGKILL:
                     raise ArealAgentsError(
                         f"worker {worker.index} ended before it served, with exit code {worker.exit_code}; "
                         "what it said is above"
                     )
+                worker.plan_start()
 
     def keep(self) -> None:
         """Start again whatever ends, until interrupted."""
         while True:
-            now = time.monotonic()
-            for worker in self._workers:
-                if worker.process is None and worker.start_at <= now:
-                    self._spawn(worker)
-            pauses = [worker.start_at - now for worker in self._workers if worker.process is None]
-            for worker in self._changed(max(0.0, min(pauses)) if pauses else None):
-                if worker.process is None:
-                    worker.plan_start()
+            for worker in self._ended(math.inf):
+                worker.plan_start()
+
+    def _ended(self, timeout_s: float) -> list[_Worker]:
+        """Start the workers that are due, wait until one is ready or has ended; those that have ended."""
+        now = time.monotonic()
+        for worker in self._workers:
+            if worker.process is None and worker.start_at <= now:
+                self._spawn(worker)
+        pauses = [worker.start_at - now for worker in self._workers if worker.process is None]
+        wait_s = max(0.0, min(timeout_s, *pauses)) if pauses else timeout_s
+        changed = self._changed(wait_s if math.isfinite(wait_s) else None)
+        return [worker for worker in changed if worker.process is None]
 
     def _spawn(self, worker: _Worker) -> None:
         ready, ready_fd = os.pipe()
@@ -155,7 +176,7 @@ class WorkerProcesses:
         process = subprocess.Popen(
             [sys.executable, "-m", "areal_agents.proxy.workers.process"],
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
-            pass_fds=[*order.listen_fds, ready_fd],
+            pass_fds=order.inherited,
             start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
         )
         os.close(ready_fd)
@@ -244,10 +265,11 @@ class _Worker:
         )  # fmt: skip
 
 
-def _shared(config: ProxyConfig, workers: int) -> ProxyConfig:
-    """The configuration of one worker: its part of what all of them may do at a time."""
+def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
+    """The configuration of one worker: its part of what all of them may do at a time, and the port of all."""
     return config.model_copy(
         update={
+            "port": port,
             "max_concurrent": math.ceil(config.max_concurrent / workers),
             "max_queued": math.ceil(config.max_queued / workers),
         }
@@ -260,17 +282,6 @@ def _retained(retain: RetainConfig, index: int) -> RetainConfig:
     One life of it ends before the next begins.
     """
     return retain if index == 0 else RetainConfig()
-
-
-def _loopback(host: str) -> str:
-    """Where a worker that listens on `host` is reached from this machine."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if address.is_unspecified:
-        return "127.0.0.1" if address.version == 4 else "[::1]"
-    return host if address.version == 4 else f"[{host}]"
 
 
 @contextlib.contextmanager

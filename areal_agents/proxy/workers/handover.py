@@ -1,0 +1,231 @@
+"""Passes an open connection to the worker that has the episode which the connection's next request names.
+
+All workers accept connections on the one public port, so any of them may receive a request. Before a request
+is parsed, the first bytes of it are inspected for an episode's key. If the episode belongs to another worker,
+the socket and the bytes read so far are sent there, and that worker serves the connection as if it had
+accepted it: the calls of an agent cost no more than with a single worker. A connection that cannot be passed
+is served where it is, and its requests are forwarded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from areal_agents.proxy.workers.identity import Workers
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_METHOD = 8  # "OPTIONS "
+_LONGEST_KEY = 128
+_MOST_BYTES = 2**18  # what is read from a connection at once
+_ARRIVALS_AT_ONCE = 64
+
+
+def open_inboxes(count: int, stack: contextlib.ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
+    """For each worker the socket that it receives connections from, and the one that they are sent into.
+
+    Both ends are the supervisor's, so that what was sent to a worker that dies waits for its next life.
+    """
+    inboxes, outboxes = [], []
+    for _ in range(count):
+        inbox, outbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * _MOST_BYTES)  # or as much as one may have
+        for end in (inbox, outbox):
+            end.setblocking(False)
+            stack.enter_context(end)
+        inboxes.append(inbox)
+        outboxes.append(outbox)
+    return inboxes, outboxes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSockets:
+    """One worker of several, and what it inherited to pass connections on.
+
+    Attributes:
+        inbox: where connections of this worker's episodes arrive.
+        outboxes: [N] where each worker's are sent.
+    """
+
+    workers: Workers
+    inbox: socket.socket
+    outboxes: tuple[socket.socket, ...]
+
+
+class Handover:
+    """One worker's end of the handover.
+
+    Args:
+        worker_of: the index of the worker that a request path belongs to; must return at once.
+    """
+
+    def __init__(self, worker: WorkerSockets, worker_of: Callable[[str], int]) -> None:
+        self._workers = worker.workers
+        self._inbox = worker.inbox
+        self._outboxes = worker.outboxes
+        self._worker_of = worker_of
+        self._receiving: set[asyncio.Task[None]] = set()
+
+    @property
+    def private(self) -> tuple[str, int]:
+        """(host, port) of the listener that the siblings forward requests to; a connection of it stays."""
+        return self._workers.private
+
+    def passes(self, transport: asyncio.Transport, data: bytes) -> bool:
+        """Send the connection on if the request that begins with `data` belongs to another worker.
+
+        Returns whether it was sent; if so, the transport is closed here and the connection stays open there.
+        """
+        path = _episode_path(data)
+        index = self._workers.index if path is None else self._worker_of(path)
+        if index == self._workers.index or len(data) > _MOST_BYTES or transport.get_write_buffer_size():
+            return False
+        if not self._workers.is_up(index):
+            return False
+        connection = transport.get_extra_info("socket")
+        try:
+            socket.send_fds(self._outboxes[index], [data], [connection.fileno()])
+        except OSError as error:  # its inbox is full: the request is forwarded, and waits there
+            _logger.info("a connection was not passed to worker %d: %s", index, error)
+            return False
+        transport.close()
+        return True
+
+    @contextlib.contextmanager
+    def receiving(self, server: uvicorn.Server) -> Iterator[None]:
+        """Serve the connections that siblings send, for the length of a with-block in the event loop."""
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._inbox, self._receive, server)
+        try:
+            yield
+        finally:
+            loop.remove_reader(self._inbox)
+
+    def _receive(self, server: uvicorn.Server) -> None:
+        loop = asyncio.get_running_loop()
+        for _ in range(_ARRIVALS_AT_ONCE):
+            try:
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._inbox, _MOST_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                return
+            if not data:  # the supervisor and the siblings have gone
+                loop.remove_reader(self._inbox)
+                return
+            if not descriptors:
+                _logger.error("a connection was lost: this process has too many open files")
+                continue
+            connection = socket.socket(fileno=descriptors[0])
+            connection.setblocking(False)
+            task = loop.create_task(self._serve(server, connection, data))
+            self._receiving.add(task)
+            task.add_done_callback(self._receiving.discard)
+
+    async def _serve(self, server: uvicorn.Server, connection: socket.socket, data: bytes) -> None:
+        config = server.config
+
+        def protocol() -> asyncio.Protocol:
+            return PassedOn(
+                self, data,
+                config=config, server_state=server.server_state, app_state=server.lifespan.state,
+            )  # fmt: skip
+
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
+        except OSError as error:  # the client has gone
+            _logger.info("a connection ended on its way between workers: %s", error)
+            connection.close()
+
+
+class PassedOn(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, which passes the connection to another worker where it belongs there.
+
+    Args:
+        received: bytes that a sibling has read from the connection; their request is served here in any case.
+        **uvicorns: what uvicorn gives each protocol.
+    """
+
+    def __init__(self, handover: Handover, received: bytes = b"", **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self._handover = handover
+        self._received = received
+        self._is_public = False
+        self._is_in_head = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The connection is open; nothing of it has been read here."""
+        super().connection_made(transport)
+        self._is_public = self.server != self._handover.private
+        if self._received:
+            received, self._received = self._received, b""
+            super().data_received(received)
+
+    def data_received(self, data: bytes) -> None:
+        """More of the connection was read."""
+        if self._is_public and self._is_between_requests() and self._handover.passes(self.transport, data):
+            return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self._is_in_head = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The last byte of a request's head."""
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def _is_between_requests(self) -> bool:
+        """Whether what was read so far is whole requests, all of which were answered."""
+        if self._is_in_head or self.pipeline:
+            return False
+        cycle = self.cycle
+        return cycle is None or (cycle.response_complete and not cycle.more_body)
+
+
+class HandoverServer(uvicorn.Server):
+    """uvicorn's server, which also serves the connections that sibling workers send."""
+
+    def __init__(self, config: uvicorn.Config, handover: Handover) -> None:
+        super().__init__(config)
+        self._handover = handover
+        self._receiving = contextlib.ExitStack()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        self._receiving.enter_context(self._handover.receiving(self))
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve nothing new, and end what is being served."""
+        self._receiving.close()
+        await super().shutdown(sockets)
+
+
+def protocol_of(handover: Handover) -> type[asyncio.Protocol]:
+    """What makes uvicorn's protocols, which is all that uvicorn uses a protocol class for."""
+
+    def make(**uvicorns: Any) -> PassedOn:
+        return PassedOn(handover, **uvicorns)
+
+    return cast(type[asyncio.Protocol], make)
+
+
+def _episode_path(data: bytes) -> str | None:
+    """The beginning of a request's path, as far as the episode's key; None if the bytes name no episode."""
+    start = data.find(b" /e/", 0, _LONGEST_METHOD + 3)
+    if start < 0:
+        return None
+    end = data.find(b"/", start + 4, start + 4 + _LONGEST_KEY)
+    return data[start + 1 : end].decode("ascii", "replace") if end > 0 else None
