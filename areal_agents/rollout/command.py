@@ -2,7 +2,8 @@
 
 It gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
 variables of the OpenAI and Anthropic SDKs, and gives its reward over HTTP with the episode's key:
-POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. Exit status 0 is success.
+POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. A proxy on this machine or a private network is added to
+its NO_PROXY. Exit status 0 is success.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_agents.direct_http import bypassing_proxies
 from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.processes import Tail, end_process
@@ -41,7 +43,7 @@ class CommandAgent:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.DEVNULL,
                 stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **_variables(text, ep)},
+                env={**bypassing_proxies(os.environ, ep.base_url), **_variables(text, ep)},
                 start_new_session=True,
             )
         except OSError as error:
