@@ -17,6 +17,7 @@ import httpx
 
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
+from areal_agents.processes import end_process
 
 _URL = re.compile(r"https?://[^\s/]+")
 _STOP_S = 20.0
@@ -75,15 +76,8 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None and self._log is not None
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._log):
-            if pipe is not None:
-                pipe.close()
+        end_process(self._process, grace_s=_STOP_S)
+        self._log.close()
 
     @property
     def pid(self) -> int:

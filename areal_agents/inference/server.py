@@ -26,6 +26,7 @@ import httpx
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.processes import end_process, signal_group
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
@@ -112,14 +113,8 @@ class ServerProcess:
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when it and all it started are gone."""
         if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(self._stop_timeout_s)
-            with suppress(ProcessLookupError):  # the whole group is gone, as it should be
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            end_process(self._process, grace_s=self._stop_timeout_s)
+            signal_group(self._process.pid, signal.SIGKILL)  # what it started and did not end
         if self._temporary_log and self._log_path is not None:
             self._log_path.unlink(missing_ok=True)
 
