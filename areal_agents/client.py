@@ -15,8 +15,11 @@ from urllib.parse import quote
 
 import httpx
 
+from areal_agents.direct_http import direct_async_client, direct_client
 from areal_agents.episode import RewardValue, checked_reward
 from areal_agents.errors import RequestError
+
+_CONNECT_RETRIES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +49,25 @@ class Client:
         base_url: the proxy, for example "http://127.0.0.1:8000".
         admin_key: as given to the proxy; not needed on loopback without one.
         timeout_s: limit of each call.
+        http_proxy: URL of an HTTP proxy to go through, where the server is reachable only so. HTTP_PROXY and
+            HTTPS_PROXY are not used: most servers are in the same cluster, and their keys stay there.
     """
 
-    def __init__(self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0) -> None:
-        transport = httpx.HTTPTransport(retries=2)  # connecting only
-        self._http = httpx.Client(**_settings(base_url, admin_key, timeout_s), transport=transport)
+    def __init__(
+        self,
+        base_url: str,
+        admin_key: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        http_proxy: str | None = None,
+    ) -> None:
+        self._http = direct_client(
+            base_url=_checked_url(base_url),
+            headers=_headers(admin_key),
+            timeout_s=timeout_s,
+            connect_retries=_CONNECT_RETRIES,
+            http_proxy=http_proxy,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -167,19 +184,29 @@ class AsyncClient:
     """The same for asyncio; one of them serves any number of concurrent episodes.
 
     Args:
-        base_url, admin_key, timeout_s: see `Client`.
+        base_url, admin_key, timeout_s, http_proxy: see `Client`.
         connections: calls at the same time; more of them queue.
     """
 
     def __init__(
-        self, base_url: str, admin_key: str | None = None, *, timeout_s: float = 30.0, connections: int = 8
+        self,
+        base_url: str,
+        admin_key: str | None = None,
+        *,
+        timeout_s: float = 30.0,
+        connections: int = 8,
+        http_proxy: str | None = None,
     ) -> None:
-        transport = httpx.AsyncHTTPTransport(
-            retries=2, limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
-        )
         # The queue is here, because httpx goes through all of its own with every call.
         self._free = asyncio.Semaphore(connections)
-        self._http = httpx.AsyncClient(**_settings(base_url, admin_key, timeout_s), transport=transport)
+        self._http = direct_async_client(
+            base_url=_checked_url(base_url),
+            headers=_headers(admin_key),
+            timeout_s=timeout_s,
+            connect_retries=_CONNECT_RETRIES,
+            connections=connections,
+            http_proxy=http_proxy,
+        )
 
     async def __aenter__(self) -> Self:
         return self
@@ -275,12 +302,14 @@ class AsyncClient:
         return _answer(response)
 
 
-def _settings(base_url: str, admin_key: str | None, timeout_s: float) -> dict[str, Any]:
+def _checked_url(base_url: str) -> str:
     if not base_url.startswith(("http://", "https://")):
         raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
-    headers = {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
-    # Not through a proxy of the environment: this talks to the cluster, and its keys stay there.
-    return {"base_url": base_url.rstrip("/"), "headers": headers, "timeout": timeout_s, "trust_env": False}
+    return base_url.rstrip("/")
+
+
+def _headers(admin_key: str | None) -> dict[str, str]:
+    return {"Authorization": f"Bearer {admin_key}"} if admin_key else {}
 
 
 def _opening(

@@ -13,16 +13,18 @@ PACKAGE = Path(__file__).parent.parent / "areal_agents"
 
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "direct_http": set(),
+    "processes": set(),
     "core": {"errors"},
     "rendering": {"core", "errors"},
-    "inference": {"core", "errors"},
+    "inference": {"core", "errors", "direct_http", "processes"},
     "algorithms": {"core", "errors"},
     "store": {"core", "errors"},
     "rewards": {"errors"},
-    "proxy": {"core", "errors", "rendering", "inference", "store"},
+    "proxy": {"core", "errors", "processes", "rendering", "inference", "store"},
     "episode": {"errors", "client"},
-    "client": {"errors", "episode"},
-    "rollout": {"core", "errors", "store", "client", "episode"},
+    "client": {"errors", "episode", "direct_http"},
+    "rollout": {"core", "errors", "store", "client", "episode", "direct_http", "processes"},
     "training": {"core", "errors", "algorithms", "inference", "store"},
 }
 # The last is run by the Python of another environment, and imported by nobody.

@@ -8,14 +8,16 @@ import selectors
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+import httpx
+
+from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
+from areal_agents.processes import end_process
 
 _URL = re.compile(r"https?://[^\s/]+")
 _STOP_S = 20.0
@@ -74,15 +76,8 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._process is not None and self._log is not None
-        self._process.terminate()
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout, self._log):
-            if pipe is not None:
-                pipe.close()
+        end_process(self._process, grace_s=_STOP_S)
+        self._log.close()
 
     @property
     def pid(self) -> int:
@@ -131,18 +126,16 @@ class Server:
 
     def _wait_ready(self, deadline: float) -> None:
         assert self._process is not None
-        while True:
-            if self._answers():
-                return
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                raise EngineUnavailable(f"{' '.join(self._command[:4])} does not answer: {self._tail()}")
-            time.sleep(_POLL_S)
+        with direct_client(timeout_s=5) as client:
+            while not self._answers(client):
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise EngineUnavailable(f"{' '.join(self._command[:4])} does not answer: {self._tail()}")
+                time.sleep(_POLL_S)
 
-    def _answers(self) -> bool:
+    def _answers(self, client: httpx.Client) -> bool:
         try:
-            with urllib.request.urlopen(self.url + (self._ready or ""), timeout=5) as response:
-                return bool(response.status == 200)
-        except (urllib.error.URLError, TimeoutError, ConnectionError):
+            return client.get(self.url + (self._ready or "")).status_code == 200
+        except httpx.TransportError:
             return False
 
     def _tail(self) -> str:

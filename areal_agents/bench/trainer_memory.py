@@ -23,6 +23,7 @@ from areal_agents.training.model import Policy, hidden_rows
 
 Way = Literal["chunked", "whole"]
 EPISODES, PROMPT = 4, 16
+_LONGEST_S = 1800.0
 
 
 def peak_bytes(folder: Path, *, way: Way, tokens: int, device: str) -> int:
@@ -30,10 +31,13 @@ def peak_bytes(folder: Path, *, way: Way, tokens: int, device: str) -> int:
     PyTorch's allocations on a GPU.
 
     Raises:
-        TrainingError: the process failed.
+        TrainingError: the process failed, or did not end in time.
     """
     command = [sys.executable, "-m", __name__, str(folder), way, str(tokens), device]
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST_S)
+    except subprocess.TimeoutExpired:
+        raise TrainingError(f"the memory measurement ({way}) took more than {_LONGEST_S:g} s") from None
     if done.returncode:
         raise TrainingError(f"the memory measurement ({way}) failed:\n{done.stderr[-2000:]}")
     return int(done.stdout.splitlines()[-1])

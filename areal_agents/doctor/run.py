@@ -23,6 +23,7 @@ import uvloop
 
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.rollout import Task
+from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor.facts import facts_of
 from areal_agents.doctor.findings import findings_of
 from areal_agents.doctor.observed import Observed, Seen, Watch
@@ -224,7 +225,8 @@ def _observed(
         environment_hosts=tuple(
             hosts_in_environment(os.environ, overridden=GIVEN_TO_COMMANDS if command else ())
         ),
-        http_proxy=http_proxy_in_the_way(os.environ),
+        # A command's environment leaves the proxy's address out already; see CommandAgent.
+        http_proxy=http_proxy_in_the_way(bypassing_proxies(os.environ, proxy.url) if command else os.environ),
         telemetry=tuple(telemetry_of(imports_of(files) | imported, clients, os.environ, text_of(files))),
         timeout_s=timeout_s,
     )

@@ -14,16 +14,18 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import httpx
+
+from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.processes import end_process, signal_group
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
@@ -85,17 +87,21 @@ class ServerProcess:
     def wait_ready(self) -> None:
         """Return once the server answers; EngineUnavailable with the end of its log if it does not."""
         deadline = time.monotonic() + self._start_timeout_s
-        while not _answers(f"{self.url}/health", timeout_s=max(POLL_S, deadline - time.monotonic())):
-            if not self.alive:
-                message = f"{self._name} ended with status {self.returncode} before it served"
-            elif time.monotonic() > deadline:
-                message = f"{self._name} did not serve within {self._start_timeout_s:g} s"
-            else:
-                time.sleep(POLL_S)
-                continue
-            tail = self.log_tail()
-            self.stop()
-            raise EngineUnavailable(f"{message}; its log ends:\n{tail}")
+        message = ""
+        with direct_client(timeout_s=ANSWER_S) as client:
+            while not message:
+                timeout_s = min(ANSWER_S, max(POLL_S, deadline - time.monotonic()))
+                if _answers(client, f"{self.url}/health", timeout_s=timeout_s):
+                    return
+                if not self.alive:
+                    message = f"{self._name} ended with status {self.returncode} before it served"
+                elif time.monotonic() > deadline:
+                    message = f"{self._name} did not serve within {self._start_timeout_s:g} s"
+                else:
+                    time.sleep(POLL_S)
+        tail = self.log_tail()
+        self.stop()
+        raise EngineUnavailable(f"{message}; its log ends:\n{tail}")
 
     def wait(self) -> int:
         """Return when the child has ended; how, as subprocess gives it."""
@@ -105,14 +111,8 @@ class ServerProcess:
     def stop(self) -> None:
         """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when it and all it started are gone."""
         if self._process is not None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(self._stop_timeout_s)
-            with suppress(ProcessLookupError):  # the whole group is gone, as it should be
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+            end_process(self._process, grace_s=self._stop_timeout_s)
+            signal_group(self._process.pid, signal.SIGKILL)  # what it started and did not end
         if self._temporary_log and self._log_path is not None:
             self._log_path.unlink(missing_ok=True)
 
@@ -207,10 +207,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _answers(url: str, *, timeout_s: float) -> bool:
+def _answers(client: httpx.Client, url: str, *, timeout_s: float) -> bool:
     """Whether `url` answers 200 in time; its socket listens from the start, so a call waits for the child."""
     try:
-        with urllib.request.urlopen(url, timeout=min(timeout_s, ANSWER_S)) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return client.get(url, timeout=timeout_s).status_code == 200
+    except httpx.TransportError:
         return False

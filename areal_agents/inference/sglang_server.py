@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.ports import reserved_ports
@@ -147,12 +148,17 @@ def server_command(
     return [*command, *config.arguments]
 
 
-def server_environment(placement: Placement) -> dict[str, str]:
-    """The variables of a server's process: this process's, its GPUs, and leave to keep what it compiles."""
+def server_environment(placement: Placement, host: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of the process of a server on `host`.
+
+    They are this process's, with its GPUs, with leave to keep what it compiles, and with NO_PROXY for its own
+    address: SGLang warms itself up over HTTP, and ends where an HTTP proxy of the environment gets that call.
+    """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
     if placement.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(placement.gpus, environment))
-    return environment
+    address = f"[{host}]" if ":" in host else host
+    return bypassing_proxies(environment, "http://127.0.0.1", "http://localhost", f"http://{address}")
 
 
 class SGLangProcess(ServerProcess):

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
-from areal_agents.launch.leftovers import MARK, end_leftovers
 from areal_agents.launch.signals import uninterrupted
+from areal_agents.processes import KILL_S, RUN_MARK, end_leftovers, signal_group, warn_unkillable
 
 TAIL_LINES = 15
 SERVERS = ("engine", "proxy")
@@ -104,14 +104,14 @@ class Children:
 
         def launch() -> subprocess.Popen[bytes]:
             if restarts:  # a trainer that is ending may still write its checkpoint
-                end_leftovers(mark)
+                end_leftovers(RUN_MARK, mark)
             with open(log, "ab") as file:
                 return subprocess.Popen(
                     [sys.executable, *command],
                     stdin=subprocess.PIPE,  # closes when this process ends, however it ends
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment, MARK: mark},
+                    env={**os.environ, **environment, RUN_MARK: mark},
                     start_new_session=True,
                 )
 
@@ -153,7 +153,7 @@ class Children:
         callers = [child for child in self._children.values() if not _is_server(child)]
         for children, timeout_s in ((callers, self._stop_timeout_s), (servers, SERVER_STOP_TIMEOUT_S)):
             for child in children:
-                _signal_group(child, signal.SIGTERM)
+                signal_group(child.process.pid, signal.SIGTERM)
             deadline = time.monotonic() + timeout_s
             for child in children:
                 _wait_or_kill(child, deadline)
@@ -174,7 +174,7 @@ def _may_restart(child: Child, code: int) -> bool:
 
 def _start_again(child: Child) -> None:
     assert child.restart is not None
-    _signal_group(child, signal.SIGKILL)  # what it left behind in its group
+    signal_group(child.process.pid, signal.SIGKILL)  # what it left behind in its group
     if child.process.stdin is not None:
         child.process.stdin.close()
     child.process = child.restart()
@@ -186,16 +186,12 @@ def _wait_or_kill(child: Child, deadline: float) -> None:
     try:
         child.process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        _signal_group(child, signal.SIGKILL)
-        child.process.wait()
-    _signal_group(child, signal.SIGKILL)  # what it left behind in its group
-    end_leftovers(str(child.log))  # and elsewhere
+        signal_group(child.process.pid, signal.SIGKILL)
+        try:
+            child.process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            warn_unkillable(child.process.pid)
+    signal_group(child.process.pid, signal.SIGKILL)  # what it left behind in its group
+    end_leftovers(RUN_MARK, str(child.log))  # and elsewhere
     if child.process.stdin is not None:
         child.process.stdin.close()
-
-
-def _signal_group(child: Child, number: int) -> None:
-    try:
-        os.killpg(child.process.pid, number)
-    except ProcessLookupError:
-        return

@@ -6,14 +6,21 @@ import time
 
 import httpx
 
+from areal_agents.direct_http import direct_client
+
 
 class EngineBusy:
     """The share of the training time in which the engines were not sampling, over all of them.
 
     An engine that was started again counts from zero; one that does not answer is asked again later.
+
+    Args:
+        urls: of the engines.
+        timeout_s: longest wait in seconds for one answer.
     """
 
-    def __init__(self, urls: tuple[str, ...]) -> None:
+    def __init__(self, urls: tuple[str, ...], *, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
         self._urls = urls
         self._counted = True  # whether engines count their busy time; a real SGLang does not
         self._busy_s = 0.0
@@ -38,7 +45,8 @@ class EngineBusy:
 
     def _note(self, url: str) -> None:
         try:
-            info = httpx.get(url + "/get_server_info", timeout=2.0).json()
+            with direct_client(timeout_s=self._timeout_s) as client:
+                info = client.get(url + "/get_server_info").json()
         except (httpx.HTTPError, ValueError):
             return
         if "busy_s" not in info:

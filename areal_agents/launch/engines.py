@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from areal_agents.config import Config
+from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import MemoryKind
@@ -170,7 +171,8 @@ def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
     """
     for url in config.engine.urls if urls is None else urls:
         try:
-            info = httpx.get(url + "/get_server_info", timeout=INFO_TIMEOUT_S).json()
+            with direct_client(timeout_s=INFO_TIMEOUT_S) as client:
+                info = client.get(url + "/get_server_info").json()
         except (httpx.HTTPError, ValueError) as error:
             raise EngineUnavailable(f"engine.urls: {url} does not say how it was started: {error}") from error
         for field, flag, why in _needs(config):
@@ -233,7 +235,7 @@ def _sglang(config: Config, folder: RunFolder, placement: Placement, replica: in
     )
     return SGLangProcess(
         command,
-        server_environment(placement),
+        server_environment(placement, host),
         host=host,
         port=port,
         log_path=folder.log(engine_name(replica, config.engine.replicas)),

@@ -8,9 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
+from areal_agents.direct_http import direct_client
 from areal_agents.errors import ArealAgentsError
 
 READY_TIMEOUT_S = 180.0
+ANSWER_S = 5.0  # longest wait for one answer
 POLL_S = 0.1
 
 
@@ -28,7 +30,7 @@ def wait_until_ready(
         ArealAgentsError: no answer in time.
     """
     deadline = time.monotonic() + timeout_s
-    with httpx.Client(timeout=5.0) as client:
+    with direct_client(timeout_s=ANSWER_S) as client:
         while time.monotonic() < deadline:
             check()
             if _answers(client, url):
@@ -51,7 +53,7 @@ def wait_until_any_ready(
         ArealAgentsError: none answered in time.
     """
     deadline = time.monotonic() + timeout_s
-    with httpx.Client(timeout=5.0) as client, ThreadPoolExecutor(len(urls)) as threads:
+    with direct_client(timeout_s=ANSWER_S) as client, ThreadPoolExecutor(len(urls)) as threads:
         while time.monotonic() < deadline:
             check()
             answers = list(threads.map(lambda url: _answers(client, url), urls))

@@ -91,13 +91,15 @@ def error_response(request: Request, error: Exception) -> Response:
     """An error in the form of the API that the path belongs to; Starlette's exception handler."""
     refusal = as_request_error(error)
     log_refusal(request, refusal, error)
-    form = Messages().error if "/v1/messages" in request.url.path else openai_error
-    return Response(
-        form(refusal),
-        status_code=refusal.status,
-        headers={**(getattr(error, "headers", None) or {}), **headers_of(refusal)},
-        media_type="application/json",
-    )
+    body, headers = error_body(request.scope["path"], refusal)
+    more = getattr(error, "headers", None) or {}
+    return Response(body, status_code=refusal.status, headers={**more, **headers})
+
+
+def error_body(path: str, refusal: RequestError) -> tuple[bytes, dict[str, str]]:
+    """(body, headers) of an error in the form of the API that a path belongs to."""
+    form = Messages().error if "/v1/messages" in path else openai_error
+    return form(refusal), {"content-type": "application/json", **headers_of(refusal)}
 
 
 def log_refusal(request: Request, refusal: RequestError, error: Exception) -> None:

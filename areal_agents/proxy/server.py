@@ -24,6 +24,7 @@ from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
 from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
+from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
@@ -180,7 +181,7 @@ def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Serv
     """
     config = uvicorn.Config(
         app,
-        http="httptools" if handover is None else protocol_of(handover),
+        http=LimitedProtocol if handover is None else protocol_of(handover),
         ws="none",
         proxy_headers=False,
         date_header=False,

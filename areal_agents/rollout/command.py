@@ -2,20 +2,22 @@
 
 It gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
 variables of the OpenAI and Anthropic SDKs, and gives its reward over HTTP with the episode's key:
-POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. Exit status 0 is success.
+POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. A proxy on this machine or a private network is added to
+its NO_PROXY. Exit status 0 is success. The episode ends when the program exits; what it leaves running, in
+sessions of their own too, is killed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_agents.direct_http import bypassing_proxies
 from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
 from areal_agents.errors import AgentError
-from areal_agents.rollout.processes import Tail, end_process
+from areal_agents.rollout.processes import ChildProcess
 
 TASK_VARIABLE = "AREAL_AGENTS_TASK"
 # Linux limits one variable to 128 KiB; a longer task is on standard input only.
@@ -36,39 +38,24 @@ class CommandAgent:
         """One episode. AgentError with the end of its standard error if it does not exit with 0."""
         text = json.dumps(dict(task))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **_variables(text, ep)},
-                start_new_session=True,
+            process = await ChildProcess.start(
+                self._command,
+                environment={**bypassing_proxies(os.environ, ep.base_url), **_variables(text, ep)},
+                tail=True,
             )
         except OSError as error:
             raise AgentError(f"cannot start {self._command[0]!r}: {error.strerror}") from error
-        assert process.stdin is not None and process.stderr is not None
-        errors = Tail(process.stderr)
         try:
-            await _feed(process.stdin, text)
+            process.send(text.encode())
+            process.close_input()
             status = await process.wait()
-            if status != 0:
-                raise AgentError(f"{self._command[0]} exited with {status}: {await errors.text()}")
         finally:
-            await end_process(process)  # also what it left running in the background
-            errors.close()
+            await process.end()  # also what it left running in the background
+        if status != 0:
+            raise AgentError(f"{self._command[0]} exited with {status}: {process.tail()}")
 
     async def close(self) -> None:
         """Nothing is kept between episodes."""
-
-
-async def _feed(stdin: asyncio.StreamWriter, text: str) -> None:
-    try:
-        stdin.write(text.encode())
-        await stdin.drain()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # a program may ignore its input
-    finally:
-        stdin.close()
 
 
 def _variables(task: str, ep: Episode) -> dict[str, str]:

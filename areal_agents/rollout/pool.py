@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
-from areal_agents.rollout.processes import end_process
+from areal_agents.rollout.processes import ChildProcess
 
 START_TIMEOUT_S = 120.0
-LONGEST_LINE = 1 << 24  # bytes of one message
+EXIT_S = 10.0  # between the end of a worker's output and its exit
 
 
 class WorkerAgent:
@@ -50,16 +51,8 @@ class WorkerAgent:
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._all)))
 
     async def _start(self) -> _Worker:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "areal_agents.rollout.worker",
-            self._spec,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LONGEST_LINE,
-            start_new_session=True,
-        )
+        command = [sys.executable, "-m", "areal_agents.rollout.worker", self._spec]
+        process = await ChildProcess.start(command, environment=os.environ, lines=True)
         worker = _Worker(process)
         self._all.add(worker)
         try:
@@ -75,7 +68,7 @@ class WorkerAgent:
 
     async def _discard(self, worker: _Worker) -> None:
         # Shielded: a second cancellation must not leave the process behind.
-        await asyncio.shield(end_process(worker.process))
+        await asyncio.shield(worker.process.end())
         self._all.discard(worker)
 
 
@@ -84,7 +77,7 @@ class _Raised(Exception):
 
 
 class _Worker:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: ChildProcess) -> None:
         self.process = process
 
     async def ready(self) -> None:
@@ -93,13 +86,8 @@ class _Worker:
             raise AgentError(message["error"])
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        assert self.process.stdin is not None
         request = {"task": dict(task), "id": ep.id, "base_url": ep.base_url, "api_key": ep.api_key}
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-            await self.process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError) as error:
-            raise AgentError("the agent's worker process died between two episodes") from error
+        self.process.send(json.dumps(request).encode() + b"\n")
         while True:
             message = await self._receive()
             if "report" in message:
@@ -110,9 +98,12 @@ class _Worker:
                 return message["value"]
 
     async def _receive(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = await self.process.stdout.readline()
-        if not line:
-            status = await self.process.wait()
-            raise AgentError(f"the agent's worker process died (exit status {status})")
-        return json.loads(line)
+        line = await self.process.line()
+        if line:
+            return json.loads(line)
+        try:
+            async with asyncio.timeout(EXIT_S):
+                status = await self.process.wait()
+        except TimeoutError as error:
+            raise AgentError("the agent closed the pipe of its worker process") from error
+        raise AgentError(f"the agent's worker process died (exit status {status})")

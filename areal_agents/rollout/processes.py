@@ -1,53 +1,184 @@
-"""Child processes that can be ended for certain, with everything they started."""
+"""An agent's process: it has ended when it has exited, and everything it started is ended with it.
+
+asyncio's own `Process.wait` returns only when every pipe is closed (Python 3.11 and 3.12), which any process
+that inherited one can delay, and `create_subprocess_exec` cannot be cancelled safely. So this is built on the
+transport below, whose protocol is told of the exit itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Self, cast
+from uuid import uuid4
+
+from areal_agents.processes import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
 
 TERMINATE_GRACE_S = 2.0
+PIPE_GRACE_S = 0.5  # after the exit, for what is still in the pipes
+START_S = 60.0  # longest wait for a start that is cancelled
+LONGEST_LINE = 1 << 24  # bytes
+_TAIL = 4096  # bytes of standard error that are kept
+_STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
-async def end_process(process: asyncio.subprocess.Process) -> None:
-    """SIGTERM to the process's group, then SIGKILL; returns when it is gone.
+class ChildProcess:
+    """A child process that leads a session of its own, made by `start`. Standard input is a pipe."""
 
-    The process must lead its own session (`start_new_session=True`).
-    """
-    _signal_group(process, signal.SIGTERM)
-    try:
-        async with asyncio.timeout(TERMINATE_GRACE_S):
-            await process.wait()
-    except TimeoutError:
-        pass
-    finally:
-        _signal_group(process, signal.SIGKILL)  # the rest of the group too
-    await process.wait()
+    def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol, mark: str) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._mark = mark
+
+    @classmethod
+    async def start(
+        cls,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        lines: bool = False,
+        tail: bool = False,
+    ) -> Self:
+        """Start a process; whoever cancels this gets no process.
+
+        Args:
+            command: the program and its arguments.
+            environment: its variables; the mark that its own children inherit is added.
+            lines: read its standard output with `line`, instead of discarding it.
+            tail: keep the end of its standard error, instead of passing it on to this process's.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        loop = asyncio.get_running_loop()
+        mark = uuid4().hex
+        # Not to be cancelled halfway: asyncio would kill the process without its children, and then wait for
+        # pipes that it has not connected yet.
+        starting = asyncio.ensure_future(
+            loop.subprocess_exec(
+                _Protocol,
+                *command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE if lines else subprocess.DEVNULL,
+                stderr=subprocess.PIPE if tail else None,
+                env={**environment, AGENT_MARK: mark},
+                start_new_session=True,
+            )
+        )
+        try:
+            return cls(*await asyncio.shield(starting), mark)
+        except asyncio.CancelledError:
+            await asyncio.wait({starting}, timeout=START_S)
+            if starting.done() and starting.exception() is None:
+                await cls(*starting.result(), mark).end()
+            raise
+
+    def send(self, data: bytes) -> None:
+        """Write to its standard input without waiting until it reads; it may have closed it."""
+        if not self._protocol.is_lost(_STDIN):
+            cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN)).write(data)
+
+    def close_input(self) -> None:
+        """Close its standard input once all that was sent is read."""
+        if not self._protocol.is_lost(_STDIN):
+            cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN)).close()
+
+    async def wait(self) -> int:
+        """Return its exit status when it has exited; -N if signal N ended it. The caller limits the time."""
+        await self._protocol.exited.wait()
+        status = self._transport.get_returncode()
+        assert status is not None
+        return status
+
+    async def line(self) -> bytes:
+        """The next line of its standard output; b"" once it has exited, or closed it.
+
+        Raises:
+            ValueError: a line longer than LONGEST_LINE.
+        """
+        return await self._protocol.output.readline()
+
+    def tail(self) -> str:
+        """The end of its standard error; whole after `end`."""
+        return self._protocol.errors.decode(errors="replace").strip()
+
+    async def end(self) -> None:
+        """SIGTERM to its group, then SIGKILL to the group and to what it started in other sessions.
+
+        What is in its pipes then is read, for PIPE_GRACE_S at most.
+        """
+        pid = self._transport.get_pid()
+        signal_group(pid, signal.SIGTERM)
+        try:
+            await _happens(self._protocol.exited, TERMINATE_GRACE_S)
+        finally:
+            signal_group(pid, signal.SIGKILL)  # the rest of the group too
+        try:
+            if not await _happens(self._protocol.exited, KILL_S):
+                warn_unkillable(pid)
+            await asyncio.to_thread(end_leftovers, AGENT_MARK, self._mark)
+            await _happens(self._protocol.closed, 2 * PIPE_GRACE_S)
+        finally:
+            self._protocol.close()
 
 
-def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all of them are gone
-        os.killpg(process.pid, number)
+class _Protocol(asyncio.SubprocessProtocol):
+    """What the event loop says of a process and its pipes."""
 
+    def __init__(self) -> None:
+        self.exited = asyncio.Event()
+        self.closed = asyncio.Event()  # it has exited, and its pipes are closed
+        self.output = asyncio.StreamReader(limit=LONGEST_LINE)
+        self.errors = b""
+        self._lost: set[int] = set()  # pipes that are closed
+        self._transport: asyncio.SubprocessTransport | None = None
 
-class Tail:
-    """The last bytes of a stream, read continuously so that its writer never blocks."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.SubprocessTransport, transport)
+        stdout = self._transport.get_pipe_transport(_STDOUT)
+        if stdout is not None:
+            self.output.set_transport(stdout)
 
-    def __init__(self, stream: asyncio.StreamReader, *, size: int = 4096) -> None:
-        self._size = size
-        self._kept = b""
-        self._reader = asyncio.create_task(self._read(stream))
+    def pipe_data_received(self, fd: int, data: bytes) -> None:
+        if fd == _STDOUT:
+            self.output.feed_data(data)
+        else:
+            self.errors = (self.errors + data)[-_TAIL:]
 
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        while chunk := await stream.read(65536):
-            self._kept = (self._kept + chunk)[-self._size :]
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        self._lost.add(fd)
+        if fd == _STDOUT:
+            self.output.feed_eof()
 
-    async def text(self) -> str:
-        """What came last, after the stream has ended or half a second."""
-        await asyncio.wait({self._reader}, timeout=0.5)
-        return self._kept.decode(errors="replace").strip()
+    def process_exited(self) -> None:
+        self.exited.set()
+        # Others may hold the pipes. What the process itself wrote is read long before.
+        asyncio.get_running_loop().call_later(PIPE_GRACE_S, self.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.close()
+        self.closed.set()
+
+    def is_lost(self, fd: int) -> bool:
+        """Whether the pipe is closed."""
+        return fd in self._lost
 
     def close(self) -> None:
-        """Stop reading."""
-        self._reader.cancel()
+        """Close what is open."""
+        assert self._transport is not None
+        stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN))
+        if not self.is_lost(_STDIN) and (not stdin.is_closing() or stdin.get_write_buffer_size()):
+            stdin.abort()  # closing would wait until all is read
+        self._transport.close()
+
+
+async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
+    """Whether it happens in time."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return False
+    return True

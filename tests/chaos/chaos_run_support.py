@@ -17,8 +17,8 @@ from pathlib import Path
 import chaos_agent
 import yaml
 
-from areal_agents.launch.leftovers import MARK
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.processes import RUN_MARK
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 GROUPS, GROUP_SIZE = 2, 2
@@ -198,7 +198,7 @@ class ChaosRun:
                 continue
             try:
                 variables = (entry / "environ").read_bytes().split(b"\0")
-                marks = [variable for variable in variables if variable.startswith(MARK.encode())]
+                marks = [variable for variable in variables if variable.startswith(RUN_MARK.encode())]
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue

@@ -10,7 +10,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from test_train import EXAMPLE
 
@@ -179,12 +178,10 @@ def test_idle_time_is_over_all_engines_and_outlives_one_that_starts_again(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("areal_agents.launch.train.time.monotonic", lambda: now)
-    get = httpx.get
-    monkeypatch.setattr(httpx, "get", lambda url, timeout: get(url, timeout=60))  # of a busy machine
     first: dict[str, float] = {"busy_s": 40.0}
     second: dict[str, float] = {"busy_s": 7.0}
     with server_that_says(first) as a, server_that_says(second) as b:
-        busy = EngineBusy((a, b))
+        busy = EngineBusy((a, b), timeout_s=60)  # on a busy machine
         busy.follow(0, 9)  # before the first step nothing counts
         assert busy.idle_share() is None
         busy.follow(1, 9)

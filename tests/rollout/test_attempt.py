@@ -264,6 +264,12 @@ async def test_a_command_that_hangs_is_killed_with_its_children(
     await gone(int(pid_file.read_text()))
 
 
+async def test_an_episode_ends_when_its_command_exits(attempts: Attempts) -> None:
+    async with asyncio.timeout(30):  # half of what the process in the other session takes
+        outcome, _ = await attempts({"command": "sh -c 'setsid sleep 60 & exit 0'"})
+    assert outcome.error is not None and outcome.error.startswith("the agent made no model call;")
+
+
 async def test_cancelling_leaves_the_episode_open_and_no_task_behind(attempts: Attempts) -> None:
     running = asyncio.create_task(attempts("hangs"))
     async with asyncio.timeout(30):

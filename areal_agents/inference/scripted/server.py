@@ -18,11 +18,13 @@ import uvicorn
 
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.scripted.app import ScriptedApp
+from areal_agents.processes import end_process, read_line
 
 ANNOUNCEMENT = "scripted engine at "
 _BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_S = 1
+_START_S = 120.0
 _STOP_S = 15.0
 
 
@@ -51,20 +53,15 @@ def running_process(model: str | Path, arguments: Sequence[str] = ()) -> Iterato
     `arguments` are further options of its command line. EngineUnavailable if it does not start.
     """
     command = [sys.executable, "-m", "areal_agents.inference.scripted", "--model", str(model), *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline()  # it announces itself, or ends
+        line = read_line(process.stdout.fileno(), timeout_s=_START_S)  # it announces itself, or ends
         if not line.startswith(ANNOUNCEMENT):
             raise EngineUnavailable(f"the scripted engine did not start, it said {line!r}")
         yield line.removeprefix(ANNOUNCEMENT).strip()
     finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+        end_process(process, grace_s=_STOP_S)
 
 
 def build_server(app: Any) -> uvicorn.Server:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.workers.identity import Workers
 
 _logger = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class Handover:
             connection.close()
 
 
-class PassedOn(HttpToolsProtocol):
+class PassedOn(LimitedProtocol):
     """uvicorn's HTTP protocol, which passes the connection to another worker where it belongs there.
 
     Args:
@@ -160,7 +160,6 @@ class PassedOn(HttpToolsProtocol):
         self._handover = handover
         self._received = received
         self._is_public = False
-        self._is_in_head = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The connection is open; nothing of it has been read here."""
@@ -176,19 +175,9 @@ class PassedOn(HttpToolsProtocol):
             return
         super().data_received(data)
 
-    def on_message_begin(self) -> None:
-        """The first byte of a request."""
-        self._is_in_head = True
-        super().on_message_begin()
-
-    def on_headers_complete(self) -> None:
-        """The last byte of a request's head."""
-        self._is_in_head = False
-        super().on_headers_complete()
-
     def _is_between_requests(self) -> bool:
         """Whether what was read so far is whole requests, all of which were answered."""
-        if self._is_in_head or self.pipeline:
+        if self.is_in_head or self.pipeline:
             return False
         cycle = self.cycle
         return cycle is None or (cycle.response_complete and not cycle.more_body)

@@ -24,6 +24,7 @@ from typing import Any
 
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
+from areal_agents.processes import kill_process
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_models
 from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
@@ -241,8 +242,8 @@ class _Worker:
         try:
             self.exit_code = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.exit_code = self.process.wait()
+            code = kill_process(self.process)
+            self.exit_code = -signal.SIGKILL if code is None else code
         if self.process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self.process.stdin.close()

@@ -1,0 +1,78 @@
+"""HTTP between the processes of a run: its clients, and the environment of child processes that use others.
+
+These calls never go through a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): it cannot reach
+loopback and cluster addresses, and it would see episode keys. Certificates of the environment (SSL_CERT_FILE,
+SSL_CERT_DIR) are used as usual. Every httpx client of this package is made here; aiohttp uses no proxy of the
+environment by default.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import httpx
+
+_NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and in which one wins
+
+
+def direct_client(
+    *,
+    timeout_s: float,
+    base_url: str = "",
+    headers: Mapping[str, str] | None = None,
+    connect_retries: int = 0,
+    http_proxy: str | None = None,
+) -> httpx.Client:
+    """A client that connects to the server itself.
+
+    Args:
+        timeout_s: limit in seconds of connecting, of each read and of each write.
+        base_url: what relative URLs are joined to.
+        headers: sent with every request.
+        connect_retries: how often connecting is tried again; a request is never sent twice.
+        http_proxy: URL of an HTTP proxy that the user asks for by name.
+    """
+    transport = httpx.HTTPTransport(retries=connect_retries, proxy=http_proxy)
+    return httpx.Client(
+        base_url=base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+    )
+
+
+def direct_async_client(
+    *,
+    timeout_s: float,
+    base_url: str = "",
+    headers: Mapping[str, str] | None = None,
+    connect_retries: int = 0,
+    connections: int = 100,
+    http_proxy: str | None = None,
+) -> httpx.AsyncClient:
+    """The same for asyncio, with at most `connections` open at a time."""
+    limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+    transport = httpx.AsyncHTTPTransport(retries=connect_retries, limits=limits, proxy=http_proxy)
+    return httpx.AsyncClient(
+        base_url=base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
+    )
+
+
+def bypassing_proxies(environment: Mapping[str, str], *urls: str) -> dict[str, str]:
+    """`environment` with the hosts of `urls` added to NO_PROXY, for a child process that calls them.
+
+    Only hosts of this machine and of private networks are added: "localhost" and literal addresses that are
+    loopback, private or link-local. A public host may be reachable only through the user's HTTP proxy.
+    """
+    hosts = [host for url in urls if (host := urlsplit(url).hostname) is not None and _is_local(host)]
+    given = [name.strip() for variable in _NO_PROXY for name in environment.get(variable, "").split(",")]
+    if "*" in given:
+        return dict(environment) | dict.fromkeys(_NO_PROXY, "*")
+    names = dict.fromkeys(name for name in (*given, *hosts) if name)
+    return dict(environment) | dict.fromkeys(_NO_PROXY, ",".join(names)) if names else dict(environment)
+
+
+def _is_local(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,189 @@
+"""uvicorn's HTTP protocol with limits on what a connection may cost before anybody is asked for a key.
+
+A request's head has a largest size and a longest time, its body a least speed, and an answer a longest time in
+which the client reads nothing. A connection that exceeds one is answered where that is possible, and closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from areal_agents.errors import RequestError
+from areal_agents.proxy.errors import error_body
+
+MAX_HEAD_BYTES = 64 * 2**10
+HEAD_S = 60.0  # from the connection, or from a request's first byte, to the last byte of its head
+BODY_GRACE_S = 30.0  # after the head, in which a body may be slower than the least speed
+LEAST_BYTES_PER_S = 16 * 2**10
+UNREAD_S = 120.0  # in which a client may read nothing of an answer
+_DISCARDED_BYTES = 64 * 2**20  # of what a client still sends after it was refused; then the connection is cut
+_LINGER_S = 5.0
+_LOOK_S = 5.0  # how often the speed of a body is looked at
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection under limits. The arguments are those that uvicorn gives.
+
+    Attributes:
+        is_in_head: whether a request has begun whose head is not complete.
+    """
+
+    def __init__(self, **uvicorns: Any) -> None:
+        super().__init__(**uvicorns)
+        self.is_in_head = False
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._body_began = 0.0
+        self._discarded = 0
+        self._is_refused = False
+        self._reading_timer: asyncio.TimerHandle | None = None
+        self._writing_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """The connection is open; its first request is waited for."""
+        super().connection_made(transport)
+        self._reading_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._set_reading_timer(None)
+        if self._writing_timer is not None:
+            self._writing_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """More of the connection was read."""
+        if self._is_refused:
+            self._discard(len(data))
+            return
+        if self.is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
+        super().data_received(data)
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request."""
+        self.is_in_head = True
+        self._head_bytes = 0
+        self._set_reading_timer(self.loop.call_later(HEAD_S, self._head_is_late))
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header of the head, or a trailer after a chunked body, which is dropped."""
+        if self.is_in_head:
+            super().on_header(name, value)
+        else:
+            self._count_body(len(name) + len(value))
+
+    def on_headers_complete(self) -> None:
+        """The last byte of a request's head."""
+        self.is_in_head = False
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:  # all of it came at once
+            self._refuse_head()
+            return
+        self._body_bytes, self._body_began, self._discarded = 0, time.monotonic(), 0
+        self._set_reading_timer(self.loop.call_later(BODY_GRACE_S, self._look_at_speed))
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """More of a request's body."""
+        if self._is_refused:
+            return
+        self._count_body(len(body))
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The last byte of a request."""
+        if self._is_refused:
+            return
+        self._set_reading_timer(None)
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """An answer was written; what is left of its request is read and dropped."""
+        super().on_response_complete()
+        if self._reading_timer is not None and not self.transport.is_closing():  # the body goes on
+            self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, in the form of every other error."""
+        self._refuse(RequestError(msg, code="invalid_http"))
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than the answer is made."""
+        super().pause_writing()
+        self._writing_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read most of what was written."""
+        super().resume_writing()
+        if self._writing_timer is not None:
+            self._writing_timer.cancel()
+            self._writing_timer = None
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came. Bytes that the client has not read until now are dropped."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def _count_body(self, size: int) -> None:
+        self._body_bytes += size
+        if self.cycle is not None and self.cycle.response_complete:
+            self._discard(size)
+
+    def _discard(self, size: int) -> None:
+        self._discarded += size
+        if self._discarded > _DISCARDED_BYTES:
+            self.transport.abort()
+
+    def _head_is_late(self) -> None:
+        if self.is_in_head:
+            message = f"the head of the request was not complete within {HEAD_S:g} s"
+            self._refuse(RequestError(message, status=408, code="request_timeout"))
+        else:
+            self.transport.close()
+
+    def _look_at_speed(self) -> None:
+        self._reading_timer = self.loop.call_later(_LOOK_S, self._look_at_speed)
+        if self.flow.read_paused:  # it waits for us, not we for it
+            self._body_began += _LOOK_S
+            return
+        seconds = time.monotonic() - self._body_began - BODY_GRACE_S
+        if seconds * LEAST_BYTES_PER_S > self._body_bytes and not self.cycle.response_started:
+            message = f"the body of the request came at less than {LEAST_BYTES_PER_S // 2**10} KiB a second"
+            self._refuse(RequestError(message, status=408, code="request_timeout"))
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _refuse_head(self) -> None:
+        message = f"the head of the request is larger than {MAX_HEAD_BYTES // 2**10} KiB"
+        self._refuse(RequestError(message, status=431, code="request_head_too_large"))
+
+    def _refuse(self, refusal: RequestError) -> None:
+        """Answer, drop what is still sent for a while so that the client reads the answer, and close."""
+        self._is_refused = True
+        if self.transport.is_closing():
+            return
+        path = getattr(self, "url", b"").partition(b"?")[0].decode("ascii", "replace")
+        body, headers = error_body(path, refusal)
+        lines = [STATUS_LINE[refusal.status], b"connection: close\r\n"]
+        for name, value in {**headers, "content-length": str(len(body))}.items():
+            lines.append(f"{name}: {value}\r\n".encode())
+        self.transport.write(b"".join([*lines, b"\r\n", body]))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
+
+    def _set_reading_timer(self, timer: asyncio.TimerHandle | None) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+        self._reading_timer = timer

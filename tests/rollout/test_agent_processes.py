@@ -1,0 +1,194 @@
+"""Processes of agents: their end is their exit, and nothing that they started is left."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout import processes
+from areal_agents.rollout.command import CommandAgent
+from areal_agents.rollout.pool import WorkerAgent
+from areal_agents.rollout.processes import ChildProcess
+
+EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
+# A process in a session of its own, which holds the pipes that it inherited and takes no signal but SIGKILL.
+STAYS = "setsid sh -c 'trap \"\" TERM HUP; echo $$ > pid; exec sleep 300'"
+LIMIT_S = 60.0  # of each wait, far below the 300 s for which a leftover stays
+pytestmark = pytest.mark.timeout(120)
+
+
+async def until(reached: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not reached():
+            await asyncio.sleep(0.005)
+
+
+async def ended(pid: int) -> None:
+    """Return when a process has ended; where nobody reaps orphans it stays a zombie."""
+
+    def is_ended() -> bool:
+        try:
+            return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+
+    await until(is_ended)
+
+
+async def run(command: list[str], task: dict[str, object] | None = None) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        await CommandAgent(command).run(task or {}, EPISODE)
+
+
+def pid_in(folder: Path) -> int:
+    return int((folder / "pid").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("status", [0, 3])
+async def test_a_command_ends_when_it_exits_whatever_it_leaves_in_another_session(
+    folder: Path, status: int
+) -> None:
+    code = f"{STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit {status}"
+    command = run(["sh", "-c", code])
+    if status:
+        with pytest.raises(AgentError, match="^sh exited with 3: said$"):
+            await command
+    else:
+        await command
+    await ended(pid_in(folder))
+
+
+async def test_a_leftover_that_is_not_found_holds_up_no_episode(folder: Path) -> None:
+    """A process with an environment of its own keeps the pipes for 300 s, and costs the grace only."""
+    code = f'env -i PATH="$PATH" {STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit 3'
+    began = time.monotonic()
+    try:
+        with pytest.raises(AgentError, match="^sh exited with 3: said$"):
+            await run(["sh", "-c", code])
+    finally:
+        os.kill(pid_in(folder), 9)
+    assert time.monotonic() - began < LIMIT_S
+
+
+async def test_all_that_a_process_wrote_before_it_exited_is_kept(folder: Path) -> None:
+    code = "import sys; sys.stderr.write('x' * 200_000 + 'the end'); sys.exit(2)"
+    with pytest.raises(AgentError, match="xxxx" + "the end$"):
+        await run([sys.executable, "-c", code])
+
+
+async def test_a_task_that_the_command_does_not_read_holds_up_nothing(folder: Path) -> None:
+    await run(["sh", "-c", f"{STAYS} <&0 & exit 0"], {"text": "x" * 1_000_000})
+
+
+async def test_a_long_task_arrives_whole(folder: Path) -> None:
+    task: dict[str, object] = {"text": "x" * 3_000_000}
+    code = "import sys; open('task', 'w').write(sys.stdin.read())"
+    await run([sys.executable, "-c", code], task)
+    assert json.loads((folder / "task").read_text()) == task
+
+
+@pytest.mark.parametrize("turns", range(1, 8))
+async def test_a_start_that_is_cancelled_leaves_no_process(folder: Path, turns: int) -> None:
+    """The time limit of an episode may come at any moment, also between the fork and the first wait."""
+    marker = f"AREAL_AGENTS_TEST_START={folder}"
+    code = "sleep 300 & sleep 300"
+    starting = asyncio.ensure_future(CommandAgent(["env", marker, "sh", "-c", code]).run({}, EPISODE))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    time.sleep(0.2)  # the event loop is busy while the command starts its own children
+    starting.cancel()
+    await asyncio.wait({starting}, timeout=LIMIT_S)
+    assert starting.cancelled()
+    await until(lambda: not _with_variable(marker))
+
+
+def _with_variable(variable: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+async def test_a_process_that_ignores_sigterm_is_killed_with_its_group(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "TERMINATE_GRACE_S", 0.2)
+    code = "trap '' TERM; sleep 300 & echo $! > child; echo $$ > pid; wait; sleep 300"
+    process = await ChildProcess.start(["sh", "-c", code], environment=os.environ)
+    await until(lambda: (folder / "pid").exists() and (folder / "pid").read_text().endswith("\n"))
+    await process.end()
+    assert await process.wait() == -9
+    for name in ("pid", "child"):
+        await ended(int((folder / name).read_text()))
+
+
+async def test_a_program_that_does_not_exist_is_an_os_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        await ChildProcess.start(["no-such-program"], environment={})
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            f"    subprocess.Popen({STAYS!r}, shell=True)\n    wait()\n    os._exit(7)",
+            r"died \(exit status 7\)",
+        ),
+        # A fork holds the worker's own pipe, so that the end of its output never comes.
+        (
+            "    if os.fork() == 0:\n        os.setsid()\n"
+            "        open('pid', 'w').write(f'{os.getpid()}\\n')\n"
+            "        time.sleep(300)\n    wait()\n    os._exit(7)",
+            r"died \(exit status 7\)",
+        ),
+        ("    os.closerange(3, 100)\n    time.sleep(300)", "closed the pipe of its worker process"),
+    ],
+    ids=["other session", "fork", "closed"],
+)
+async def test_a_worker_whose_pipes_are_held_or_closed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
+) -> None:
+    monkeypatch.setattr("areal_agents.rollout.pool.EXIT_S", 0.2)
+    (folder / "held_agent.py").write_text(
+        "import os, subprocess, time\n"
+        "def wait():\n"
+        "    while not (os.path.exists('pid') and open('pid').read()): time.sleep(0.01)\n"
+        f"def agent(task, ep):\n{body}\n"
+    )
+    agent = WorkerAgent(f"{folder}/held_agent.py:agent", size=1)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            with pytest.raises(AgentError, match=message):
+                await agent.run({}, EPISODE)
+    finally:
+        await agent.close()
+    if (folder / "pid").exists():
+        await ended(pid_in(folder))
+
+
+async def test_ending_twice_is_harmless(folder: Path) -> None:
+    process = await ChildProcess.start(["sleep", "300"], environment=os.environ, tail=True)
+    endings: list[Awaitable[None]] = [process.end(), process.end()]
+    await asyncio.gather(*endings)
+    await process.end()
+    assert await process.wait() == -15

@@ -1,0 +1,264 @@
+"""Calls between the processes of a run reach each other although the environment names a dead HTTP proxy."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+import pytest
+
+import areal_agents
+from areal_agents.bench.proxy_processes import Server
+from areal_agents.client import AsyncClient, Client
+from areal_agents.direct_http import bypassing_proxies
+from areal_agents.doctor import examine
+from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
+from areal_agents.inference.sglang_server import Placement, server_environment
+from areal_agents.launch.engine_busy import EngineBusy
+from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
+from areal_agents.rollout.command import CommandAgent
+
+PACKAGE = Path(areal_agents.__file__).parent
+HELPER = PACKAGE / "direct_http.py"
+EXAMPLE = PACKAGE.parent / "examples" / "search_agent"
+COMMAND = [sys.executable, str(PACKAGE.parent / "tests" / "doctor" / "doctor_agents.py"), "openai"]
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
+NO_PROXY = ("NO_PROXY", "no_proxy")
+DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens
+
+
+@pytest.fixture
+def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment that sends all HTTP to an address where nobody answers."""
+    for name in PROXIES:
+        monkeypatch.setenv(name, DEAD)
+        monkeypatch.setenv(name.lower(), DEAD)
+    for name in NO_PROXY:
+        monkeypatch.delenv(name, raising=False)
+
+
+@contextmanager
+def server_that_says(answer: object) -> Iterator[tuple[str, list[str]]]:
+    """A server; its URL, and the targets of the requests that it got."""
+    seen: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(self.path)
+            body = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", seen
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(20)
+
+
+@pytest.mark.usefixtures("dead_proxy")
+async def test_engine_proxy_and_clients_of_a_machine_with_an_http_proxy(tmp_path: Path) -> None:
+    """A small installation: an engine, `serve` in front of it, and what waits for and calls both."""
+    model = EXAMPLE / "model"
+    with EngineProcess(EmbeddedEngineConfig(model=str(model), port=0, threads=1)) as engine:
+        wait_until_ready(engine.url + "/health", timeout_s=60)
+        assert wait_until_any_ready([engine.url + "/model_info"], timeout_s=60)
+        busy = EngineBusy((engine.url,), timeout_s=60)
+        busy.follow(1, 9)
+        busy.follow(2, 9)
+        assert busy.idle_share() is not None
+        async with SGLangEngine(engine.url) as sampler:
+            assert (await sampler.model_info()).version == 0
+        command = [sys.executable, "-m", "areal_agents.cli", "serve", "--port", "0", "--model", str(model)]
+        command += ["--engine-url", engine.url, "--store", f"{tmp_path}/store.db"]
+        with Server(command, ready="/ready") as serve:
+            with Client(serve.url) as client:
+                opened = client.open_episode({"id": "t", "input": {}})
+            async with AsyncClient(serve.url) as client:
+                assert (await client.get_episode(opened.id))["status"] == "open"
+
+
+@pytest.mark.usefixtures("dead_proxy")
+def test_the_doctor_and_a_command_on_a_machine_with_an_http_proxy() -> None:
+    report = examine(command=COMMAND, timeout_s=60)
+    assert report.agent_error is None and report.facts.turns == 1
+    assert not [finding for finding in report.findings if "sends HTTP through" in finding.what]
+
+
+@pytest.mark.usefixtures("dead_proxy")
+def test_an_http_proxy_that_a_client_is_given_is_used() -> None:
+    with (
+        server_that_says({"version": 7}) as (proxy, seen),
+        Client("http://a.example", http_proxy=proxy) as client,
+    ):
+        assert client.served_version() == 7
+    assert seen == ["http://a.example/ready"]
+
+
+async def test_an_http_proxy_that_an_async_client_is_given_is_used() -> None:
+    with server_that_says({"version": 7}) as (proxy, seen):
+        async with AsyncClient("http://a.example", http_proxy=proxy) as client:
+            assert await client.served_version() == 7
+    assert seen == ["http://a.example/ready"]
+
+
+@pytest.mark.parametrize(
+    ("given", "urls", "expected"),
+    [
+        ({}, ["http://127.0.0.1:8000/v1"], "127.0.0.1"),
+        ({}, ["http://localhost:1", "http://[::1]:1", "https://10.2.3.4"], "localhost,::1,10.2.3.4"),
+        ({"NO_PROXY": ".corp, a.example"}, ["http://127.0.0.1"], ".corp,a.example,127.0.0.1"),
+        ({"NO_PROXY": "a", "no_proxy": "b,127.0.0.1"}, ["http://127.0.0.1"], "a,b,127.0.0.1"),
+        ({"no_proxy": "*"}, ["http://127.0.0.1"], "*"),
+        ({"NO_PROXY": "a"}, ["https://proxy.example.com/v1", "http://8.8.8.8"], "a"),
+        ({}, ["https://proxy.example.com/v1"], None),
+    ],
+)
+def test_the_hosts_that_a_child_calls_without_an_http_proxy(
+    given: dict[str, str], urls: list[str], expected: str | None
+) -> None:
+    environment = bypassing_proxies({"HTTP_PROXY": DEAD, "PATH": "/bin", **given}, *urls)
+    rest = {name: value for name, value in environment.items() if name not in NO_PROXY}
+    assert rest == {"HTTP_PROXY": DEAD, "PATH": "/bin"}
+    assert [environment.get(name) for name in NO_PROXY] == [expected, expected]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.9.8.7"])
+@pytest.mark.usefixtures("dead_proxy")
+def test_sglang_reaches_itself_on_a_machine_with_an_http_proxy(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    environment = server_environment(Placement(), host)
+    for name in NO_PROXY:
+        monkeypatch.setenv(name, environment[name])
+    for address in (host, "127.0.0.1", "localhost"):
+        assert proxy_bypass_environment(address)
+    assert getproxies_environment()["http"] == DEAD and not proxy_bypass_environment("a.example")
+
+
+@pytest.mark.usefixtures("dead_proxy")
+async def test_a_command_finds_its_proxy_and_keeps_the_http_proxy_for_the_rest(tmp_path: Path) -> None:
+    code = f"import json, os; json.dump(dict(os.environ), open({str(tmp_path / 'seen')!r}, 'w'))"
+    ep = areal_agents.Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
+    await CommandAgent([sys.executable, "-c", code]).run({}, ep)
+    seen = json.loads((tmp_path / "seen").read_text())
+    assert seen["NO_PROXY"] == seen["no_proxy"] == "127.0.0.1"
+    assert {seen[name] for name in PROXIES} == {DEAD}
+    assert all(os.environ[name] == DEAD for name in PROXIES)
+
+
+def test_the_package_makes_its_http_clients_in_one_place() -> None:
+    """Whoever adds a client that would trust the environment is told of `direct_http`."""
+    found = [
+        f"{path.relative_to(PACKAGE.parent)}:{line}: {what}; use areal_agents.direct_http"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, what in _own_clients(path.read_text())
+        if path != HELPER
+    ]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import httpx; httpx.get(url)",
+        "import httpx\nwith httpx.AsyncClient() as c: pass",
+        "import httpx; httpx.HTTPTransport()",
+        "from httpx import Client",
+        "import httpx as h",
+        "import urllib.request",
+        "from urllib import request",
+        "from urllib.request import urlopen",
+        "import requests",
+        "from requests.sessions import Session",
+        "import http.client",
+        "from openai import AsyncOpenAI",
+        "import anthropic",
+        "aiohttp.ClientSession(trust_env=True)",
+        "session.get(url, trust_env=x)",
+    ],
+)
+def test_a_client_that_trusts_the_environment_is_found(code: str) -> None:
+    assert _own_clients(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import httpx\ndef f(e: httpx.HTTPError, c: httpx.Client) -> httpx.Response: ...",
+        "from urllib.parse import quote",
+        "from starlette.requests import Request",
+        "from openai.types import Completion",
+        "import aiohttp; aiohttp.ClientSession()",
+    ],
+)
+def test_what_makes_no_client_is_allowed(code: str) -> None:
+    assert not _own_clients(code)
+
+
+_HTTPX_CALLS = {
+    *("get", "post", "put", "patch", "delete", "head", "options", "request", "stream"),
+    *("Client", "AsyncClient", "HTTPTransport", "AsyncHTTPTransport"),
+}
+# aiohttp trusts the environment only where `trust_env` is given, which is looked for everywhere.
+_CLIENT_MODULES = (
+    "urllib.request",
+    "urllib3",
+    "requests",
+    "http.client",
+    "openai",
+    "anthropic",
+    "websockets",
+)
+
+
+def _own_clients(code: str) -> list[tuple[int, str]]:
+    """(line, what) for each use of an HTTP library that may go through a proxy of the environment."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+            found += [
+                (node.lineno, "httpx under another name")
+                for a in node.names
+                if a.name == "httpx" and a.asname
+            ]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if node.module == "httpx":
+                found.append((node.lineno, "a name of httpx"))
+        elif isinstance(node, ast.Call):
+            function = node.func
+            if (
+                isinstance(function, ast.Attribute)
+                and isinstance(function.value, ast.Name)
+                and function.value.id == "httpx"
+                and function.attr in _HTTPX_CALLS
+            ):
+                found.append((node.lineno, f"httpx.{function.attr}"))
+            found += [(node.lineno, "trust_env") for word in node.keywords if word.arg == "trust_env"]
+        found += [
+            (node.lineno, name)
+            for name in names
+            if any(name == module or name.startswith(module + ".") for module in _CLIENT_MODULES)
+            and not name.startswith(("openai.types", "anthropic.types"))
+        ]
+    return found
