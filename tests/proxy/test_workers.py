@@ -361,6 +361,29 @@ def test_kill_9_of_a_worker_in_mid_episode(serving: Serving) -> None:
     check_exact(serving, episode_of(serving, nameless.ids[0]), nameless.ids)
 
 
+def test_connections_follow_an_episode_that_was_taken_over(serving: Serving) -> None:
+    """Its home forwards one call, and passes the connection on before the next."""
+    opened = open_on(serving, 0)
+    pid = serving.pid(0)
+    serving.kill(0)
+    wait_for(lambda: not is_running(pid))
+    ask_once = Talk(opened["key"])
+    ask_once.say(serving.own[1])
+    wait_for(lambda: serving.pid(0) != pid and httpx.get(f"{serving.own[0]}/health", timeout=30).is_success)
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(contextlib.closing(connect(serving))) for _ in range(8)]
+        for text in ("first", "second"):
+            for number, connection in enumerate(held):
+                ask(connection, opened, f"{text} {number}")
+        stopped = serving.pid(0)
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            for number, connection in enumerate(held):
+                ask(connection, opened, f"third {number}")
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+
+
 def test_kill_9_during_a_forwarded_call(
     serving: Serving, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

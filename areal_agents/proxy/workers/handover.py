@@ -119,9 +119,6 @@ class Handover:
                 )
             except BlockingIOError:
                 return
-            if not data:  # the supervisor and the siblings have gone
-                loop.remove_reader(self._inbox)
-                return
             if not descriptors:
                 _logger.error("a connection was lost: this process has too many open files")
                 continue
