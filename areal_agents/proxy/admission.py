@@ -18,6 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 from areal_agents.errors import RequestError
 from areal_agents.proxy.errors import ClientGone
 
+_JSON = "application/json"
+
 
 class Admission:
     """A bounded number of concurrent calls with a bounded queue in front."""
@@ -76,11 +78,19 @@ class Admission:
 async def read_object(request: Request, max_bytes: int) -> dict[str, Any]:
     """The JSON object in the body of a request; {} for an empty body.
 
-    Raises RequestError: 413 for a body that is too large, 415 for a compressed one, 400 for one that
-    is no JSON object. ClientGone if the client hangs up meanwhile.
+    Raises RequestError: 413 for a body that is too large, 415 for one that is compressed or that its
+    Content-Type calls something else than JSON, 400 for one that is no JSON object. ClientGone if
+    the client hangs up meanwhile.
     """
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not supported", status=415, code="unsupported_encoding")
+    kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
+    if kind not in ("", _JSON) and not kind.endswith("+json"):
+        raise RequestError(
+            f"the body must be JSON, and Content-Type says {kind}; send Content-Type: {_JSON}",
+            status=415,
+            code="unsupported_media_type",
+        )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)

@@ -16,6 +16,7 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Sampler
 from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator, new_episode_key
+from areal_agents.proxy.browsers import BrowserGuard
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
@@ -107,7 +108,7 @@ def _app_of(
         middleware=[Middleware(InternalErrors)],
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
-    return FrontDoor(app, calls.endpoints), calls
+    return BrowserGuard(FrontDoor(app, calls.endpoints), config), calls
 
 
 @dataclass(frozen=True, slots=True)

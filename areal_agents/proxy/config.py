@@ -37,7 +37,14 @@ class ProxyConfig(BaseModel):
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
     public_url: str | None = Field(
-        default=None, description="URL under which agents reach the proxy; by default as the caller did."
+        default=None,
+        description="URL under which agents reach the proxy, in the base_url of each episode; by default the "
+        "address that the caller connected to.",
+    )
+    allowed_hosts: tuple[str, ...] = Field(
+        default=(),
+        description="More names of this proxy that a Host or Origin header may have. Without an admin key, "
+        "only these, loopback, `host` and the host of `public_url` are served.",
     )
     admin_key: str | None = Field(
         default=None, min_length=1, description="Key of the control API; may be absent on loopback only."

@@ -168,7 +168,8 @@ class Control:
     def _public_url(self, request: Request) -> str:
         if self._config.public_url is not None:
             return self._config.public_url.rstrip("/")
-        return str(request.base_url).rstrip("/")
+        host, port = request.scope["server"]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:

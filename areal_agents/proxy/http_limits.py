@@ -1,7 +1,7 @@
 """uvicorn's HTTP protocol with limits on what a connection may cost before anybody is asked for a key.
 
-A request's head has a largest size and a longest time, its body a least speed, and an answer a longest time in
-which the client reads nothing. A connection that exceeds one is answered where that is possible, and closed.
+A request's head has a largest size and a longest time, its body a least speed, and an answer a longest time
+in which the client reads nothing. A connection that exceeds one is answered where possible, and closed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ UNREAD_S = 120.0  # in which a client may read nothing of an answer
 _DISCARDED_BYTES = 64 * 2**20  # of what a client still sends after it was refused; then the connection is cut
 _LINGER_S = 5.0
 _LOOK_S = 5.0  # how often the speed of a body is looked at
+_MOST_FRAMING = 9  # bytes around each byte of a body, as in chunks of one byte
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -35,7 +36,10 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.is_in_head = False
+        self._is_in_body = False
+        self._requests_read = 0  # whole ones, of the last bytes read
         self._head_bytes = 0
+        self._frame_bytes = 0  # of a body with what stands around it
         self._body_bytes = 0
         self._body_began = 0.0
         self._discarded = 0
@@ -60,12 +64,23 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._is_refused:
             self._discard(len(data))
             return
+        self._requests_read = 0
         if self.is_in_head:
             self._head_bytes += len(data)
+        else:
+            self._frame_bytes += len(data)
+        super().data_received(data)
+        if self._is_refused:
+            return
+        if self.is_in_head:
+            if not self._head_bytes and not self._requests_read:
+                self._head_bytes = len(data)  # the head began with these bytes
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head()
-                return
-        super().data_received(data)
+        elif self._is_in_body and self._frame_bytes > MAX_HEAD_BYTES + _MOST_FRAMING * self._body_bytes:
+            message = "the body of the request is mostly chunk extensions or trailers"
+            self._refuse(RequestError(message, code="invalid_http"))
+            self._give_up_body()
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -78,8 +93,6 @@ class LimitedProtocol(HttpToolsProtocol):
         """A header of the head, or a trailer after a chunked body, which is dropped."""
         if self.is_in_head:
             super().on_header(name, value)
-        else:
-            self._count_body(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         """The last byte of a request's head."""
@@ -88,7 +101,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if size > MAX_HEAD_BYTES:  # all of it came at once
             self._refuse_head()
             return
-        self._body_bytes, self._body_began, self._discarded = 0, time.monotonic(), 0
+        self._is_in_body = True
+        self._frame_bytes = self._body_bytes = self._discarded = 0
+        self._body_began = time.monotonic()
         self._set_reading_timer(self.loop.call_later(BODY_GRACE_S, self._look_at_speed))
         super().on_headers_complete()
 
@@ -96,13 +111,17 @@ class LimitedProtocol(HttpToolsProtocol):
         """More of a request's body."""
         if self._is_refused:
             return
-        self._count_body(len(body))
+        self._body_bytes += len(body)
+        if self.cycle.response_complete:
+            self._discard(len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The last byte of a request."""
         if self._is_refused:
             return
+        self._is_in_body = False
+        self._requests_read += 1
         self._set_reading_timer(None)
         super().on_message_complete()
 
@@ -135,11 +154,6 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
-    def _count_body(self, size: int) -> None:
-        self._body_bytes += size
-        if self.cycle is not None and self.cycle.response_complete:
-            self._discard(size)
-
     def _discard(self, size: int) -> None:
         self._discarded += size
         if self._discarded > _DISCARDED_BYTES:
@@ -161,8 +175,12 @@ class LimitedProtocol(HttpToolsProtocol):
         if seconds * LEAST_BYTES_PER_S > self._body_bytes and not self.cycle.response_started:
             message = f"the body of the request came at less than {LEAST_BYTES_PER_S // 2**10} KiB a second"
             self._refuse(RequestError(message, status=408, code="request_timeout"))
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
+            self._give_up_body()
+
+    def _give_up_body(self) -> None:
+        """Tell whoever reads the body that no more of it comes."""
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
 
     def _refuse_head(self) -> None:
         message = f"the head of the request is larger than {MAX_HEAD_BYTES // 2**10} KiB"

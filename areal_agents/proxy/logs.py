@@ -22,6 +22,7 @@ LogFormat = Literal["text", "json"]
 
 _logger = logging.getLogger(__name__)
 _PACKAGE = "areal_agents"
+_OTHERS = ("uvicorn", "asyncio", "py.warnings")  # that write in this process too
 _KEY = re.compile(r"\bep-[A-Za-z0-9_-]{16,}")
 _CALL = "call"  # the attributes that our records may carry
 _EXTRAS = ("episode_id", "turn_ids")
@@ -39,20 +40,25 @@ def log_call(record: CallRecord) -> None:
 
 @contextlib.contextmanager
 def logging_as(log_format: LogFormat, stream: TextIO | None = None) -> Iterator[None]:
-    """Write this package's records to `stream`, by default standard error, inside the block."""
+    """Write the records of this package and of the server to `stream`, by default standard error, inside the
+    block."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
-    logger = logging.getLogger(_PACKAGE)
-    level, propagate = logger.level, logger.propagate
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False  # or an application's own handler writes it a second time
+    loggers = [logging.getLogger(name) for name in (_PACKAGE, *_OTHERS)]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO if logger.name == _PACKAGE else logging.WARNING)
+        logger.propagate = False  # or an application's own handler writes it a second time
+    logging.captureWarnings(True)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagate
+        logging.captureWarnings(False)
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
 
 
 class JsonLines(logging.Formatter):

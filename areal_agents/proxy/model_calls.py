@@ -126,7 +126,10 @@ class ModelCalls:
     async def model(self, request: Request) -> Response:
         """GET /v1/models/{id}: any name that is not passed through is served by the policy."""
         await self._check_caller(request)
-        return _json(_model(request.path_params["model"]))
+        name: str = request.path_params["model"]
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise HTTPException(404)
+        return _json(_model(name))
 
     async def embeddings(self, request: Request) -> Response:
         """POST /v1/embeddings: by the upstream that `models` names, since the policy has none."""

@@ -23,8 +23,8 @@ from areal_agents.inference import running_engine
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
-from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.http_limits import LimitedProtocol
+from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
@@ -187,7 +187,7 @@ def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Serv
         date_header=False,
         lifespan="on",
         access_log=False,  # paths hold keys
-        log_level="warning",
+        log_config=None,  # `logging_as` says how its records are written
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,

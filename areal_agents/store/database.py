@@ -9,6 +9,7 @@ if one of a batch fails, the batch is rolled back and each job runs again in a t
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import sqlite3
 import threading
@@ -65,6 +66,7 @@ class Database:
     """An open store file. Thread-safe; not to be carried over a fork."""
 
     def __init__(self, url: str, durability: Durability) -> None:
+        _create_private(url)
         self._writer_engine = _engine(url, durability, "BEGIN IMMEDIATE")
         self._reader_engine = _engine(url, durability, "BEGIN")
         self._closed = False
@@ -267,6 +269,17 @@ def store_url(url_or_path: str | Path) -> str:
 def store_path(url_or_path: str | Path) -> Path:
     """The file of a store given as a path or as a URL; what belongs to it in other files lies beside."""
     return Path(str(sa.make_url(store_url(url_or_path)).database))
+
+
+def _create_private(url: str) -> None:
+    """Create the file, readable by its owner alone; SQLite gives the files beside it the same mode.
+
+    A file that exists keeps its mode. What else stands in the way is reported when it is opened.
+    """
+    path = sa.make_url(url).database
+    if path and path != ":memory:":
+        with contextlib.suppress(OSError):
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:

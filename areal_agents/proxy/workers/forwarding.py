@@ -29,6 +29,7 @@ from areal_agents.proxy.workers.placement import Placement
 _logger = logging.getLogger(__name__)
 
 _HOP = "x-areal-agents-hop"  # a request: the run's secret; an answer: that the sender should look again
+_ADDRESS = "x-areal-agents-address"  # a request: "HOST PORT" that the client connected to
 _MOVED = "moved"
 _CONNECT_S = 5.0
 _RETRY_COUNT = b"x-stainless-retry-count"
@@ -87,6 +88,9 @@ class WorkerDoor:
     async def _answer(self, request: Request, body: KeptBody, send: Send) -> ASGIApp | None:
         """What answers a request; None if a sibling has."""
         forwarded = self._is_forwarded(request)
+        if forwarded and (address := request.headers.get(_ADDRESS)):
+            host, _, port = address.partition(" ")
+            request.scope["server"] = (host, int(port))  # base_urls name what the client can reach
         give_up_at = time.monotonic() + _GIVE_UP_S
         while True:
             index = await self._placement.place(request, body.read, forwarded=forwarded)
@@ -227,9 +231,11 @@ class Siblings:
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
-            if name not in _OUR_OWN and name != _HOP.encode()
+            if name not in _OUR_OWN and name not in (_HOP.encode(), _ADDRESS.encode())
         ]
+        host, port = scope["server"]
         headers += [("Host", request.headers.get("host", "")), (_HOP, self._workers.secret)]
+        headers.append((_ADDRESS, f"{host} {port}"))
         return await self._session.request(
             request.method,
             yarl.URL(self._workers.url(index) + (path + query).decode("latin-1"), encoded=True),

@@ -1,0 +1,105 @@
+"""Refuses what a web page in somebody's browser sends.
+
+A browser runs the scripts of every page that its user opens, and such a script can send requests to this
+machine. A page whose own name was made to point here (DNS rebinding) could also read the answers; the Host
+header gives it away. What a page sends to another site than its own carries an Origin or a Sec-Fetch-Site
+header, which scripts cannot set. Clients that are no browsers send neither.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from areal_agents.errors import RequestError
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.errors import error_body
+
+_SAFE = ("GET", "HEAD")  # change nothing, and the page cannot read the answer
+_OWN_SITE = ("same-origin", "none")
+
+
+class BrowserGuard:
+    """An app that serves only requests for a known host that no foreign page has sent.
+
+    Without an admin key every caller on this machine is trusted, so the Host header must be a name of it.
+    With a key a page can do nothing, and any name is served unless `allowed_hosts` is set.
+    """
+
+    def __init__(self, app: ASGIApp, config: ProxyConfig) -> None:
+        self._app = app
+        self._checks_host = config.admin_key is None or bool(config.allowed_hosts)
+        self._allowed = frozenset(name.lower() for name in config.allowed_hosts)
+        public = urlsplit(config.public_url or "")
+        self._public_origin = f"{public.scheme}://{public.netloc}".lower() if public.netloc else None
+        self._known = self._allowed | {
+            "localhost",
+            config.host.lower(),
+            (public.hostname or "localhost").lower(),
+        }
+        self._is_everywhere = _is_unspecified(config.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            body, headers = error_body(scope["path"], refusal)
+            await Response(body, status_code=refusal.status, headers=headers)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> RequestError | None:
+        host = origin = site = None
+        for name, value in scope["headers"]:
+            if name == b"host":
+                host = value.decode("latin-1").lower()
+            elif name == b"origin":
+                origin = value.decode("latin-1").lower()
+            elif name == b"sec-fetch-site":
+                site = value.decode("latin-1").lower()
+        if host is not None and self._checks_host and not self._is_known(_name_of(host)):
+            return RequestError(
+                f"this proxy is not known as {_name_of(host)!r}; if that is a name of this machine, start "
+                "the proxy with it in allowed_hosts",
+                status=403,
+                code="unknown_host",
+            )
+        foreign = origin is not None and not self._is_own(origin, host)
+        if foreign or (site is not None and site not in _OWN_SITE and scope["method"] not in _SAFE):
+            return RequestError(
+                f"web pages of another origin ({origin or site}) may not call this proxy; if this is a page "
+                "of yours, start the proxy with its host in allowed_hosts",
+                status=403,
+                code="cross_origin",
+            )
+        return None
+
+    def _is_known(self, name: str) -> bool:
+        if name in self._known or name.endswith(".localhost"):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return address.is_loopback or self._is_everywhere  # no page has an address as its name
+
+    def _is_own(self, origin: str, host: str | None) -> bool:
+        scheme, _, netloc = origin.partition("://")
+        if scheme not in ("http", "https"):
+            return False
+        return netloc == host or origin == self._public_origin or _name_of(netloc) in self._allowed
+
+
+def _name_of(host: str) -> str:
+    """The host without its port."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False

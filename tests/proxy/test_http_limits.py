@@ -1,0 +1,237 @@
+"""Connections that cost too much are answered and closed, and others are served meanwhile."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from proxy_support import RunningProxy, ScriptedEngine, running_proxy
+
+from areal_agents.proxy import http_limits
+from areal_agents.rendering import ChatRenderer
+
+SHORT_S = 0.5
+LIMIT_S = 20.0
+BEGIN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch, proxy: RunningProxy) -> RunningProxy:
+    """A proxy whose time limits are short."""
+    for name in ("HEAD_S", "BODY_GRACE_S", "UNREAD_S", "_LINGER_S", "_LOOK_S"):
+        monkeypatch.setattr(http_limits, name, SHORT_S)
+    return proxy
+
+
+def dial(proxy: RunningProxy) -> socket.socket:
+    url = httpx.URL(proxy.url)
+    return socket.create_connection((url.host, url.port or 80), timeout=LIMIT_S)
+
+
+def received(connection: socket.socket) -> bytes:
+    """Everything until the server closes."""
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+def answer_of(data: bytes) -> tuple[int, dict[str, dict[str, str]]]:
+    head, _, body = data.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 "), data[:200]
+    assert b"content-type: application/json" in head and b"connection: close" in head
+    return int(head.split()[1]), json.loads(body)
+
+
+def is_served(proxy: RunningProxy) -> bool:
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    return httpx.post(f"{proxy.url}/v1/chat/completions", json=body, timeout=LIMIT_S).status_code == 200
+
+
+def flood(connection: socket.socket, part: bytes, most: int) -> int:
+    """Send `part` again and again until the server has enough; the bytes that were sent."""
+    sent = 0
+    try:
+        while sent < most:
+            connection.sendall(part)
+            sent += len(part)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    return sent
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        BEGIN + b"X-A: " + b"a" * 200_000 + b"\r\n\r\n",
+        BEGIN + b"X-A: a\r\n" * 10_000 + b"\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /?" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=["one header", "many headers", "path", "query"],
+)
+def test_a_large_head_is_refused_however_it_comes(proxy: RunningProxy, head: bytes) -> None:
+    for size in (len(head), 5000):
+        with dial(proxy) as connection:
+            for start in range(0, len(head), size):
+                connection.sendall(head[start : start + size])
+            status, body = answer_of(received(connection))
+        assert status == 431 and body["error"]["code"] == "request_head_too_large"
+    assert is_served(proxy)
+
+
+def test_a_head_of_just_under_the_limit_is_served(proxy: RunningProxy) -> None:
+    value = "a" * (http_limits.MAX_HEAD_BYTES - 1000)
+    assert proxy.http.get("/health", headers={"x-a": value}).status_code == 200
+
+
+@pytest.mark.parametrize("part", [b"a" * 2**20, b"X-A: a\r\n" * 2**17], ids=["one header", "many headers"])
+def test_a_head_without_an_end_is_cut_off(proxy: RunningProxy, part: bytes) -> None:
+    with dial(proxy) as connection:
+        connection.sendall(BEGIN + b"X-A: ")
+        assert flood(connection, part, 2**30) < 2**28
+    assert is_served(proxy)
+
+
+def test_the_refusal_has_the_form_of_its_api(proxy: RunningProxy) -> None:
+    with dial(proxy) as connection:
+        connection.sendall(b"POST /v1/messages HTTP/1.1\r\nX-A: " + b"a" * 100_000)
+        status, body = answer_of(received(connection))
+    assert status == 431 and body["type"] == "error"
+
+
+def test_what_is_no_http_is_refused_in_json(proxy: RunningProxy) -> None:
+    with dial(proxy) as connection:
+        connection.sendall(b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1\x03\x03")
+        status, body = answer_of(received(connection))
+    assert status == 400 and body["error"]["code"] == "invalid_http"
+
+
+@pytest.mark.parametrize("begin", [b"", b"G", BEGIN, BEGIN + b"X-A: a"])
+def test_a_head_that_does_not_come_is_not_waited_for(hurried: RunningProxy, begin: bytes) -> None:
+    with dial(hurried) as connection:
+        connection.sendall(begin)
+        data = received(connection)
+    assert is_served(hurried)
+    if begin:
+        assert answer_of(data)[0] == 408
+    else:
+        assert data == b""
+
+
+def test_one_byte_at_a_time_is_no_progress(hurried: RunningProxy) -> None:
+    with dial(hurried) as connection:
+        connection.sendall(BEGIN + b"X-A: ")
+        connection.settimeout(0.05)
+        deadline = time.monotonic() + LIMIT_S
+        data = b""
+        while not data and time.monotonic() < deadline:
+            connection.sendall(b"a")
+            try:
+                data = connection.recv(65536)
+            except TimeoutError:
+                continue
+    assert answer_of(data)[0] == 408
+
+
+@pytest.mark.parametrize(
+    ("headers", "drop"),
+    [
+        (b"Content-Length: 1000000\r\n\r\n{", b" "),
+        (b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+        (b"Transfer-Encoding: chunked\r\n\r\n1;", b"a"),
+    ],
+    ids=["length", "chunked", "chunk extension"],
+)  # fmt: skip
+def test_a_slow_body_is_refused(hurried: RunningProxy, headers: bytes, drop: bytes) -> None:
+    with dial(hurried) as connection:
+        connection.sendall(BEGIN + headers)
+        connection.settimeout(0.05)
+        deadline = time.monotonic() + LIMIT_S
+        data = b""
+        while not data and time.monotonic() < deadline:
+            connection.sendall(drop)
+            try:
+                data = connection.recv(65536)
+            except TimeoutError:
+                continue
+    status, body = answer_of(data)
+    assert status == 408 and body["error"]["code"] == "request_timeout"
+    assert is_served(hurried)
+
+
+def test_a_body_without_an_end_is_refused_and_cut_off(hurried: RunningProxy) -> None:
+    with dial(hurried) as connection:
+        connection.sendall(BEGIN + b"Transfer-Encoding: chunked\r\n\r\n")
+        sent = flood(connection, b"100000\r\n" + b" " * 2**20 + b"\r\n", 2**30)
+    assert sent < 2**28
+    assert is_served(hurried)
+
+
+@pytest.mark.parametrize(
+    ("begin", "part"),
+    [(b"0\r\n", b"X-A: a\r\n" * 2**17), (b"1;", b"a" * 2**20)],
+    ids=["trailers", "extension"],
+)
+def test_framing_without_an_end_is_cut_off(proxy: RunningProxy, begin: bytes, part: bytes) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    with dial(proxy) as connection:
+        connection.sendall(BEGIN + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(body), body))
+        connection.sendall(begin)
+        assert flood(connection, part, 2**30) < 2**28
+    assert is_served(proxy)
+
+
+def test_chunks_of_one_byte_are_served(proxy: RunningProxy) -> None:
+    body = b'{"messages": [{"role": "user", "content": "%s"}]}' % (b"hi" * 500)
+    chunks = b"".join(b"001\r\n%c\r\n" % byte for byte in body) + b"0\r\nX-Trailer: a\r\n\r\n"
+    with dial(proxy) as connection:
+        connection.sendall(BEGIN + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        assert received(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.fixture(scope="module")
+def talkative(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    path: Path = tmp_path_factory.mktemp("talkative") / "s.db"
+    engine = ScriptedEngine(renderer, max_context=100_000)
+    engine.script = lambda call: [5] * 60_000
+    with running_proxy(path, engine) as running:
+        yield running
+
+
+def test_an_answer_that_is_not_read_is_given_up(
+    talkative: RunningProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_limits, "UNREAD_S", SHORT_S)
+    lost, connection_lost = threading.Event(), http_limits.LimitedProtocol.connection_lost
+
+    def note(protocol: http_limits.LimitedProtocol, error: Exception | None) -> None:
+        connection_lost(protocol, error)
+        lost.set()
+
+    body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True, "logprobs": True})
+    with dial(talkative) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        monkeypatch.setattr(http_limits.LimitedProtocol, "connection_lost", note)
+        connection.sendall(BEGIN + b"Content-Length: %d\r\n\r\n" % len(body) + body.encode())
+        assert lost.wait(LIMIT_S)
+        assert not received(connection).endswith(b"0\r\n\r\n")
+    assert talkative.http.get("/health").status_code == 200
+
+
+def test_requests_in_a_row_on_one_connection_are_served(proxy: RunningProxy) -> None:
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    one = BEGIN + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    with dial(proxy) as connection:
+        connection.sendall(one * 3 + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        data = received(connection)
+    assert data.count(b"HTTP/1.1 200 OK") == 4
