@@ -1,7 +1,7 @@
-"""The algorithm's settings: a choice of parts, each with its own settings, which a preset fills.
+"""The algorithm's settings: a choice of parts, each with its own settings, with defaults from a preset.
 
-What is given wins over the preset. A combination in which a setting would do nothing, or contradict
-another, is refused with the reason.
+A given setting takes precedence over the preset. A combination in which a setting would have no effect, or
+would contradict another one, is refused with the reason.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from areal_agents.algorithms.replay import NoReplay, Replay
 Proximal = Literal["batch", "behavior"]
 
 _NO_TOKEN_RETURN = (
-    "does not go with kl_in: reward, which takes what a token pays off the token's return, and its "
-    "advantages are not made of such returns; use kl_in: loss"
+    "does not go with kl_in: reward, which subtracts a penalty from the return of each token, and its "
+    "advantages are not differences of such returns; use kl_in: loss"
 )
 
 
@@ -52,50 +52,53 @@ class AlgorithmConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    preset: str = Field(default="decoupled_ppo", description="The algorithm that fills what is not given.")
+    preset: str = Field(
+        default="decoupled_ppo", description="The algorithm whose settings apply where none is given."
+    )
 
     estimator: Estimator = Field(
         default_factory=GroupEstimator,
-        description="How advantages are made: against the group (group, maxrl, gdpo), by a critic (gae), or "
-        "not at all (none).",
+        description="How advantages are estimated: relative to the group (group, maxrl, gdpo), with a critic "
+        "(gae), or not at all (none).",
     )
     rewards: RewardShaping = Field(
-        default_factory=RewardShaping, description="How given rewards become those that are trained on."
+        default_factory=RewardShaping, description="How recorded rewards are shaped before training."
     )
     policy_loss: PolicyLoss = Field(default_factory=PpoLoss, description="The policy's loss.")
     correction: Correction = Field(
         default_factory=TruncateCorrection,
-        description="A weight proximal/behavior out of bounds is truncated, or its tokens are masked (mask).",
+        description="Weights proximal/behavior out of bounds are truncated, or their tokens masked (mask).",
     )
     trust_region: TrustRegion = Field(
         default_factory=NoTrustRegion,
-        description="Which tokens of a minibatch keep their gradient, or pay a penalty.",
+        description="Which tokens of a minibatch keep their gradient, or are penalised.",
     )
     loss_normalization: Normalization = Field(
         default_factory=TokenMean,
-        description="Mean over tokens; over episodes of their mean or sum; or a constant.",
+        description="What the loss is averaged over: tokens, episode means or sums, or a constant length.",
     )
     kl_in: KlPlace = Field(
-        default_factory=NoKl, description="Where the KL to the reference policy is charged: reward, loss."
+        default_factory=NoKl,
+        description="Where the KL to the reference policy is added: reward, loss, or nowhere (none).",
     )
 
     proximal: Proximal = Field(
         default="batch",
         description="The policy that updates stay near. batch: the weights when the batch begins (decoupled "
-        "PPO). behavior: what sampled the token (naive PPO).",
+        "PPO). behavior: the policy that sampled the token (naive PPO).",
     )
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
     entropy_coefficient: float = Field(default=0.0, ge=0, description="Weight of the entropy bonus.")
     observation_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the cross entropy of what the environment wrote (ECHO uses 0.05); 0: none.",
+        description="Weight of the cross entropy of the environment's tokens (ECHO uses 0.05); 0: none.",
     )
     drop_equal_groups: bool = Field(
-        default=True, description="Leave out groups whose episodes have nothing to tell apart."
+        default=True, description="Leave out equal groups, whose scores or advantages are all the same."
     )
     refill_equal_groups: bool = Field(
-        default=False, description="Lease other groups in the place of those (DAPO's dynamic sampling)."
+        default=False, description="Lease other groups in place of equal ones (DAPO's dynamic sampling)."
     )
     replay: Replay = Field(
         default_factory=NoReplay, description="Whether groups are trained on again: none, recent."
@@ -149,11 +152,12 @@ class AlgorithmConfig(BaseModel):
         return self
 
     def _faults(self) -> Iterator[str]:
-        """What this combination is wrong about, a sentence each."""
+        """What is wrong with this combination, one sentence for each fault."""
         loss, estimator = self.policy_loss, self.estimator
         if loss.uses_advantages == isinstance(estimator, NoEstimator):
-            kinds = "group, maxrl, gdpo, gae"
-            needs = f"needs some ({kinds})" if loss.uses_advantages else "has none (estimator: none)"
+            needs = "needs advantages (estimator: group, maxrl, gdpo or gae)"
+            if not loss.uses_advantages:
+                needs = "uses no advantages (estimator: none)"
             yield f"estimator: {estimator.kind} does not go with policy_loss: {loss.kind}, which {needs}"
         if loss.is_supervised:
             yield from self._supervised_faults()
@@ -163,7 +167,7 @@ class AlgorithmConfig(BaseModel):
             yield from self._reward_faults()
             yield from self._policy_faults()
         if self.refill_equal_groups and not self.drop_equal_groups:
-            yield "refill_equal_groups needs drop_equal_groups, no group is missing otherwise"
+            yield "refill_equal_groups needs drop_equal_groups: without it no group is missing"
 
     def _supervised_faults(self) -> Iterator[str]:
         """Settings of policy gradients beside a loss that has neither advantages nor a behavior policy."""
@@ -190,20 +194,20 @@ class AlgorithmConfig(BaseModel):
             yield "loss_normalization has no meaning for dpo, whose loss is a mean over pairs"
 
     def _distillation_faults(self) -> Iterator[str]:
-        """Settings of rewards beside a loss that uses none."""
+        """Settings of rewards, advantages and ratios beside a loss that uses none of them."""
         for setting, value in differing(self.rewards, RewardShaping()):
             shown = getattr(value, "kind", value)
-            yield f"{setting}: {shown} has no meaning for distillation, which uses no reward"
+            yield f"{setting}: {shown} has no meaning for distillation, whose loss uses no reward"
         if isinstance(self.kl_in, KlInReward):
-            yield "kl_in: reward has no meaning for distillation, which uses no reward; use kl_in: loss"
+            yield "kl_in: reward has no meaning for distillation, whose loss uses no reward; use kl_in: loss"
         if not isinstance(self.trust_region, NoTrustRegion):
-            yield f"trust_region: {self.trust_region.kind} goes by advantages, and distillation has none"
+            yield f"trust_region: {self.trust_region.kind} needs advantages, and distillation has none"
         if self.proximal == "behavior":
-            yield "proximal: behavior has no meaning for distillation, which uses no ratio of policies"
+            yield "proximal: behavior has no meaning for distillation, whose loss uses no ratio of policies"
         if not isinstance(self.correction, NoCorrection):
             yield (
-                f"correction: {self.correction.kind} weighs a position by the token that was sampled there, "
-                "on which the divergence of distillation does not depend; leave it out"
+                f"correction: {self.correction.kind} weights a position by the ratio of the token sampled "
+                "there, on which the divergence of distillation does not depend; leave it out"
             )
         if self.drop_equal_groups:
             yield "drop_equal_groups: distillation learns from every group; leave it out"
@@ -272,18 +276,18 @@ class AlgorithmConfig(BaseModel):
             )
         if isinstance(region, KlCov) and self.minibatches == 1:
             yield (
-                "trust_region: kl_cov charges for a distance that is 0 with minibatches: 1; raise minibatches"
+                "trust_region: kl_cov penalises a distance that is 0 with minibatches: 1; raise minibatches"
             )
         if self.proximal == "behavior":
             if not isinstance(region, NoTrustRegion) or isinstance(self.kl_in, KlInReward):
                 yield (
-                    "proximal: behavior computes no logprobs under the weights of the batch's beginning, "
+                    "proximal: behavior computes no logprobs under the weights when the batch begins, "
                     "which a trust_region and kl_in: reward need"
                 )
             if not isinstance(self.correction, NoCorrection):
                 yield (
-                    f"correction: {self.correction.kind} corrects for the distance from proximal to "
-                    "behavior, which is none with proximal: behavior"
+                    f"correction: {self.correction.kind} corrects for the ratio proximal/behavior, which is "
+                    "1 with proximal: behavior; leave it out"
                 )
 
     @property
@@ -298,19 +302,19 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def teacher(self) -> TeacherKind | None:
-        """Where the distribution that is distilled comes from; None without distillation."""
+        """The kind of the teacher; None without distillation."""
         return self.policy_loss.teacher if isinstance(self.policy_loss, DistillationLoss) else None
 
     @property
     def needs_token_credit(self) -> bool:
-        """Whether advantages wait for values or penalties: `credit.tokens.token_advantages` makes them."""
+        """Whether advantages are computed by `credit.tokens.token_advantages`, from values or penalties."""
         if isinstance(self.estimator, GroupEstimator) and self.estimator.advantage_statistics == "token":
             return True
         return self.needs_critic or isinstance(self.kl_in, KlInReward)
 
     @property
     def is_supervised(self) -> bool:
-        """Whether it learns from recorded episodes as they are: no advantages, no off-policy weight."""
+        """Whether the loss learns from recorded episodes without advantages and off-policy weights."""
         return self.policy_loss.is_supervised
 
     @property
@@ -336,7 +340,7 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def turn_anchor(self) -> TurnAnchor | None:
-        """By what the turns of a group are compared with one another; None if they are not."""
+        """The anchor by which turns of a group are compared with one another; None if they are not."""
         estimator = self.estimator
         if isinstance(estimator, GroupEstimator) and isinstance(estimator.credit, TurnGroups):
             return estimator.credit.turn_group_by
@@ -344,7 +348,7 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def compares_scores(self) -> bool:
-        """Whether episodes of one score have nothing to tell apart, whatever their turns were given."""
+        """Whether a group is equal if its scores are, whatever rewards the single turns were given."""
         estimator = self.estimator
         if isinstance(estimator, GdpoEstimator):
             return False

@@ -1,7 +1,7 @@
 """Self-distillation: what the teacher, which is the policy itself, reads before an episode.
 
-The demonstration is put in front as it was recorded, token by token, so no template is involved: the teacher
-reads the whole better episode and then the other one, as one context.
+The recorded tokens of the demonstration are placed before those of the episode, so no template is involved:
+the teacher reads the better episode and then the other one as one context.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_agents.core.sample import TrainingSample
 def best_of_each_group(
     groups: Sequence[RolloutGroup], group_scores: Mapping[str, Floats]
 ) -> dict[str, TokenIds]:
-    """By episode id the tokens of the best episode of its group, for each episode of a lower score.
+    """The tokens of the best episode of its group, by episode id, for each episode with a lower score.
 
     The tokens are those of the last root-to-leaf path of the best episode, the first of several equals.
     """

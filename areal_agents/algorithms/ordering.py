@@ -1,8 +1,8 @@
-"""One order for samples and groups that arrived in any order.
+"""A fixed order for samples and groups, whatever the order in which they arrived.
 
 Sums of floating-point numbers depend on their order. The gradient must not depend on which of two concurrent
-calls, or of two groups, was done first. Credit depends on the order of recording all the same, where the
-settings ask for it, so an episode keeps its turns in that order.
+calls, or of two groups, finished first. Some kinds of credit depend on the recording order, so an episode
+keeps its turns in that order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def ordered_groups(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
 
 
 def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
-    """Depth first, and siblings by their tokens: an order that follows from the turns alone.
+    """The turns depth first, with siblings ordered by their tokens; the order depends on the turns alone.
 
     A conversation without branches keeps the order in which it was recorded.
     """
@@ -37,7 +37,7 @@ def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def trajectories(episode: Episode) -> list[Trajectory]:
-    """The root-to-leaf paths of an episode, in an order that follows from the turns alone."""
+    """The root-to-leaf paths of an episode, in an order that depends on the turns alone."""
     turns = ordered_turns(episode.turns)
     by_id = {turn.id: turn for turn in turns}
     continued = {turn.parent for turn in turns}
@@ -53,5 +53,5 @@ def trajectories(episode: Episode) -> list[Trajectory]:
 
 
 def _content(turn: Turn) -> tuple[list[int], list[int], int]:
-    drawn = turn.completion.token_ids.tolist()
-    return turn.new_prompt_ids.tolist(), drawn, -1 if turn.sampling.seed is None else turn.sampling.seed
+    sampled = turn.completion.token_ids.tolist()
+    return turn.new_prompt_ids.tolist(), sampled, -1 if turn.sampling.seed is None else turn.sampling.seed

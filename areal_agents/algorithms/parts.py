@@ -37,8 +37,8 @@ def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, 
         preset: flat settings; the name of a part stands for its kind.
 
     Raises:
-        ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; all
-            faults are named at once.
+        ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; the
+            message names all faults.
     """
     left = dict(given)
     faults: list[str] = []
@@ -101,7 +101,7 @@ def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]
 def _fill(
     model: type[BaseModel], left: dict[str, Any], preset: Mapping[str, Any], faults: list[str]
 ) -> dict[str, Any]:
-    """As `fill`; what it uses is taken out of `left`."""
+    """As `fill`; the settings that it uses are removed from `left`."""
     tree: dict[str, Any] = {}
     slots = {name: parts for name, field in model.model_fields.items() if (parts := alternatives(field))}
     for name in model.model_fields:

@@ -1,7 +1,7 @@
 """Published algorithms as choices of parts: only what differs from the defaults of `AlgorithmConfig`.
 
-The defaults are decoupled PPO. Every policy gradient preset keeps its truncated weight π_prox/μ, which the
-papers, being synchronous, do not need: on-policy it is 1.
+The defaults are decoupled PPO. Every policy gradient preset keeps its truncated weight π_prox/μ. The papers
+train synchronously and do not need it: on-policy the weight is 1.
 """
 
 from __future__ import annotations
@@ -132,7 +132,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def preset_values(name: str) -> Mapping[str, Any]:
-    """The settings of a preset. ValueError, with the nearest name, if there is none of that name."""
+    """The settings of a preset.
+
+    Raises:
+        ValueError: there is no preset with this name; the message suggests the nearest one.
+    """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)
         raise ValueError(

@@ -16,15 +16,15 @@ class NoReplay(Part):
 
 
 class RecentReplay(Part):
-    """A batch takes some groups more, which earlier batches were trained on: the newest first.
+    """Groups that earlier batches were trained on are added to a batch, the most recently submitted first.
 
-    The weight π_prox/μ corrects for their age as for that of any token, bounded by `rollout.max_staleness`.
+    The weight π_prox/μ corrects for the age of their tokens, which `rollout.max_staleness` bounds.
     """
 
     kind: Literal["recent"] = "recent"
-    replay_groups: int = Field(default=4, ge=1, description="Reused groups in a batch, at most.")
+    replay_groups: int = Field(default=4, ge=1, description="Largest number of reused groups in a batch.")
     replay_uses: int = Field(
-        default=2, ge=2, description="How often a group is trained on at most, its first time included."
+        default=2, ge=2, description="How often a group is trained on at most, including the first time."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the groups of a batch were like, for the metrics.
+"""Statistics of the groups of a batch, for the metrics.
 
 Rewards and scores are as they were given, before any shaping, so that a curve keeps its meaning when
 the shaping changes.
@@ -23,23 +23,24 @@ _NEW: ForkReason = "new conversation"
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What the groups of a batch were like.
+    """Statistics of the groups of a batch.
 
     Attributes:
         rewards: the episode scores, group after group.
-        solved_all, solved_some, solved_none: groups in which all episodes have one and the same
-            positive score; in which scores differ; in which all have one score that is not positive.
-        dropped_groups: groups left out because their episodes have nothing to tell apart.
-        sampled_tokens: tokens that the policy sampled in the batch.
-        untrained_tokens: of these, the ones with mask 0 (constrained, aborted, excluded, truncated).
-        routed_tokens: of all, those that the engine said by which experts they were predicted.
+        solved_all, solved_some, solved_none: number of groups in which all episodes have the same positive
+            score; in which the scores differ; in which all have the same score and it is not positive.
+        dropped_groups: number of equal groups that were left out.
+        sampled_tokens: number of tokens that the policy sampled in the batch.
+        untrained_tokens: how many of these have mask 0 (constrained, aborted, excluded, truncated).
+        routed_tokens: how many of the sampled tokens the engine returned the routed experts for.
         turns, branches, truncated: totals over the episodes; a branch is a trajectory.
-        forks: number of roots by the reason why they were forked.
-        versions_per_rollout: mean number of policy versions that an episode's tokens came from.
-        rewards_by_name: per reward name the mean, over the episodes that have it, of the episode's sum.
-        episode_tokens: the tokens that the policy sampled in each episode, in the order of `rewards`.
-        overlong: episodes with a length penalty.
-        equal_groups: the ids of the groups with nothing to tell apart, left out or not.
+        forks: number of forked roots by the reason for the fork.
+        versions_per_rollout: mean number of policy versions that sampled the tokens of an episode.
+        rewards_by_name: by reward name, the mean of the episodes' sums over the episodes that have the name.
+        episode_tokens: number of tokens that the policy sampled in each episode, in the order of `rewards`.
+        overlong: number of episodes with a length penalty.
+        equal_groups: the ids of the equal groups, whose scores or advantages are all the same, whether they
+            were left out or not.
     """
 
     rewards: tuple[float, ...]
@@ -64,7 +65,7 @@ class BatchReport:
 def batch_report(
     groups: Sequence[RolloutGroup], equal_groups: Collection[str], config: AlgorithmConfig
 ) -> BatchReport:
-    """The report on a batch, of which the groups `equal_groups` have nothing to tell apart."""
+    """The report on a batch, in which the groups `equal_groups` are equal."""
     episodes = [rollout.episode for group in groups for rollout in group.rollouts]
     turns = [turn for episode in episodes for turn in episode.turns]
     scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
@@ -103,8 +104,8 @@ def _routed(turn: Turn) -> int:
 def _forks(episodes: Sequence[Episode]) -> dict[str, int]:
     """Roots beyond the first of their episode, by reason.
 
-    Of conversations that begin side by side any may be recorded first, and then knows of no other: all are
-    new but one.
+    Of conversations that begin concurrently any one may be recorded first, and it has no fork reason. All of
+    them except one are therefore counted as new.
     """
     counts: Counter[str] = Counter()
     for episode in episodes:

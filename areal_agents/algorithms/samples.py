@@ -1,6 +1,6 @@
-"""From complete groups to training data: one sample per trajectory, every sampled token owned once.
+"""Builds training data from complete groups: one sample per trajectory, every sampled token owned once.
 
-A batch is made whole or not at all: whatever is wrong with a group is an error that names it.
+A batch is built as a whole or not at all: a group that cannot be trained on raises an error that names it.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _LARGEST_REWARD = 1e12  # as the proxy accepts: sums, and distances from a batch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingData:
-    """What a batch of groups came to.
+    """The training data of a batch of groups.
 
     Attributes:
         samples: of the groups that are trained on; may be empty. Advantages are 0 where they wait for
             values or penalties (`AlgorithmConfig.needs_token_credit`).
-        rewards: by episode id, of every episode, those of groups that were left out included.
+        rewards: the shaped rewards of every episode by its id, including groups that were left out.
         group_scores: by group id the shaped scores of its episodes, [G].
-        pairs: the ids of a chosen and a rejected episode each (DPO only).
-        report: on the batch.
+        pairs: (chosen, rejected) episode ids (DPO only).
+        report: statistics of the batch.
         demonstrations: by episode id the tokens [D] of a better episode of its group, which the teacher of
             self-distillation reads first; without one an episode is not trained (self-distillation only).
     """
@@ -56,7 +56,7 @@ class TrainingData:
 def build_training_data(
     groups: Sequence[RolloutGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
 ) -> TrainingData:
-    """The training samples of a batch of groups, with what their advantages are made of.
+    """Build the training samples of a batch of groups, and the data that their advantages are computed from.
 
     A trajectory without a trained token yields no sample. Groups with equal scores are left out if
     `config.drop_equal_groups`; the statistics of the batch include them.
@@ -67,7 +67,7 @@ def build_training_data(
 
     Raises:
         ValueError: no groups.
-        TrainingError: a group or episode that is there twice, a reward that is not finite, a completion
+        TrainingError: a group or episode that occurs twice, a reward that is not finite, a completion
             whose arrays differ in length, a group of one with `leave_one_out`, or a reward that the estimator
             cannot use (`maxrl`, `gdpo`); the message names it.
     """
@@ -112,12 +112,12 @@ def build_training_data(
 def _is_equal(
     group: RolloutGroup, shaped: Floats, advantages: Mapping[str, Floats], config: AlgorithmConfig
 ) -> bool:
-    """Whether a group has nothing to tell: its episodes' scores are equal, as given or as shaped.
+    """Whether a group is equal: its episodes' scores are the same, as given or as shaped.
 
-    As given too, because all-solved episodes of different lengths are still all solved (DAPO, arXiv
+    The given scores count too, because solved episodes of different lengths are all solved (DAPO, arXiv
     2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns or named
-    rewards are compared apart from the score, episodes of one score can differ: then all advantages must
-    be 0, which rounding does not change (`advantages.differences`).
+    rewards are compared separately from the score, episodes with the same score can differ. Such a group is
+    equal if all its advantages are 0, which rounding does not change (`advantages.differences`).
     """
     if not config.compares_scores:
         return all(not advantages[rollout.episode.id].any() for rollout in group.rollouts)
@@ -127,7 +127,7 @@ def _is_equal(
 def episode_samples(
     episode: Episode, advantages: Floats, *, group_id: str, config: AlgorithmConfig
 ) -> list[TrainingSample]:
-    """One sample per leaf of an episode; a turn's tokens have that turn's advantage in their owner.
+    """One sample per leaf of an episode; the sample that owns a turn has the turn's advantage at its tokens.
 
     A turn that several leaves share is owned by the first leaf that it leads to, and is thereby trained
     exactly once. Leaves are in the order of `ordered_turns`.
@@ -186,7 +186,7 @@ def _turn_advantages(
     group_scores: Mapping[str, Floats],
     config: AlgorithmConfig,
 ) -> tuple[dict[str, Floats], tuple[tuple[str, str], ...]]:
-    """By episode id the advantages of its turns, of the episodes that are trained; and DPO's pairs."""
+    """The advantages [T] of the turns of each trained episode, by its id; and the pairs of DPO."""
     ids = [[rollout.episode.id for rollout in group.rollouts] for group in groups]
     if isinstance(config.policy_loss, SftLoss):
         chosen = [

@@ -1,17 +1,16 @@
 """The hard bound on staleness, checked where tokens are consumed.
 
-The submission gate bounds only the mean: a long episode can span more versions than the bound, and one
-that is slow is overtaken. No token older than η versions carries a gradient, under each of the rules:
+The submission gate bounds only the mean: a long episode can span more versions than the bound, and a slow
+episode is overtaken by others. Under each of these rules no token older than η versions carries a gradient:
 
     mask        tokens beyond the bound have loss mask 0; the rest of their group is trained
     drop        a group with any token beyond the bound is dropped, and another taken for it
     wait        the trainer takes no batch that would leave behind a group which could then not be trained
-                in time: it waits until the older groups are complete. What is beyond the bound all the
-                same is masked
-    downweight  as mask, and what a token of staleness a within the bound adds to the loss counts
-                1 / (1 + a); the denominator of the loss stays
+                in time: it waits until the older groups are complete. Tokens beyond the bound are masked
+    downweight  as mask, and the loss of a token of staleness a within the bound is multiplied by
+                1 / (1 + a); the denominator of the loss does not change
 
-Versions are counted in trained batches here: those of an earlier life of the run as `training.lineage` says.
+Versions are counted in trained batches here. `training.lineage` converts the versions from before a resume.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class StalenessReport:
     """What the bound let through.
 
     Attributes:
-        staleness: [N] trainer's version − token's version, of the tokens that are trained: read off the
-            returned masks, so that no token in them escapes it.
+        staleness: [N] trainer's version − token's version, of the tokens that are trained. It is computed
+            from the returned masks, so it includes every trained token.
         masked_tokens: tokens that exceeded the bound.
         dropped_samples: samples that had no other trained token.
         share_by_length: see `stale_share_by_length`.
@@ -60,7 +59,7 @@ def mask_stale(
             were recorded under another run's versions; their staleness is reported as it is, even below 0.
 
     Raises:
-        TrainingError: a trained token claims a version that does not exist yet.
+        TrainingError: a trained token has a version that does not exist yet.
     """
     if max_staleness is None:
         return list(samples), StalenessReport(_ages(samples, version), masked_tokens=0, dropped_samples=0)
@@ -129,8 +128,10 @@ def leaves_in_time(versions: Sequence[int], *, version: int, groups: int, max_st
 def is_stale(
     group: RolloutGroup, algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None, drop: bool
 ) -> bool:
-    """Whether a group cannot be trained on at `version`: of the tokens that would be trained all are beyond
-    the bound or, with `drop`, any is."""
+    """Whether a group is too stale to be trained on at `version`.
+
+    It is if all tokens that would be trained are beyond the bound or, with `drop`, if any one is.
+    """
     rule = algorithm.trained_turns
     trained = [t.completion.versions for rollout in group.rollouts for t in rule.of(rollout.episode)]
     versions = np.concatenate([*trained, np.empty(0, np.int32)])
@@ -141,8 +142,13 @@ def is_stale(
 
 @dataclass(frozen=True, slots=True)
 class EpisodeTokens:
-    """Of one episode: the tokens that it sampled, those that could be trained, and those of them that the
-    bound kept from it."""
+    """Token counts of one episode.
+
+    Attributes:
+        sampled: tokens that the policy sampled.
+        trainable: of these, tokens that could be trained.
+        stale: of the trainable tokens, those that are not trained because of their staleness.
+    """
 
     sampled: int
     trainable: int
@@ -152,7 +158,7 @@ class EpisodeTokens:
 def episode_tokens(
     group: RolloutGroup, algorithm: AlgorithmConfig, *, version: int, max_staleness: int | None, dropped: bool
 ) -> list[EpisodeTokens]:
-    """What staleness cost each episode of a group; all that could be trained if the group was `dropped`."""
+    """The token counts of each episode of a group; every trainable token is stale if it was `dropped`."""
     counted = []
     for rollout in group.rollouts:
         versions = [turn.completion.versions for turn in algorithm.trained_turns.of(rollout.episode)]
@@ -169,7 +175,8 @@ def stale_share_by_length(episodes: Sequence[EpisodeTokens]) -> dict[str, float]
     """The share of trainable tokens that staleness cost, by decile of the episodes' sampled tokens.
 
     "1" are the shortest tenth of the episodes, "10" the longest; a decile without a trainable token is
-    absent. That of the long is larger where the bound bites, so dropping and masking favour the short.
+    absent. Where the bound takes effect the share is larger for long episodes, so that dropping and masking
+    favour short ones.
     """
     ordered = sorted(episodes, key=lambda episode: episode.sampled)
     trainable, stale = [0] * 10, [0] * 10

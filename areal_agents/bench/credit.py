@@ -8,7 +8,7 @@ decision with the logit θ the two sides are
     found(θ)     = E[1/G · Σ_i Σ_{t of i} A_t · ∂ log π(a_t) / ∂θ]        over groups of G episodes
     reference(θ) = E[Σ_t return_t · ∂ log π(a_t) / ∂θ]                    over episodes
 
-and a figure is the ratio found/reference of the decision for which it is furthest from the right one:
+and a figure is the ratio found/reference of the decision for which it is furthest from the correct value:
 1 − 1/G with the mean of the group, which contains the episode itself, and 1 with leave-one-out. All sums
 are of rational numbers; the advantages, which are float32, enter as they are.
 
@@ -16,7 +16,7 @@ The keys of the figures are `<forest>_<posting>_<credit>_<baseline>`. `mixed` po
 episode in turn to the episode, to their turns and to their branches; the suffix `discounted` of a posting
 says that `turn_discount` is 0.5 (reward_to_go only). `std` is the group's mean and standard deviation
 (credit: episode): the ratio is to the gradient of a linear episode with the same decisions and the same
-score, and the right one is 1.
+score, and the correct value is 1.
 """
 
 from __future__ import annotations
@@ -192,8 +192,7 @@ def worst_ratio(found: Gradients, reference: Gradients, right: Fraction) -> Frac
     """found/reference of the decision for which it is furthest from `right`.
 
     Raises:
-        ValueError: an expected gradient that is not 0 where the reference is, or a reference that is 0
-            everywhere.
+        ValueError: an expected gradient is not 0 where the reference is 0, or the reference is 0 everywhere.
     """
     ratios = []
     for decision, expected in reference.items():
@@ -283,7 +282,7 @@ def algorithm(credit: CreditName, baseline: Baseline, discount: Fraction = Fract
 
 
 def right_value(baseline: Baseline) -> Fraction:
-    """What a figure should be."""
+    """The correct value of a figure with this baseline."""
     return 1 - Fraction(1, GROUP_SIZE) if baseline == "mean" else Fraction(1)
 
 

@@ -1,8 +1,8 @@
 """What one step trains on: groups leased from the store by the first rank, the same on every rank.
 
-A group that cannot be trained on (a reward that is no number, misaligned arrays, a sample longer than a
-micro-batch) is dropped with its reason, and another takes its place: nothing of it is trained, and
-nothing of the others is lost. Places of dropped groups are free again at once, since the gate counts rows.
+A group that cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a
+micro-batch) is dropped with its reason, and another takes its place; the other groups are not affected. The
+places of dropped groups are free again at once, since the gate counts rows.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _REFILLS = 8  # batches' worth of equal groups that are replaced, before the res
 
 @dataclass(frozen=True, slots=True)
 class QueueReport:
-    """What stands between rollout and training, when a batch has been taken.
+    """The groups that wait between rollout and training after a batch was taken.
 
     Attributes:
         groups_complete, groups_pending: groups ready, and groups being rolled out.
@@ -56,14 +56,14 @@ class Batch:
     Attributes:
         group_ids: the groups that are trained on for the first time, leased or recorded.
         replayed: the groups that are trained on again, each with the number of this use.
-        data: of these groups; its samples are within the staleness bound, and may be none (all groups
-            had equal scores).
-        staleness, queue: for the metrics.
-        stale_groups: groups dropped on the way because of their staleness.
-        equal_groups: groups dropped on the way because all of their scores were equal.
-        bad_groups: why, by id, groups were dropped on the way that cannot be trained on.
+        data: the training data of these groups. Its samples are within the staleness bound; there are none
+            if the scores of every group were equal.
+        staleness, queue: reports for the metrics.
+        stale_groups: number of groups dropped because of their staleness while the batch was collected.
+        equal_groups: number of groups dropped because all of their scores were equal.
+        bad_groups: the reason, by group id, for each group dropped because it cannot be trained on.
         wait_s: how long the trainer waited for the groups.
-        position: of recorded groups: how many were looked at since training began.
+        position: how many recorded groups were read since training began; 0 without recorded groups.
     """
 
     group_ids: tuple[str, ...]
@@ -89,7 +89,7 @@ class Batch:
 
 
 class Dropped:
-    """The groups that were dropped on the way to one batch of `groups`, by why."""
+    """The groups that were dropped while a batch of `groups` groups was collected, by reason."""
 
     def __init__(self, *, step: int, groups: int) -> None:
         self._step, self._groups = step, groups
@@ -102,7 +102,11 @@ class Dropped:
         return self.equal < _REFILLS * self._groups
 
     def note(self, group_id: str, refused: Refused) -> None:
-        """Count and log it. TrainingError once nearly nothing can be trained on: that is no accident."""
+        """Count and log a dropped group.
+
+        Raises:
+            TrainingError: more groups cannot be trained on than the batch has (and more than four).
+        """
         if refused.kind == "stale":
             self.stale += 1
         elif refused.kind == "equal":
@@ -112,12 +116,12 @@ class Dropped:
             log.error("step %d: group %s is dropped: %s", self._step, group_id, refused.reason)
             if len(self.bad) > max(4, self._groups):
                 raise TrainingError(
-                    f"step {self._step}: {len(self.bad)} groups cannot be trained on, so the fault is hardly "
-                    f"theirs; the last was {group_id}: {refused.reason}"
+                    f"step {self._step}: {len(self.bad)} groups cannot be trained on, so the cause is "
+                    f"probably elsewhere; the last was {group_id}: {refused.reason}"
                 )
 
     def log(self) -> None:
-        """One line for each kind that is nobody's fault."""
+        """Log one line for the stale groups and one for the equal groups."""
         if self.stale:
             log.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
         if self.equal:
@@ -149,8 +153,8 @@ def next_batch(
     bound, are added; the gate does not count them, and none is waited for.
 
     Raises:
-        TrainingError: there were not enough complete groups within `timeout_s`, or so many that cannot
-            be trained on that something else must be wrong.
+        TrainingError: there were not enough complete groups within `timeout_s`, or too many groups cannot
+            be trained on.
     """
     started = time.monotonic()
     taken: list[RolloutGroup] = []
@@ -238,7 +242,7 @@ def _judge_again(
 
 
 def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
-    """`data` with these samples of it; a pair stays while each of its two episodes has one."""
+    """`data` with only these samples; a pair is kept if each of its two episodes has a sample."""
     kept = tuple(samples)
     if not data.pairs:
         return replace(data, samples=kept)

@@ -1,10 +1,10 @@
 """Whether a model can train here, decided from its structure before any weight is read.
 
-Packed samples stay apart, and log-probabilities are the model's own, only if rows meet in nothing but
-attention calls that packed attention computes exactly, and if the logits are the output matrix applied to
-the decoder's last hidden states. Both are observed, not looked up by name: the decoder runs once on the
-meta device with an attention that records its calls, and the code around the output matrix runs once on
-random hidden states and logits.
+Packed samples are independent, and log-probabilities are the model's own, only if rows interact through
+nothing but attention calls that packed attention computes exactly, and if the logits are the output matrix
+applied to the decoder's last hidden states, times a constant. Both are observed, not looked up by name: the
+decoder runs once on the meta device with an attention that records its calls, and the code around the output
+matrix runs once on random hidden states and logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def check_layers(model: PreTrainedModel) -> None:
-    """Check that rows meet only in attention that packed attention computes.
+    """Check that rows interact only through attention that packed attention computes.
 
     Args:
         model: on the meta device, with the packed attention implementation.

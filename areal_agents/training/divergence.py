@@ -1,7 +1,8 @@
-"""The divergence of the policy from a teacher at each scored token, chunk by chunk.
+"""The divergence of the policy from a teacher at each scored token, computed in chunks.
 
-As in `logprobs`, only the hidden rows that predict a scored token meet the output matrices, and the backward
-pass computes each chunk's logits again, so that about two chunks of logits [C, V] live at a time.
+As in `logprobs`, only the hidden rows that predict a scored token are multiplied by the output matrices, and
+the backward pass recomputes the logits of each chunk, so that about two chunks of logits [C, V] exist at a
+time.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def reverse_kl(
     """KL(π_θ, teacher) [N] at each row, differentiable in `hidden` and in the head.
 
     Args:
-        hidden: [N, d] of the policy.
-        temperatures: [N] what the policy's logits are divided by.
-        targets: the teacher's; with `TopTargets` see `reverse_kl_top_k`.
-        chunk_logits: bound on C · V.
+        hidden: [N, d], the policy's last hidden states.
+        temperatures: [N], what the policy's logits are divided by.
+        head: the policy's output layer.
+        targets: the teacher's distributions; for `TopTargets` see `reverse_kl_top_k`.
+        chunk_logits: upper bound on the number C · V of logits in a chunk.
 
     Raises:
-        ValueError: a teacher of another vocabulary.
+        ValueError: the teacher's vocabulary has another size than the policy's.
     """
     rows = chunk_rows(head, hidden, chunk_logits)
     if isinstance(targets, TopTargets):
@@ -90,7 +92,10 @@ def reverse_kl(
 def top_logprobs(
     hidden: Tensor, temperatures: Tensor, head: nn.Linear, k: int, *, chunk_logits: int
 ) -> tuple[Tensor, Tensor]:
-    """The k most likely tokens at each row: ids [N, k] int64 and logprobs [N, k], without a gradient."""
+    """The k most likely tokens at each row, without a gradient: ids [N, k] int64, logprobs [N, k] float32.
+
+    The arguments are those of `reverse_kl`.
+    """
     rows = chunk_rows(head, hidden, chunk_logits)
     ids, values = (
         [hidden.new_zeros((0, k), dtype=torch.int64)],
@@ -211,10 +216,10 @@ class _HeadGradient:
 
     @property
     def weight(self) -> Tensor | None:
-        """[V, d]; None if it is not wanted."""
+        """[V, d]; None if it is not needed."""
         return None if self._weight is None else self._weight.to(self._head.dtype)
 
     @property
     def bias(self) -> Tensor | None:
-        """[V]; None if it is not wanted."""
+        """[V]; None if it is not needed."""
         return None if self._bias is None else self._bias.to(self._head.dtype)

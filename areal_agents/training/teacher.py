@@ -1,8 +1,8 @@
-"""Teachers of distillation: where the distributions come from that the policy is drawn towards.
+"""Teachers of distillation: the models whose distributions the policy is trained towards.
 
 A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
-with a demonstration in front, are asked once a batch, before the first optimizer step; what they say is one
-array per batch, whole and equal on every rank.
+after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers
+are one array per batch, complete and equal on every rank.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_CONCURRENCY = 32  # sequences that an engine scores at a time
+_CONCURRENCY = 32  # sequences that an engine scores at the same time
 _RETRY_S = 2.0
 _LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
-_SCORING_ROOM = 7  # tokens of its context that SGLang 0.5.21 does not score in
+_SCORING_ROOM = 7  # tokens by which a sequence that SGLang 0.5.21 scores must be shorter than its context
 
 
 class HeldTeacher:
-    """A frozen model that the trainer holds, sharded like the policy, but for its output matrix."""
+    """A frozen model that the trainer holds; except for its output matrix it is sharded like the policy."""
 
     def __init__(self, path: str, ranks: Ranks, *, vocab_size: int, options: ModelOptions) -> None:
-        """Load a folder.
+        """Load the model in the folder `path`.
 
         Raises:
-            TrainingError: it cannot be loaded, or has another vocabulary than the policy.
+            TrainingError: the model cannot be loaded, its output layer is not a plain matrix, or its
+                vocabulary differs from the policy's.
         """
         self._policy = load_policy(path, ranks, options=replace(options, lora=None))
         self._policy.requires_grad_(False)
@@ -75,7 +76,7 @@ class EngineTeacher:
     Attributes:
         connect: makes a client, on the first rank; it is closed after each batch.
         top: k.
-        timeout_s: the longest wait for one batch, the times in which the engine does not answer included.
+        timeout_s: the longest wait for one batch, including the time in which the engine does not answer.
     """
 
     connect: Callable[[], Sampler]
@@ -85,35 +86,24 @@ class EngineTeacher:
     ranks: Ranks
 
     def meet(self, *, stopping: Callable[[], bool] = lambda: False) -> int | None:
-        """Wait for the engine's first answer, and check that it can be the teacher. Collective.
+        """Wait for the engine's first answer and check that its model can be the teacher. Collective.
 
         Args:
             stopping: asked on the first rank while it waits for the engine.
 
         Returns:
-            How many tokens a sequence may have; None on every rank if the first one was asked to
-            stop meanwhile.
+            The largest number of tokens that a sequence may have; None on every rank if the first rank was
+            asked to stop while it waited.
 
         Raises:
-            TeacherError: the engine has another vocabulary, or does not answer in time.
+            TeacherError: the engine has another vocabulary than the policy, or does not answer in time.
         """
-        found: int | TeacherError | None = None
-        if self.ranks.is_first:
-            try:
-                found = asyncio.run(self._until(self._longest(), stopping))
-            except TimeoutError:
-                found = TeacherError(
-                    f"the teacher's engine did not answer within {self.timeout_s:g} s "
-                    "(trainer.teacher_timeout_s); check that trainer.teacher_url is that of a running server"
-                )
-            except EngineError as error:
-                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
-            except TeacherError as error:
-                found = error
-        answered = self.ranks.broadcast(found)
-        if isinstance(answered, TeacherError):
-            raise answered
-        return answered
+        return self._collectively(
+            self._longest,
+            stopping,
+            late=f"the teacher's engine did not answer within {self.timeout_s:g} s "
+            "(trainer.teacher_timeout_s); check that trainer.teacher_url is that of a running server",
+        )
 
     def score(
         self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
@@ -124,27 +114,19 @@ class EngineTeacher:
             stopping: asked on the first rank while it waits for the engine.
 
         Returns:
-            The tokens; None on every rank if the first one was asked to stop meanwhile.
+            The tokens with their logprobs; None on every rank if the first rank was asked to stop while it
+            waited.
 
         Raises:
-            TeacherError: the engine has another vocabulary, refuses a sequence, or does not answer in time.
+            TeacherError: the engine has another vocabulary than the policy, refuses a sequence, or does not
+                answer in time, or a token was not sampled at temperature 1.
         """
-        found: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]] | TeacherError | None = None
-        if self.ranks.is_first:
-            try:
-                found = asyncio.run(self._until(self._ask(samples), stopping))
-            except TimeoutError:
-                found = TeacherError(
-                    f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
-                    f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)"
-                )
-            except EngineError as error:
-                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
-            except TeacherError as error:
-                found = error
-        answered = self.ranks.broadcast(found)
-        if isinstance(answered, TeacherError):
-            raise answered
+        answered = self._collectively(
+            lambda: self._ask(samples),
+            stopping,
+            late=f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
+            f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)",
+        )
         if answered is None:
             return None
         ids = np.concatenate([np.empty((0, self.top), np.int32), *(one for one, _ in answered)])
@@ -153,6 +135,29 @@ class EngineTeacher:
             torch.from_numpy(ids.astype(np.int64)).to(self.ranks.device),
             torch.from_numpy(logprobs).to(self.ranks.device),
         )
+
+    def _collectively(
+        self, ask: Callable[[], Coroutine[Any, Any, T]], stopping: Callable[[], bool], *, late: str
+    ) -> T | None:
+        """What `ask` returns on the first rank, on every rank; None once `stopping()`. Collective.
+
+        Raises:
+            TeacherError: on every rank, if `ask` fails, or with the message `late` if it takes too long.
+        """
+        found: T | TeacherError | None = None
+        if self.ranks.is_first:
+            try:
+                found = asyncio.run(self._until(ask(), stopping))
+            except TimeoutError:
+                found = TeacherError(late)
+            except EngineError as error:
+                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
+            except TeacherError as error:
+                found = error
+        answered = self.ranks.broadcast(found)
+        if isinstance(answered, TeacherError):
+            raise answered
+        return answered
 
     async def _until(self, asking: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T | None:
         """What `asking` returns within `timeout_s`; None as soon as `stopping()`."""
@@ -196,9 +201,9 @@ class EngineTeacher:
                 scored = np.flatnonzero(sample.scored_mask)
                 if (sample.temperatures[scored] != 1).any():
                     raise TeacherError(
-                        f"group {sample.group_id}, episode {sample.episode_id}: tokens sampled at another "
-                        "temperature than 1, and a teacher's engine scores at 1; pin the temperature, or use "
-                        "a teacher that the trainer holds (teacher: model)"
+                        f"group {sample.group_id}, episode {sample.episode_id}: tokens were sampled "
+                        "at another temperature than 1, and a teacher's engine scores at 1; pin the "
+                        "temperature, or use a teacher that the trainer holds (teacher: model)"
                     )
                 ids = sample.token_ids[: scored[-1] + 1]
                 async with free:
@@ -222,7 +227,7 @@ class SelfTeacher:
     """The policy as it is when the batch begins, reading a demonstration first: `algorithms.demonstrations`.
 
     Attributes:
-        top: k, of its most likely tokens.
+        top: k, the number of its most likely tokens that are used.
     """
 
     top: int

@@ -1,4 +1,4 @@
-"""Whether a group can be trained on, decided for each group alone, before it meets the others of a batch."""
+"""Decides whether a group can be trained on, for each group separately, before it joins a batch."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from areal_agents.store import Store
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a sample must fit.
+    """The limits that a sample must stay within.
 
     Attributes:
-        microbatch_tokens: the longest input of the model.
-        vocab_size: token ids are below it.
-        experts: what routed experts are recorded of, None for a model without experts.
-        teacher_tokens: the longest sequence that the teacher's engine scores, None without such a teacher.
+        microbatch_tokens: number of tokens of the longest model input.
+        vocab_size: token ids must be below it.
+        experts: the expert layers that routing is recorded for, None for a model without experts.
+        teacher_tokens: number of tokens of the longest sequence that the teacher's engine scores, None
+            without such a teacher.
     """
 
     microbatch_tokens: int
@@ -42,7 +43,7 @@ class Refused:
 
 
 def load_group(store: Store, group_id: str) -> RolloutGroup | Refused:
-    """The group; refused if it cannot be made of what the store holds."""
+    """The group, or a refusal if the rows of the store do not make a group."""
     try:
         return store.load_group(group_id)
     except (ValueError, KeyError, TypeError, StoreError) as error:  # rows that hold no episode
@@ -57,12 +58,12 @@ def vet(
     version: int | None,
     refill: bool,
 ) -> Refused | None:
-    """Why the group cannot be trained on, None if it can.
+    """The reason why a group cannot be trained on, None if it can.
 
     Args:
-        version: no token may be of a later one; None for recorded groups, whose versions are another
-            run's.
-        refill: whether a group of equal scores is refused, if the algorithm has them replaced.
+        version: the trainer's version; no token may have a later one. None for recorded groups, whose
+            versions belong to another run.
+        refill: whether an equal group is refused if the algorithm has `refill_equal_groups`.
     """
     try:
         data = build_training_data([group], algorithm)
@@ -82,7 +83,7 @@ def vet(
 
 
 def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None:
-    """Why an engine cannot be the teacher of a sample."""
+    """The reason why an engine cannot score a sample as its teacher, None if it can."""
     tokens = int(np.flatnonzero(sample.scored_mask)[-1]) + 1
     if longest is not None and tokens > longest:
         return (

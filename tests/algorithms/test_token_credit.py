@@ -456,7 +456,7 @@ def test_what_is_missing_or_has_no_use_is_refused() -> None:
     zeros = per_token(data, lambda _: 0.0)
     with pytest.raises(ValueError, match="values are missing"):
         token_advantages(data, values=None, penalties=None, config=ppo())
-    with pytest.raises(ValueError, match="penalties have no use"):
+    with pytest.raises(ValueError, match="penalties are not used"):
         token_advantages(data, values=zeros, penalties=zeros, config=ppo())
     with pytest.raises(ValueError, match="values of 0 samples, expected those of 1"):
         token_advantages(data, values=[], penalties=None, config=ppo())

@@ -47,8 +47,8 @@ class Comparison:
     Attributes:
         returns: per episode [T] D_i(k) of each turn.
         baselines: per episode [T] what is subtracted, 0 without a mean.
-        scale: what the difference is multiplied by: 1/(std + 1e-5), 1 without a deviation, and 0 where the
-            scores that the deviation is of are all equal.
+        scale: what the difference is multiplied by: 1/(std + 1e-5); 1 without a std; 0 where the scores that
+            the std is computed from are all equal.
     """
 
     returns: tuple[Floats, ...]
@@ -80,20 +80,20 @@ def compare(
         groups: the episodes of each group.
         returns: D, see `returns.EpisodeCredit` and `returns.RewardToGo`.
         mean: where the baseline is taken: over the group, over all episodes of the batch, or nowhere.
-        std: the same for the deviation of the scores.
+        std: the same for the standard deviation of the scores.
         std_estimator: "sample" divides by n − 1, as torch.std does and as the measured recipes
             did; "population" by n.
         leave_one_out: the baseline is over the other episodes: (Σ_j D_j − D_i)/(n − 1).
-        reductions: per group and episode what is taken off its D_j in baselines, and off its score: the mean
-            of what its tokens pay.
+        reductions: per group and episode what is subtracted from its D_j in baselines, and from its score:
+            the mean over its tokens of their penalties.
 
     Returns:
         One comparison per group. All advantages are 0 where the scores that the std is taken over are all
         equal (the ratio would only amplify turn rewards by 1e5), a single episode included.
 
     Raises:
-        ValueError: no groups; a group without episodes; a reward that is not finite; no other episode to take
-            the mean over.
+        ValueError: there are no groups, a group has no episodes, a reward is not finite, or leave_one_out
+            finds no other episode to take the mean over.
 
     Source: GRPO, arXiv 2402.03300 eq. 3; Dr.GRPO (arXiv 2503.20783) is std="none"; leave-one-out is
     RLOO, arXiv 2402.14740.
@@ -170,10 +170,11 @@ def step_advantages(
     turns that were recorded after its call began.
 
     Args:
-        mean, std: over the steps of the group, of the batch, or left out.
+        mean, std: whether the statistic is over the steps of the group, over those of the batch, or left out.
 
     Returns:
-        Per group and episode an array [T]; all zero where the std is over equal rewards.
+        Per group and episode an array [T]; all zero where the rewards that the std is computed from are
+        equal.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.3.
     """
@@ -210,12 +211,13 @@ def whitened(
     std: NormLevel,
     std_estimator: StdEstimator,
 ) -> list[Floats]:
-    """Advantages of single tokens, (A − mean)/(std + 1e-5), the statistics over tokens.
+    """Normalise the advantages of single tokens: (A − mean)/(std + 1e-5), with statistics over tokens.
 
     Args:
-        advantages: per sample, of its trained tokens, [N_s].
-        group_ids: each sample's group.
-        mean, std: over the tokens of the group, of the batch, or left out.
+        advantages: per sample an array [N_s] over its trained tokens.
+        group_ids: the group id of each sample.
+        mean, std: whether the statistic is over the tokens of the group, over those of the batch, or left
+            out.
 
     Source: the advantages of a critic are normalised over the batch's tokens since PPO (arXiv
     1707.06347); REINFORCE++ does so without a critic (arXiv 2501.03262).
@@ -233,7 +235,7 @@ def whitened(
 def _over_pools(
     arrays: Sequence[Floats], pools: Sequence[str], statistic: Callable[[Floats], float]
 ) -> list[float]:
-    """Per array the statistic of its pool, the arrays of one name together."""
+    """For each array, the statistic over all arrays that have the same pool name."""
     members: dict[str, list[Floats]] = {}
     for array, pool in zip(arrays, pools, strict=True):
         members.setdefault(pool, []).append(array)
@@ -242,12 +244,12 @@ def _over_pools(
 
 
 def mean_of(values: Floats) -> float:
-    """The mean, and 0 of no values."""
+    """The mean; 0 if there are no values."""
     return float(values.mean()) if values.size else 0.0
 
 
 def inverse_std(values: Floats, std_estimator: StdEstimator) -> float:
-    """1/(std + 1e-5), and 0 where all values are equal or there are none."""
+    """1/(std + 1e-5); 0 if all values are equal or there are none."""
     if not values.size or all_equal(values):
         return 0.0
     return float(1 / (values.std(ddof=1 if std_estimator == "sample" else 0) + STD_EPSILON))

@@ -1,7 +1,6 @@
 """Anchors: what a turn saw before it was sampled, reduced to a value that can be compared.
 
-Turns of one group with equal anchors were sampled in the same situation, so that what they earned can be
-compared with one another.
+Turns of one group with equal anchors were sampled in the same situation, so their returns can be compared.
 """
 
 from __future__ import annotations

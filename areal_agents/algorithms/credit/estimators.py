@@ -29,13 +29,13 @@ from areal_agents.algorithms.parts import Part
 
 GaeLevel = Literal["token", "turn"]
 
-_MEAN = "Where the subtracted mean is taken."
-_STD = "Where the dividing deviation is taken."
+_MEAN = "Over what the subtracted mean is taken: group, batch, or none."
+_STD = "Over what the dividing standard deviation is taken: group, batch, or none."
 _STD_ESTIMATOR = "sample divides by n - 1 (as torch.std does), population by n."
 
 
 class GroupEstimator(Part):
-    """A return less the mean of the returns of the other episodes of the task."""
+    """The return of a turn less the mean return of the episodes of its group (GRPO, RLOO)."""
 
     kind: Literal["group"] = "group"
     credit: Credit = Field(
@@ -51,7 +51,7 @@ class GroupEstimator(Part):
     )
     advantage_statistics: Literal["episode", "token"] = Field(
         default="episode",
-        description="Mean and deviation are over episodes, each once; or over trained tokens (REINFORCE++).",
+        description="Mean and std are over episodes, each once; or over trained tokens (REINFORCE++).",
     )
 
     @model_validator(mode="after")
@@ -68,7 +68,7 @@ class GroupEstimator(Part):
             )
         if self.advantage_statistics == "token" and (self.leave_one_out or by_steps):
             raise ValueError(
-                "advantage_statistics: token takes mean and deviation over tokens; it goes with neither "
+                "advantage_statistics: token takes mean and std over tokens; it goes with neither "
                 "leave_one_out nor credit: step_normalized"
             )
         if self.advantage_statistics == "token" and self.advantage_mean == self.advantage_std == "none":
@@ -140,7 +140,7 @@ class MaxRlEstimator(Part):
 
 
 class GdpoEstimator(Part):
-    """Rewards of several names, each normalised within the group by itself, then summed (GDPO)."""
+    """Rewards of several names, each normalised separately within the group, then summed (GDPO)."""
 
     kind: Literal["gdpo"] = "gdpo"
     reward_weights: dict[str, float] = Field(
@@ -169,7 +169,7 @@ class GdpoEstimator(Part):
 
 
 class GaeEstimator(Part):
-    """Generalised advantage estimation with a critic of its own."""
+    """Generalised advantage estimation with a learned critic."""
 
     kind: Literal["gae"] = "gae"
     gae_lambda: float = Field(default=1.0, ge=0, le=1, description="λ of GAE.")
@@ -179,7 +179,9 @@ class GaeEstimator(Part):
     advantage_std: NormLevel = Field(default="batch", description=_STD)
     std_estimator: StdEstimator = Field(default="sample", description=_STD_ESTIMATOR)
     value_clip: float | None = Field(
-        default=None, gt=0, description="Values move at most this far from the old ones in the value loss."
+        default=None,
+        gt=0,
+        description="In the value loss, values are clipped to within this distance of the old ones.",
     )
     value_coefficient: float = Field(default=1.0, gt=0, description="Weight of the value loss.")
 

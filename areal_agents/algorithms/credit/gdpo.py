@@ -1,4 +1,4 @@
-"""Advantages of several named rewards, each normalised by itself."""
+"""Advantages of several named rewards, each normalised separately."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gdpo_advantages(
         group in which all S_i are 0, since the mean over the batch is 0 too.
 
     Raises:
-        TrainingError: reward names without a weight beside given weights; the message names them all.
+        TrainingError: `weights` is not empty and lacks a reward name; the message names all of them.
 
     Source: GDPO, arXiv 2601.05242.
     """
@@ -64,7 +64,7 @@ def gdpo_advantages(
 
 
 def _without_weight(groups: Sequence[Sequence[EpisodeRewards]], weights: Mapping[str, float]) -> str:
-    """What to say of the reward names that have no weight; empty if all have one or none needs one."""
+    """The error message for reward names without a weight; empty if there is no such name."""
     of_groups: dict[str, str] = {}
     for group in groups:
         for name in sorted({name for member in group for name in member.by_name}):

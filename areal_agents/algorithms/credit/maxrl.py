@@ -29,7 +29,7 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
         Per group and episode an array [T] in recording order.
 
     Raises:
-        TrainingError: a score below 0, which is no likelihood; the message names the group.
+        TrainingError: a score is below 0, so that it is not a likelihood; the message names the group.
 
     Source: MaxRL, arXiv 2602.02710.
     """

@@ -74,7 +74,10 @@ def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discou
 
 
 class StepNormalized(Part):
-    """A turn has earned the normalised rewards of the steps that end at it or later: `step_advantages`."""
+    """A turn has earned the normalised rewards of the steps that end at it or later.
+
+    See `advantages.step_advantages`.
+    """
 
     kind: Literal["step_normalized"] = "step_normalized"
 
@@ -125,7 +128,7 @@ class TurnGroups(Part):
     )
     turn_return: TurnReturn = Field(
         default_factory=ReturnToGo,
-        description="What turns are compared by: their own reward and what came after, or their own only.",
+        description="What turns are compared by: their own reward and later ones, or their own only.",
     )
     turn_weight: float = Field(
         default=1.0, gt=0, description="Weight ω of a turn's advantage in its step group."
@@ -137,8 +140,10 @@ class TurnGroups(Part):
 
     @property
     def keeps_bias(self) -> bool:
-        """Whether a constant added to every episode reward changes advantages: it does where the episode
-        reward is discounted by a distance that differs within a step group."""
+        """Whether a constant added to every episode reward changes advantages.
+
+        It does if the episode reward is discounted by a distance that differs within a step group.
+        """
         return isinstance(self.turn_return, ReturnToGo) and self.turn_return.turn_discount < 1
 
 

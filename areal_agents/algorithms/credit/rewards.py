@@ -25,7 +25,7 @@ LENGTH_PENALTY = "length_penalty"  # the name of the length penalty among the re
 
 
 class NoLengthPenalty(Part):
-    """Length is neither rewarded nor punished."""
+    """No length penalty."""
 
     kind: Literal["none"] = "none"
 
@@ -53,7 +53,7 @@ class LinearLengthPenalty(Part):
 
 
 class RewardShaping(Part):
-    """How given rewards become those that are trained on."""
+    """How recorded rewards are shaped before training."""
 
     reward_scale: float = Field(default=1.0, gt=0, description="Every reward is multiplied by it.")
     reward_bias: float = Field(default=0.0, description="Added to the episode reward before the scale.")
@@ -61,7 +61,7 @@ class RewardShaping(Part):
         default=None, gt=0, description="Scaled rewards are clipped to ± this; absent: not clipped."
     )
     length_penalty: Annotated[NoLengthPenalty | LinearLengthPenalty, Field(discriminator="kind")] = Field(
-        default_factory=NoLengthPenalty, description="none, or linear: DAPO's penalty of long episodes."
+        default_factory=NoLengthPenalty, description="none, or linear (DAPO's penalty on long episodes)."
     )
 
     @property
@@ -130,11 +130,12 @@ def episode_rewards(
 
         r_t ← clip(s · r_t, −c, c)        R ← clip(s · (R + b), −c, c) + length penalty
 
-    The bias is of the episode, so that an episode does not gain by having many turns. A turn of an earlier
-    release, which did not note when its call began, counts as begun when its parent was recorded.
+    The bias is added once per episode, so that an episode does not gain by having many turns. A turn that was
+    recorded by an earlier release, without the time when its call began, counts as begun when its parent was
+    recorded.
 
     Args:
-        anchor: by what turns are compared; None leaves the anchors empty.
+        anchor: the kind of anchor by which turns are compared; None leaves the anchors empty.
     """
     index = {turn.id: place for place, turn in enumerate(episode.turns)}
     turns, whole = np.zeros(len(index)), 0.0
@@ -191,10 +192,10 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> 
 
         min(−(length − (limit − buffer)) / buffer · factor, 0)
 
-    0 up to limit − buffer tokens, −factor at the limit, and on in the same line beyond it (where
-    several turns together sampled more than one completion could).
+    The penalty is 0 up to limit − buffer tokens, −factor at the limit, and keeps growing at the same rate
+    beyond it, because several turns together can sample more than one completion could.
 
-    Source: DAPO, arXiv 2503.14476, eq. 13, which has −1 beyond the limit.
+    Source: DAPO, arXiv 2503.14476, eq. 13, where the penalty is −1 beyond the limit.
     """
     return min(-(length - (limit - buffer)) / buffer * factor, 0.0)
 

@@ -1,8 +1,8 @@
-"""Advantages of single tokens: a critic's (GAE), and penalties in the token rewards.
+"""Advantages of single tokens: with a critic (GAE), or with penalties in the rewards of tokens.
 
 An episode is one sequence of states here: its trained tokens, turn after turn in recording order. The reward
-of a turn comes with its last token, the episode's reward once, at the end. What stands between two trained
-tokens is part of the step from one to the next.
+of a turn comes with its last token, the episode's reward once, at the end. Tokens between two trained tokens
+are part of the step from the first to the second.
 """
 
 from __future__ import annotations
@@ -49,20 +49,22 @@ def token_advantages(
 ) -> TokenCredit:
     """The advantage of every trained token of a batch.
 
-    With a critic the advantages are those of `gae`, whitened over tokens. Without one a token's return is
-    its turn's less what it and later tokens pay (`penalties_to_go`); the baseline is over episodes, each
-    once, less the mean over an episode's tokens of what they pay, or with `advantage_statistics: token` the
-    mean over tokens.
+    With a critic the advantages are computed by `gae` and whitened over tokens. Without a critic the return
+    of a token is the return of its turn less the penalties of this token and of later ones
+    (`penalties_to_go`). The baseline is the mean over episodes, each counted once, of the return less the
+    mean penalty to go of the episode's tokens; with `advantage_statistics: token` it is the mean over tokens.
 
     Args:
-        data: of `build_training_data`; tokens that were masked since are no states.
+        data: made by `build_training_data`; tokens that were masked afterwards are not states.
         values: per sample the critic's V(state before each scored token), [N_s]; None without a critic.
         penalties: per sample an estimate of KL(proximal, reference) at each scored token, [N_s]; times
-            the KL's coefficient it is taken off the token's reward. None where kl_in is not "reward".
+            the KL's coefficient it is subtracted from the token's reward. None where kl_in is not "reward".
 
     Raises:
-        ValueError: values or penalties that the algorithm needs are missing, or it has no use for them.
-        TrainingError: not one finite number per scored token; the message names group and episode.
+        ValueError: values or penalties that the algorithm needs are missing, or ones that it does not use are
+            given.
+        TrainingError: values or penalties are not one finite number per scored token; the message names the
+            group and the episode.
 
     Source: GAE, arXiv 1506.02438; REINFORCE++, arXiv 2501.03262, eq. 8-10.
     """
@@ -72,7 +74,7 @@ def token_advantages(
         ("penalties", penalties, isinstance(config.kl_in, KlInReward)),
     ):
         if (given is not None) != needed:
-            raise ValueError(f"{name} {'are missing' if needed else 'have no use'}: preset {config.preset}")
+            raise ValueError(f"{name} {'are missing' if needed else 'are not used'}: preset {config.preset}")
     if not config.needs_token_credit:
         return TokenCredit([sample.advantages[sample.scored_mask] for sample in samples], None)
     sizes = [int(sample.loss_mask.sum()) for sample in samples]
@@ -120,10 +122,11 @@ def gae(
         δ_i = r_i + γ V_{i+1} − V_i        A_i = δ_i + γλ A_{i+1}        target_i = A_i + V_i
 
     With level "token" a state is a trained token, and the first of the next turn follows the last of a turn.
-    With level "turn" a state is a turn, its value that before its first token, its reward less all it pays;
-    every token of it has the turn's advantage and target. The turn's own reward comes with its last token,
-    and with the last turn's the episode's, after which nothing follows. A turn without a trained token has no
-    value of its own: its reward belongs to the step that passes it, and at level "turn" it is a step.
+    With level "turn" a state is a turn: its value is V before its first token, its reward is reduced by all
+    its penalties, and every token has the turn's advantage and target. The turn's own reward comes with its
+    last token, the episode's reward with the last token of the last turn, and the value after that is 0. A
+    turn without a trained token has no value of its own: its reward belongs to the step that passes it, and
+    at level "turn" it is a step.
 
     With γ = λ = 1, no costs and values 0, an advantage is the sum of the rewards from its turn on.
 
@@ -165,7 +168,7 @@ def gae(
 
 
 def penalties_to_go(rewards: EpisodeRewards, costs: _ByTurn, *, turn_discount: float) -> dict[int, Floats]:
-    """What each trained token and those after it pay, in the form of `costs`.
+    """The sum of the penalties of each trained token and of those after it, in the form of `costs`.
 
     The sum over the rest of the token's turn, itself included, and over the turns that were recorded after
     it, those discounted by turn_discount^max(0, difference in depth), as rewards to go are.
@@ -202,7 +205,7 @@ def _with_critic(
 
 
 def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
-    """[N] what each trained token and those after it pay."""
+    """[N] the sum of the penalties of each trained token and of those after it."""
     credit = estimator.credit
     discount = credit.turn_discount if isinstance(credit, RewardToGo) else 1.0
     paid = np.empty_like(costs)
@@ -218,7 +221,7 @@ def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Float
 
 
 def _token_returns(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
-    """[N] the return of each trained token, less what it and later tokens pay."""
+    """[N] the return of each trained token, less the penalties of this token and of later ones."""
     credit = estimator.credit
     assert isinstance(credit, EpisodeCredit | RewardToGo)
     returns = -_paid(data, costs, estimator)
@@ -255,7 +258,7 @@ def _without_critic(data: TrainingData, costs: Floats, estimator: GroupEstimator
 
 
 def _discounted_sums(deltas: Floats, factor: float, after: float) -> Floats:
-    """Σ_{j ≥ i} factor^(j − i) δ_j, and `after` one step behind the last."""
+    """Σ_{j ≥ i} factor^(j − i) δ_j, where `after` is the sum that follows the last δ."""
     if factor == 1:
         return np.asarray(deltas[::-1].cumsum()[::-1] + after)
     sums = deltas.tolist()

@@ -18,8 +18,8 @@ class TrainedTurns:
 
     Attributes:
         constrained: train turns that were sampled under a grammar or with a sampling pin lifted.
-        greedy: train turns sampled at temperature 0, where no sampling distribution exists; for losses that
-            need none.
+        greedy: train turns sampled at temperature 0, which have no sampling distribution; for losses that
+            do not need one.
         truncated: train the turns of truncated episodes.
         exclude_labels: patterns of labels whose turns are not trained; "sub-agent/*" is every sub-agent.
     """

@@ -28,7 +28,7 @@ def turn_group_advantages(
     std: NormLevel,
     std_estimator: StdEstimator,
 ) -> list[list[Floats]]:
-    """The advantage of an episode in its group, plus that of a turn in its step group.
+    """The advantage of an episode in its group, plus the advantage of a turn in its step group.
 
         A_t = A^E + ω · A^S_t        A^S_t = (R_t − mean)/(std + 1e-5)
 
@@ -51,7 +51,7 @@ def turn_group_advantages(
         Per group and episode an array [T] in recording order; exactly 0 where the two parts cancel.
 
     Raises:
-        ValueError: an episode without one anchor per turn, or as `advantages.compare`.
+        ValueError: an episode does not have one anchor per turn, or `advantages.compare` raises.
 
     Source: GiGPO, arXiv 2505.10978, eq. 3 and 5-8 (observation, reward_to_go, score); MT-GRPO, arXiv
     2505.11821v1 (position, own, outcome), where A = A^O + λ·A^T for the turn with a turn reward,

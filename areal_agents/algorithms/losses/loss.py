@@ -1,8 +1,8 @@
-"""What every policy loss is given and returns, and what its settings say of it.
+"""The interface of a policy loss: what it is given, what it returns, and what its settings declare.
 
 u = π_θ/π_prox throughout, given as its clamped logarithm. Each loss returns ℓ_t [N], of which
 `objective.policy_loss` makes Σ_t c_t w_t ℓ_t. With u = 1, which is every policy gradient loss on its first
-minibatch, the gradient of ℓ is −A ∇log π, but for the tokens that `dppo` masks.
+minibatch, the gradient of ℓ is −A ∇log π, except for the tokens that `dppo` masks.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ class LossPart(Part):
     """The settings of a policy loss.
 
     Attributes:
-        uses_advantages: whether it multiplies with advantages, so that it needs an estimator of them.
-        is_supervised: whether it learns from recorded episodes as they are, whoever sampled them.
+        uses_advantages: whether the loss is multiplied by advantages, so that it needs an estimator.
+        is_supervised: whether it learns from recorded episodes as they are, whichever policy sampled them.
         needs_reference: whether it needs the logprobs of a reference policy.
-        implies: settings of the algorithm that this loss brings with it where nothing else is given.
+        implies: settings of the algorithm that this loss implies where nothing else is given.
     """
 
     uses_advantages: ClassVar[bool] = True

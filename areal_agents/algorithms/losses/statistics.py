@@ -1,4 +1,4 @@
-"""What is known of a loss beside its value: sums and maxima that add up over micro-batches and ranks."""
+"""Statistics of a loss: sums and maxima that can be combined over micro-batches and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a minibatch keep their gradient, or pay for moving, beside what the loss itself clips.
+"""Trust regions: which tokens of a minibatch keep their gradient or are penalised.
 
 The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
 it does not depend on how the minibatch was cut.
@@ -25,7 +25,7 @@ class TokenChoice:
 
     Attributes:
         keep: [N] bool, the tokens that keep their gradient; None: all.
-        penalty: [N] float32, what |log u| is multiplied by in the loss of the token; None: nowhere any.
+        penalty: [N] float32, what |log u| is multiplied by in the loss of the token; None: no penalty.
     """
 
     keep: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Costs dealt to ranks: as many to each, sums as equal as differencing makes them."""
+"""Distributes costs over ranks: the same number to each rank, with sums as equal as differencing achieves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the model computes for the rows that it is given: the cost that micro-batches are balanced on.
+"""FLOPs of a decoder's forward pass: the cost by which micro-batches are balanced.
 
-A row costs its matrix products, and a share of attention for every row that it sees; a trained
-token costs its row of logits besides. So a sequence of s tokens costs a·s + b·s², and a shared
+A row costs its matrix products, and attention to every row that it sees; a trained token also costs its row
+of logits. So a sequence of s tokens costs a·s + b·s², and a shared
 prefix is counted once, as it is computed.
 """
 

@@ -1,4 +1,4 @@
-"""A batch cut into the K parts that one optimizer step each is made on."""
+"""Splits a batch into K minibatches, one for each optimizer step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from areal_agents.core.sample import TrainingSample
 def split_minibatches(
     samples: Sequence[TrainingSample], count: int, *, seed: int
 ) -> list[list[TrainingSample]]:
-    """Deal the samples to at most `count` parts of nearly equal size, none empty.
+    """Distribute the samples over at most `count` parts with nearly the same number of groups, none empty.
 
-    Whole groups are dealt, in a random order that `seed` determines, so that a group's prefix is computed
-    once; whole episodes are where there are fewer groups than parts.
+    A group stays in one part, so that its prefix is computed once; if there are fewer groups than parts, an
+    episode does. `seed` determines the random order.
     """
     if count == 1 or len(samples) <= 1:
         return [list(samples)] if samples else []
