@@ -16,6 +16,7 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Sampler
 from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator
+from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control import Control
@@ -86,6 +87,7 @@ class _Parts:
     sessions: Sessions
     implicit: ImplicitEpisodes
     auth: Authenticator
+    bodies: Bodies
     completer: Completer
     pass_through: PassThrough
 
@@ -111,6 +113,7 @@ class _Parts:
             sessions=sessions,
             implicit=ImplicitEpisodes(store, sessions, split=config.implicit_split, ownership=ownership),
             auth=Authenticator(config),
+            bodies=Bodies(max_bytes=int(config.max_body_mb * 2**20), max_values=config.max_json_values),
             completer=Completer(store=store, engine=engine, renderer=renderer, config=config),
             pass_through=PassThrough(config),
         )
@@ -132,6 +135,7 @@ class _Parts:
             sessions=self.sessions,
             implicit=self.implicit,
             auth=self.auth,
+            bodies=self.bodies,
             completer=self.completer,
             renderer=self.renderer,
             pass_through=self.pass_through,
@@ -146,6 +150,7 @@ class _Parts:
             implicit=self.implicit,
             auth=self.auth,
             config=self.config,
+            bodies=self.bodies,
             own_port=self.workers.port if self.workers is not None else None,
         )
 
@@ -172,13 +177,14 @@ class _Parts:
             auth=self.auth,
             dialects=calls.dialects,
             config=self.config,
+            bodies=self.bodies,
         )
         return WorkerDoor(
             app,
             workers=self.workers,
             placement=placement,
             anthropic=calls.dialects["/v1/messages"],
-            max_body_bytes=int(self.config.max_body_mb * 2**20),
+            max_body_bytes=self.bodies.max_bytes,
         )
 
     def lifespan(
@@ -195,6 +201,7 @@ class _Parts:
             yield
             sweeping.cancel()
             self.completer.close()
+            self.bodies.close()
             await self.pass_through.aclose()
 
         return living

@@ -204,6 +204,7 @@ def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[s
         "constrained": turn.constrained,
         "label": turn.label,
         "forked_from": turn.forked_from,
+        "special_tokens_as_text": turn.special_tokens_as_text,
     }
     if with_tokens:
         out["prompt_ids"] = episode.forest.prompt_ids(turn.id)

@@ -33,8 +33,8 @@ class SpecialText:
         longest_first = sorted(set(tokens), key=lambda token: (-len(token), token))
         if longest_first and len(longest_first[-1]) < 2:
             raise ConfigError(
-                f"the special token {longest_first[-1]!r} is a single character, which cannot be told apart in "
-                "content; set proxy.special_tokens_in_content: parse"
+                f"the special token {longest_first[-1]!r} is a single character, which content may have "
+                "too; set proxy.special_tokens_in_content: parse"
             )
         self._longest = len(longest_first[0]) if longest_first else 0
         written = "|".join(map(re.escape, longest_first)) or r"(?!)"
