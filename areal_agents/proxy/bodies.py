@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -82,10 +83,14 @@ class Bodies:
 
     def _give_back(self) -> None:
         self._giving_back = None
-        assert self._trim is not None
-        self._thread.submit(self._trim, 0)
+        self._thread.submit(self._collect)
 
-    def _parse(self, body: bytes) -> Any:
+    def _collect(self) -> None:
+        assert self._trim is not None
+        gc.collect(1)  # what a refused request left in the cycles of its exception
+        self._trim(0)
+
+    def _parse(self, body: bytearray) -> Any:
         refuse_many_values(body, self._max_values)
         try:
             return orjson.loads(body)
@@ -94,20 +99,22 @@ class Bodies:
             raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
 
 
-def refuse_many_values(body: bytes, most: int) -> None:
+def refuse_many_values(body: bytes | bytearray, most: int) -> None:
     """RequestError 413 if a JSON text has more than `most` values and names.
 
     Every value but the first one follows a comma, a colon or an opening bracket, and every name stands
     before a colon. So these are counted, outside of strings.
     """
-    if sum(map(body.count, _COUNTED)) < most:
+    parts = range(0, len(body), _PART)
+    if sum(body.count(mark, start, start + _PART) for start in parts for mark in _COUNTED) < most:
         return
     count, start = 1, 0
     while start < len(body) and count <= most:
-        quote = body.find(b'"', start)
-        end = len(body) if quote < 0 else quote
+        part = min(start + _PART, len(body))
+        quote = body.find(b'"', start, part)
+        end = part if quote < 0 else quote
         count += sum(body.count(mark, start, end) for mark in _COUNTED)
-        start = _end_of_string(body, end + 1)
+        start = end if quote < 0 else _end_of_string(body, end + 1)
     if count > most:
         raise RequestError(
             f"the body has more than {most} JSON values (proxy.max_json_values)",
@@ -116,7 +123,7 @@ def refuse_many_values(body: bytes, most: int) -> None:
         )
 
 
-def _end_of_string(body: bytes, start: int) -> int:
+def _end_of_string(body: bytes | bytearray, start: int) -> int:
     """The index behind the quote that ends a string whose text begins at `start`."""
     while start < len(body):
         found = _TO_QUOTE.match(body, start, start + _PART)
@@ -129,22 +136,21 @@ def _end_of_string(body: bytes, start: int) -> int:
     return start
 
 
-async def _received(request: Request, max_bytes: int) -> bytes:
+async def _received(request: Request, max_bytes: int) -> bytearray:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RequestError("compressed bodies are not supported", status=415, code="unsupported_encoding")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    chunks, size = [], 0
+    body = bytearray()  # which grows without being copied as a whole
     try:
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
+            body += chunk
+            if len(body) > max_bytes:
                 raise _too_large(max_bytes)
-            chunks.append(chunk)
     except ClientDisconnect:
         raise ClientGone from None
-    return b"".join(chunks)
+    return body
 
 
 def refuse_depth(body: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ T = TypeVar("T")
 _MS_PER_CHARACTER, _MS_PER_SAMPLED_TOKEN = 5e-4, 5e-4
 _MS_PER_BRIDGED_TOOLS_CHARACTER = 1e-5  # templates write the tools again, but they are not encoded
 _INLINE_MS, _LONG_MS = 1.0, 100.0
+_COUNTED_CHARACTERS = 200_000  # of tools
 _RENDERERS_KEPT = 16
 _TOOLS_KEPT = 256  # sets of tools whose size is known
 _MOST_CANDIDATES = 4  # turns that the second look renders
@@ -147,11 +148,11 @@ class Prompts:
         return self._with_options.put(key, made)
 
     def _tools_size(self, request: ModelRequest) -> float:
-        """Characters of a request's tools; infinite for tools that are nested too deeply to count."""
+        """About how many characters a request's tools are written with; infinite for very many."""
         if not request.tools:
             return 0
         known = self._tools_sizes.get(request.tools_id)
-        return self._tools_sizes.put(request.tools_id, _json_size(request.tools)) if known is None else known
+        return self._tools_sizes.put(request.tools_id, _size(request.tools)) if known is None else known
 
     def _rendering_ms(self, messages: Sequence[Message], request: ModelRequest) -> float:
         """About what it costs to render a whole conversation."""
@@ -300,11 +301,20 @@ def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
         )
 
 
-def _json_size(tools: Sequence[dict[str, Any]]) -> float:
-    try:
-        return len(orjson.dumps(tools))
-    except orjson.JSONEncodeError:
-        return float("inf")
+def _size(tools: Sequence[dict[str, Any]]) -> float:
+    """About how many characters tools are written with; infinite where they are very many."""
+    size, waiting = 0, list[Any](tools)
+    while waiting:
+        item = waiting.pop()
+        size += 4 + (len(item) if isinstance(item, str) else 0)
+        if size > _COUNTED_CHARACTERS:
+            return float("inf")
+        if isinstance(item, dict):
+            size += sum(map(len, item))
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return size
 
 
 def _characters(messages: Sequence[Message]) -> int:

@@ -86,7 +86,7 @@ class SpecialText:
         """
         try:
             json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deeply for whoever would read it as JSON
             return self.mark(text)
         return self._mark_tokens(_LITERAL.sub(lambda found: self._mark_literal(found[0]), text))
 
