@@ -18,7 +18,7 @@ from proxy_support import MODEL, RunningProxy, ScriptedEngine, running_proxy
 
 from areal_agents.core.messages import Message
 from areal_agents.errors import PromptTooLong, RequestError
-from areal_agents.proxy.bodies import _PART, refuse_many_values
+from areal_agents.proxy.values import _PART, refuse_many_values
 from areal_agents.rendering import ChatRenderer, Tokenizer
 from areal_agents.rendering.token_lengths import characters_per_token
 
@@ -51,7 +51,7 @@ def test_values_are_counted_without_what_stands_in_strings() -> None:
         refuse_many_values(body, most + empty)
         with pytest.raises(RequestError) as refused:
             refuse_many_values(body, most - 1)
-        assert refused.value.status == 413 and "max_json_values" in refused.value.message
+        assert refused.value.status == 413 and "JSON values" in refused.value.message
 
 
 @pytest.mark.parametrize("shift", range(-3, 4))
@@ -146,6 +146,27 @@ def test_many_values_are_refused_before_they_are_parsed(tmp_path: Path, renderer
         assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200
         answer = proxy.http.post("/v1/chat/completions", json={**body, "metadata": {"x": [1] * 50}})
         assert answer.status_code == 413 and answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_many_rewards_are_written_at_once_and_too_many_refused(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    started = time.monotonic()
+    for value in (0.5, 1.0):
+        body = {"reward": {f"n{i}": value for i in range(10_000)}}
+        assert proxy.http.post(f"/episodes/{episode['id']}/reward", json=body).status_code == 200
+    assert time.monotonic() - started < 8  # a minute, one by one
+    shown = proxy.http.get(f"/episodes/{episode['id']}").json()
+    assert shown["score"] == 10_000.0 and len(shown["rewards"]) == 10_000
+    body = {"reward": {f"n{i}": 1.0 for i in range(10_001)}}
+    assert proxy.http.post(f"/episodes/{episode['id']}/reward", json=body).status_code == 400
+
+
+def test_arguments_of_very_many_values_are_refused(proxy: RunningProxy) -> None:
+    function = {"name": "f", "arguments": json.dumps([0] * 50_001)}
+    call = {"id": "c", "type": "function", "function": function}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    answer = proxy.http.post("/v1/chat/completions", json={"messages": messages})
+    assert answer.status_code == 413
 
 
 def test_many_assistant_messages_are_joined_in_one_go(proxy: RunningProxy) -> None:

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from areal_agents.core.forest import Forest
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash
-from areal_agents.proxy.bodies import Bodies, refuse_many_values
+from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
 from areal_agents.proxy.dialects.memo import MessageMemo
@@ -30,6 +30,7 @@ from areal_agents.proxy.implicit import (
     session_name,
 )
 from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NotFound, Store
