@@ -34,7 +34,7 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.retries import Retries
-from areal_agents.proxy.sampling import Drawing, draw, grammar_of
+from areal_agents.proxy.sampling import Drawing, draw
 from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
@@ -176,6 +176,7 @@ class Completer:
             raise RequestError(
                 f"at most {most} tokens may be asked for, got {request.wish.max_tokens}", param="max_tokens"
             )
+        grammar = await self._prompts.grammar(request, prompt.renderer)
         bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens, most]
         bounds.append(session.limits.max_completion_tokens)
         if session.limits.max_tokens is not None:
@@ -187,7 +188,7 @@ class Completer:
             lifted=self._config.lifted_pins,
             stop_token_ids=prompt.renderer.stop_token_ids,
             max_new_tokens=min(bound for bound in bounds if bound is not None),
-            grammar=grammar_of(request, prompt.renderer),
+            grammar=grammar,
         )
 
     async def _draw(

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from areal_agents.core.completion import TokenIds
+from areal_agents.core.completion import Grammar, TokenIds
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Turn
@@ -24,6 +24,7 @@ from areal_agents.errors import ConfigError, PromptTooLong, RenderingError, Requ
 from areal_agents.proxy.raw_prompts import PlainStream, RawPrompts
 from areal_agents.proxy.recent import Recent
 from areal_agents.proxy.request import ModelRequest
+from areal_agents.proxy.sampling import grammar_of
 from areal_agents.rendering import ChatRenderer, ReplyStream
 
 T = TypeVar("T")
@@ -105,6 +106,13 @@ class Prompts:
         return await self.off_loop(
             cost, lambda: prompt.renderer.parse(prompt.ids, completion_ids, request.tools)
         )
+
+    async def grammar(self, request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
+        """What the reply must match; see `grammar_of`."""
+        written = 0.0 if request.output is None else len(request.output.text)
+        if request.calls == "required":
+            written += self._tools_size(request)
+        return await self.off_loop(written * _MS_PER_CHARACTER, lambda: grammar_of(request, renderer))
 
     def reply_stream(self, prompt: Prompt, request: ModelRequest) -> ReplyStream | PlainStream:
         """A reader of the reply's tokens as they come."""
