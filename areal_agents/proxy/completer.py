@@ -41,7 +41,7 @@ from areal_agents.proxy.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
 
-_COUNTED_CONTEXTS = 4  # a client that counts tokens may be over its limit, but not by any factor
+_COUNTED_CONTEXTS = 2  # a client that counts tokens may be over its limit, but not by any factor
 
 
 class Completer:
