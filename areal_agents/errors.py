@@ -5,6 +5,7 @@
     ├── DataError            a data set that is missing, empty or malformed
     ├── AgentError           an agent that does not import, raised, or overran its time
     ├── RenderingError       a conversation that the model's template cannot express
+    │   └── PromptTooLong        it has more tokens than its limit
     ├── RequestError         a client's request that is refused (carries the HTTP status and code)
     ├── EngineError          an inference engine that misbehaves
     │   ├── EngineUnavailable    it does not answer, or not in time
@@ -45,6 +46,18 @@ class AgentError(ArealAgentsError):
 
 class RenderingError(ArealAgentsError):
     """A conversation that the model's template cannot express."""
+
+
+class PromptTooLong(RenderingError):
+    """A prompt of more tokens than its limit, found out before all of it was encoded.
+
+    Args:
+        at_least: a lower bound of its tokens, above the limit.
+    """
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the prompt has at least {at_least} tokens")
+        self.at_least = at_least
 
 
 class RequestError(ArealAgentsError):

@@ -79,6 +79,8 @@ class Turn:
         discarded: why the client never got this turn, so that it is not trained; "" for nearly all.
         recorded_before: how many turns of the episode were recorded when this turn's call began; None in
             episodes of earlier releases, which did not note it.
+        special_tokens_as_text: how many special tokens the new messages, and the tools of a root, spell out
+            that the prompt has as plain text.
     """
 
     id: str
@@ -97,6 +99,7 @@ class Turn:
     has_instructions: bool = False
     discarded: str = ""
     recorded_before: int | None = None
+    special_tokens_as_text: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "new_prompt_ids", as_token_ids(self.new_prompt_ids))

@@ -16,6 +16,7 @@ from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Sampler
 from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator, new_episode_key
+from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.browsers import BrowserGuard
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
@@ -81,13 +82,14 @@ def create_worker_app(
         auth=parts.auth,
         dialects=calls.dialects,
         config=config,
+        bodies=parts.bodies,
     )
     return WorkerDoor(
         app,
         workers=workers,
         placement=placement,
         anthropic=calls.dialects["/v1/messages"],
-        max_body_bytes=int(config.max_body_mb * 2**20),
+        max_body_bytes=parts.bodies.max_bytes,
     )
 
 
@@ -127,6 +129,7 @@ class _Parts:
     sessions: Sessions
     implicit: ImplicitEpisodes
     auth: Authenticator
+    bodies: Bodies
     completer: Completer
     pass_through: PassThrough
 
@@ -152,6 +155,7 @@ class _Parts:
             sessions=sessions,
             implicit=ImplicitEpisodes(store, sessions, split=config.implicit_split, ownership=ownership),
             auth=Authenticator(config),
+            bodies=Bodies(max_bytes=int(config.max_body_mb * 2**20), max_values=config.max_json_values),
             completer=Completer(store=store, engine=engine, renderer=renderer, config=config),
             pass_through=PassThrough(config),
         )
@@ -173,6 +177,7 @@ class _Parts:
             sessions=self.sessions,
             implicit=self.implicit,
             auth=self.auth,
+            bodies=self.bodies,
             completer=self.completer,
             renderer=self.renderer,
             pass_through=self.pass_through,
@@ -187,6 +192,7 @@ class _Parts:
             implicit=self.implicit,
             auth=self.auth,
             config=self.config,
+            bodies=self.bodies,
             new_key=self.workers.new_key if self.workers is not None else new_episode_key,
         )
 
@@ -214,6 +220,7 @@ class _Parts:
             yield
             sweeping.cancel()
             self.completer.close()
+            self.bodies.close()
             await self.pass_through.aclose()
 
         return living

@@ -21,6 +21,7 @@ from areal_agents.errors import (
     EngineError,
     EngineRejected,
     EngineUnavailable,
+    PromptTooLong,
     RenderingError,
     RequestError,
     StoreError,
@@ -33,12 +34,14 @@ from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.retries import Retries
-from areal_agents.proxy.sampling import Drawing, draw, grammar_of
+from areal_agents.proxy.sampling import Drawing, draw
 from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
+
+_COUNTED_CONTEXTS = 2  # a client that counts tokens may be over its limit, but not by any factor
 
 
 class Completer:
@@ -86,9 +89,18 @@ class Completer:
         return call
 
     async def count_tokens(self, forest: Forest, request: ModelRequest) -> int:
-        """Length of the prompt that a request would have after the recorded turns of `forest`."""
+        """Length of the prompt that a request would have after the recorded turns of `forest`.
+
+        RequestError as for a call, of a prompt that is several times as long as the context.
+        """
         model = await self.model_info()
-        return len((await self._prompts.prompt(forest, request, model.vocab_size)).ids)
+        limit = min(bound for bound in (model.max_context, self._config.context_length) if bound is not None)
+        try:
+            most = _COUNTED_CONTEXTS * limit
+            prompt = await self._prompts.prompt(forest, request, model.vocab_size, most_tokens=most)
+        except PromptTooLong as error:
+            raise _too_long(limit, error.at_least, exact=False) from None
+        return len(prompt.ids)
 
     async def model_info(self) -> ModelInfo:
         """What the engine serves; asked once."""
@@ -103,8 +115,8 @@ class Completer:
         session.pending_calls += request.choices
         try:
             model = await self.model_info()
-            prompt = await self._prompts.prompt(session.forest, request, model.vocab_size)
             limit = self._context_limit(session, model)
+            prompt = await self._prompt(session, request, model, limit)
             drawing = await self._drawing(session, request, prompt, limit)
             draws = [
                 self._draw(call, choice, session, request, prompt, drawing, streamed)
@@ -124,6 +136,16 @@ class Completer:
             session.last_used = time.monotonic()
         reused = len(prompt.ids) - len(prompt.new_ids)
         return tuple(CompletedTurn(turn, len(prompt.ids), call.created_at, reused) for turn in turns)
+
+    async def _prompt(self, session: Session, request: ModelRequest, model: ModelInfo, limit: int) -> Prompt:
+        try:
+            # At the limit itself no reply would fit.
+            return await self._prompts.prompt(
+                session.forest, request, model.vocab_size, most_tokens=limit - 1
+            )
+        except PromptTooLong as error:
+            await self._mark_limit(session, "context_length")
+            raise _too_long(limit, error.at_least, exact=False) from None
 
     async def _refuse_over_limit(self, session: Session, choices: int) -> None:
         limits, calls = session.limits, len(session.forest) + session.pending_calls
@@ -149,17 +171,12 @@ class Completer:
         prompt_tokens, most = len(prompt.ids), self._config.max_completion_tokens
         if prompt_tokens >= limit:
             await self._mark_limit(session, "context_length")
-            raise RequestError(
-                f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-                f"{prompt_tokens} tokens. Please reduce the length of the messages.",
-                code="context_length_exceeded",
-                param="messages",
-                details={"tokens": prompt_tokens, "limit": limit},
-            )
+            raise _too_long(limit, prompt_tokens, exact=True)
         if most is not None and (request.wish.max_tokens or 0) > most:
             raise RequestError(
                 f"at most {most} tokens may be asked for, got {request.wish.max_tokens}", param="max_tokens"
             )
+        grammar = await self._prompts.grammar(request, prompt.renderer)
         bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens, most]
         bounds.append(session.limits.max_completion_tokens)
         if session.limits.max_tokens is not None:
@@ -171,7 +188,7 @@ class Completer:
             lifted=self._config.lifted_pins,
             stop_token_ids=prompt.renderer.stop_token_ids,
             max_new_tokens=min(bound for bound in bounds if bound is not None),
-            grammar=grammar_of(request, prompt.renderer),
+            grammar=grammar,
         )
 
     async def _draw(
@@ -219,6 +236,7 @@ class Completer:
             overrides=drawing.overrides,
             has_instructions=request.has_instructions,
             recorded_before=prompt.recorded_before,
+            special_tokens_as_text=prompt.special_tokens_as_text,
         )
 
     async def _generate(
@@ -318,6 +336,18 @@ class Completer:
         if session.limit_reached is None:
             session.limit_reached = limit
             await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
+
+
+def _too_long(limit: int, tokens: int, *, exact: bool) -> RequestError:
+    """The refusal of a prompt with that many tokens, or, unless `exact`, with at least as many."""
+    count = f"{tokens} tokens" if exact else f"at least {tokens} tokens"
+    return RequestError(
+        f"This model's maximum context length is {limit} tokens. However, your messages resulted in {count}. "
+        "Please reduce the length of the messages.",
+        code="context_length_exceeded",
+        param="messages",
+        details={"tokens": tokens, "limit": limit},
+    )
 
 
 def _when_ended(write: concurrent.futures.Future[None], act: Callable[[], None]) -> None:

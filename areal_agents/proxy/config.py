@@ -60,7 +60,18 @@ class ProxyConfig(BaseModel):
         default_factory=dict, description="Options of the template, for example {enable_thinking: false}."
     )
 
+    special_tokens_in_content: Literal["text", "parse"] = Field(
+        default="text",
+        description="What special tokens that messages and tools spell out become: 'text', their characters; "
+        "'parse', the tokens themselves, as on plain servers, so that a web page can forge a system turn.",
+    )
+
     max_body_mb: float = Field(default=32.0, gt=0, description="Largest request body, in MiB.")
+    max_json_values: int = Field(
+        default=250_000,
+        ge=1,
+        description="Most JSON values in a request body: numbers, texts, names, objects and lists.",
+    )
     max_messages: int = Field(default=4096, ge=1, description="Most messages in one request.")
     max_concurrent: int = Field(default=256, ge=1, description="Model calls in the engine at a time.")
     max_queued: int = Field(default=4096, ge=0, description="Model calls that wait for their turn; then 429.")

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_agents.errors import RequestError
-from areal_agents.proxy.admission import read_object, refuse_depth
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
+from areal_agents.proxy.bodies import Bodies, refuse_depth
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.control_forms import describe, final_rewards_of, new_episode, rewards_of
 from areal_agents.proxy.implicit import ImplicitEpisodes
@@ -44,6 +44,7 @@ class Control:
         implicit: ImplicitEpisodes,
         auth: Authenticator,
         config: ProxyConfig,
+        bodies: Bodies,
         new_key: Callable[[], str] = new_episode_key,
     ) -> None:
         self._store = store
@@ -51,6 +52,7 @@ class Control:
         self._implicit = implicit
         self._auth = auth
         self._config = config
+        self._bodies = bodies
         self._new_key = new_key
 
     def routes(self) -> list[Route]:
@@ -69,7 +71,7 @@ class Control:
     async def open(self, request: Request) -> Response:
         """POST /episodes: open one. `base_urls` are for clients of either API."""
         self._auth.require_admin(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_depth(body)
         key = self._new_key()
         session = await self._sessions.open(new_episode(body, key, self._config.group_size))
@@ -103,14 +105,16 @@ class Control:
     async def reward(self, request: Request) -> Response:
         """POST /episodes/{id}/reward: by episode, by completion, or by name."""
         episode_id = await self._reachable(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
-        writing = self._store.set_rewards(episode_id, rewards_of(body))
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        writing = self._store.set_rewards(
+            episode_id, await self._bodies.off_loop(request, lambda: rewards_of(body))
+        )
         return _state(episode_id, await asyncio.wrap_future(writing))
 
     async def reward_completion(self, request: Request) -> Response:
         """POST /rewards: reward a completion by its id in any API's form, in whichever episode it is."""
         caller = self._auth.identify(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         completion_id = body.get("completion_id")
         if not isinstance(completion_id, str) or not completion_id:
             raise RequestError("completion_id is required", param="completion_id")
@@ -118,7 +122,9 @@ class Control:
         row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         if not _reaches(caller, row):
             raise _out_of_reach()
-        writing = self._store.set_rewards(row.id, rewards_of(body))
+        writing = self._store.set_rewards(
+            row.id, await self._bodies.off_loop(request, lambda: rewards_of(body))
+        )
         return _state(row.id, await asyncio.wrap_future(writing))
 
     async def finish(self, request: Request) -> Response:
@@ -128,22 +134,23 @@ class Control:
         refuses with 409 no_turn, and leaves the episode open, if the model was never called.
         """
         episode_id = await self._reachable(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         status: SealedStatus = "truncated" if body.get("truncated") else "finished"
         require_turn = bool(body.get("require_turn"))
-        return await self._seal(episode_id, status, given=final_rewards_of(body), require_turn=require_turn)
+        given = await self._bodies.off_loop(request, lambda: final_rewards_of(body))
+        return await self._seal(episode_id, status, given=given, require_turn=require_turn)
 
     async def fail(self, request: Request) -> Response:
         """POST /episodes/{id}/fail: it ended for a reason that is not the policy's."""
         episode_id = await self._reachable(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         error = str(body.get("error") or "failed")[:10_000]
         return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
 
     async def drop_group(self, request: Request) -> Response:
         """POST /groups/{id}/drop: give a group up that the trainer has not taken."""
         self._auth.require_admin(request)
-        body = await read_object(request, _CONTROL_BODY_BYTES)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         group_id = request.path_params["id"]
         reason = str(body.get("reason") or "dropped")[:10_000]
         await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))

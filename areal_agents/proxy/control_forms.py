@@ -23,6 +23,7 @@ from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 _LARGEST_REWARD = 1e12
 _MOST_PLACES = 65_536  # of a group
 _SCOPES = ("episode", "turn", "branch")
+_MOST_REWARDS = 10_000  # of one request: all are written at once, and other writes wait
 
 
 def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
@@ -140,6 +141,8 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
     target = turn_id_of(completion_id) or completion_id or ""
     if value == {}:
         raise RequestError("reward must not be an empty object", param="reward")
+    if isinstance(value, dict) and len(value) > _MOST_REWARDS:
+        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(value)}", param="reward")
     if not isinstance(value, dict):
         rewards = [Reward(scope, target, name, _finite(value))]
     elif completion_id is None and all(turn_id_of(key) or key.startswith("chatcmpl-") for key in value):
@@ -158,7 +161,10 @@ def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
     given = _optional(body, "rewards", list) or []
     if not all(isinstance(item, dict) for item in given):
         raise RequestError("rewards must be a list of objects", param="rewards")
-    return [reward for item in given for reward in rewards_of(item)]
+    found = [reward for item in given for reward in rewards_of(item)]
+    if len(found) > _MOST_REWARDS:
+        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(found)}", param="rewards")
+    return found
 
 
 def _finite(value: Any) -> float:
@@ -204,6 +210,7 @@ def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[s
         "constrained": turn.constrained,
         "label": turn.label,
         "forked_from": turn.forked_from,
+        "special_tokens_as_text": turn.special_tokens_as_text,
     }
     if with_tokens:
         out["prompt_ids"] = episode.forest.prompt_ids(turn.id)

@@ -54,6 +54,9 @@ class Metrics:
         self._prompt = self._counter("prompt_tokens", "Tokens of whole prompts.")
         self._reused = self._counter("reused_prompt_tokens", "Prompt tokens that were recorded ids.")
         self._turns = self._counter("turns", "Turns that were recorded.")
+        self._as_text = self._counter(
+            "special_tokens_as_text", "Special tokens that content spelled out and prompts have as text."
+        )
         self._version = Gauge(
             "areal_agents_policy_version", "Latest that a reply was seen to have.", registry=self._registry
         )
@@ -108,6 +111,7 @@ class Metrics:
 
     def _count(self, turn: Turn, split: str) -> None:
         self._turns.inc()
+        self._as_text.inc(turn.special_tokens_as_text)
         use = "evaluation" if split != "train" else "constrained" if turn.constrained else "training"
         self._sampled(use).inc(len(turn.completion))
         if turn.forked_from is not None:

@@ -24,8 +24,8 @@ from starlette.routing import Route
 
 from areal_agents.core.forest import Forest
 from areal_agents.errors import RequestError
-from areal_agents.proxy.admission import read_object
 from areal_agents.proxy.auth import Authenticator, Caller
+from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.completer import Completer
 from areal_agents.proxy.config import ProxyConfig
@@ -69,6 +69,7 @@ class ModelCalls:
         sessions: Sessions,
         implicit: ImplicitEpisodes,
         auth: Authenticator,
+        bodies: Bodies,
         completer: Completer,
         renderer: ChatRenderer,
         pass_through: PassThrough,
@@ -78,12 +79,12 @@ class ModelCalls:
         self._sessions = sessions
         self._implicit = implicit
         self._auth = auth
+        self._bodies = bodies
         self._completer = completer
         self._tokenizer = renderer.tokenizer
         self._pass_through = pass_through
         self._config = config
         self._observer = observer
-        self._max_body_bytes = int(config.max_body_mb * 2**20)
         self._memo = MessageMemo(64)  # of calls whose episode is found by what they say
 
     @property
@@ -140,7 +141,7 @@ class ModelCalls:
 
     async def _embeddings(self, request: Request) -> Response:
         await self._check_caller(request)
-        body = await read_object(request, self._max_body_bytes)
+        body = await self._bodies.object(request)
         if (upstream := self._pass_through.upstream(body)) is not None:
             return await self._pass_through.forward(request, "/embeddings", body, upstream)
         raise RequestError(
@@ -155,17 +156,20 @@ class ModelCalls:
         await _load_building()
         try:
             caller = self._auth.identify(request)
-            body = await read_object(request, self._max_body_bytes)
+            body = await self._bodies.object(request)
             if (upstream := self._pass_through.upstream(body)) is not None:
                 await self._check_caller(request)
                 return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
             key = caller.episode_key
             session = None if key is None else await self._sessions.by_key(key)
-            asked = read_for_counting(body, self._context(_plain_headers(request), session))
+            context = self._context(_plain_headers(request), session)
+            asked = await self._bodies.off_loop(request, lambda: read_for_counting(body, context))
             count = await self._completer.count_tokens(session.forest if session else Forest(), asked)
             return Response(count_answer(count), media_type="application/json")
         except Exception as error:
             return _refused(_MESSAGES, request, error)
+        finally:
+            self._bodies.done_with(request)
 
     def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
         async def endpoint(request: Request) -> Response:
@@ -178,6 +182,8 @@ class ModelCalls:
             except Exception as error:
                 self._ended(record, started, error)
                 return _refused(dialect, request, error)
+            finally:
+                self._bodies.done_with(request)
 
         return endpoint
 
@@ -185,7 +191,7 @@ class ModelCalls:
         self, dialect: Dialect, request: Request, record: CallRecord, started: float
     ) -> Response:
         caller = self._auth.identify(request)
-        body = await read_object(request, self._max_body_bytes)
+        body = await self._bodies.object(request)
         record.ignored = ignored_fields(dialect.name, body)
         record.streamed = body.get("stream") is True
         if (upstream := self._pass_through.upstream(body)) is not None:
@@ -199,7 +205,7 @@ class ModelCalls:
             return response
         headers = _plain_headers(request)
         retry = _retry(headers)
-        session, asked = await self._request(dialect, headers, caller, body)
+        session, asked = await self._request(request, dialect, headers, caller, body)
         if name := session_of(headers):
             session.main_session = session.main_session or name
             asked = replace(asked, session=name)
@@ -281,15 +287,22 @@ class ModelCalls:
             self._ended(served.record, served.started, error)
 
     async def _request(
-        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: Mapping[str, Any]
+        self,
+        request: Request,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: Mapping[str, Any],
     ) -> tuple[Session, ModelRequest]:
         """The episode that a request belongs to, and what it asks."""
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)
-            return session, dialect.read(body, self._context(headers, session))
+            context = self._context(headers, session)
+            return session, await self._bodies.off_loop(request, lambda: dialect.read(body, context))
         name = session_name(headers, body)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
-        asked = dialect.read(body, self._context(headers, known))
+        context = self._context(headers, known)
+        asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
         return known or await self._implicit.session(caller, name, asked), asked
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:

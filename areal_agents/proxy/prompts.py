@@ -16,14 +16,15 @@ from typing import Any, TypeVar
 import numpy as np
 import orjson
 
-from areal_agents.core.completion import TokenIds
+from areal_agents.core.completion import Grammar, TokenIds
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Turn
-from areal_agents.errors import ConfigError, RenderingError, RequestError
+from areal_agents.errors import ConfigError, PromptTooLong, RenderingError, RequestError
 from areal_agents.proxy.raw_prompts import PlainStream, RawPrompts
 from areal_agents.proxy.recent import Recent
 from areal_agents.proxy.request import ModelRequest
+from areal_agents.proxy.sampling import grammar_of
 from areal_agents.rendering import ChatRenderer, ReplyStream
 
 T = TypeVar("T")
@@ -31,7 +32,8 @@ T = TypeVar("T")
 # Costs of rendering and parsing, roughly, to decide what leaves the event loop.
 _MS_PER_CHARACTER, _MS_PER_SAMPLED_TOKEN = 5e-4, 5e-4
 _MS_PER_BRIDGED_TOOLS_CHARACTER = 1e-5  # templates write the tools again, but they are not encoded
-_INLINE_MS = 1.0
+_INLINE_MS, _LONG_MS = 1.0, 100.0
+_COUNTED_CHARACTERS = 200_000  # of tools
 _RENDERERS_KEPT = 16
 _TOOLS_KEPT = 256  # sets of tools whose size is known
 _MOST_CANDIDATES = 4  # turns that the second look renders
@@ -48,6 +50,7 @@ class Prompt:
         renderer: what rendered it, and parses the reply.
         recorded_before: how many turns of the episode were recorded when `where` was decided. `where` refers
             to none but these.
+        special_tokens_as_text: how many special tokens the content behind `new_ids` spells out as text.
     """
 
     where: Continuation
@@ -55,6 +58,7 @@ class Prompt:
     new_ids: TokenIds
     renderer: ChatRenderer
     recorded_before: int
+    special_tokens_as_text: int = 0
 
 
 class Prompts:
@@ -66,20 +70,30 @@ class Prompts:
         self._tools_sizes: Recent[str, float] = Recent(_TOOLS_KEPT)
         self._raw = RawPrompts(renderer)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rendering")
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering-long")
 
     def close(self) -> None:
         """Stop the rendering threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
 
-    async def prompt(self, forest: Forest, request: ModelRequest, vocab_size: int) -> Prompt:
+    async def prompt(
+        self, forest: Forest, request: ModelRequest, vocab_size: int, *, most_tokens: int
+    ) -> Prompt:
         """The prompt of a request after the turns of `forest`.
 
-        Raises RequestError 400 or RenderingError if it cannot be expressed, or has an unknown token id.
+        Args:
+            most_tokens: a prompt that is much longer may be refused before it is encoded.
+
+        Raises:
+            PromptTooLong: it has more than `most_tokens`.
+            RequestError: 400, it has an unknown token id.
+            RenderingError: it cannot be expressed.
         """
         if request.raw_prompt is not None:
-            prompt = await self._raw_prompt(forest, request.raw_prompt)
+            prompt = await self._raw_prompt(forest, request.raw_prompt, most_tokens)
         else:
-            prompt = await self._chat(forest, request)
+            prompt = await self._chat(forest, request, most_tokens)
         _check_vocabulary(prompt.new_ids, min(vocab_size, self.renderer.vocab_size))
         return prompt
 
@@ -92,6 +106,13 @@ class Prompts:
         return await self.off_loop(
             cost, lambda: prompt.renderer.parse(prompt.ids, completion_ids, request.tools)
         )
+
+    async def grammar(self, request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
+        """What the reply must match; see `grammar_of`."""
+        written = 0.0 if request.output is None else len(request.output.text)
+        if request.calls == "required":
+            written += self._tools_size(request)
+        return await self.off_loop(written * _MS_PER_CHARACTER, lambda: grammar_of(request, renderer))
 
     def reply_stream(self, prompt: Prompt, request: ModelRequest) -> ReplyStream | PlainStream:
         """A reader of the reply's tokens as they come."""
@@ -106,10 +127,14 @@ class Prompts:
         return self._raw.answers(forest, request.raw_prompt)
 
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
-        """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it."""
+        """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it.
+
+        Very long work has a thread of its own: one after the other, and nothing shorter waits behind it.
+        """
         if estimate_ms < _INLINE_MS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        threads = self._threads if estimate_ms < _LONG_MS else self._long
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def renderer_at_hand(self, request: ModelRequest) -> ChatRenderer:
         """The renderer with a request's template options if there is one already, else the one without."""
@@ -124,24 +149,24 @@ class Prompts:
             return known
         try:
             made = await self.off_loop(
-                float("inf"), lambda: self.renderer.with_options(request.template_options)
+                _LONG_MS / 2, lambda: self.renderer.with_options(request.template_options)
             )
         except ConfigError as error:
             raise RequestError(str(error), code="invalid_value", param="chat_template_kwargs") from None
         return self._with_options.put(key, made)
 
     def _tools_size(self, request: ModelRequest) -> float:
-        """Characters of a request's tools; infinite for tools that are nested too deeply to count."""
+        """About how many characters a request's tools are written with; infinite for very many."""
         if not request.tools:
             return 0
         known = self._tools_sizes.get(request.tools_id)
-        return self._tools_sizes.put(request.tools_id, _json_size(request.tools)) if known is None else known
+        return self._tools_sizes.put(request.tools_id, _size(request.tools)) if known is None else known
 
     def _rendering_ms(self, messages: Sequence[Message], request: ModelRequest) -> float:
         """About what it costs to render a whole conversation."""
         return (_characters(messages) + self._tools_size(request)) * _MS_PER_CHARACTER
 
-    async def _chat(self, forest: Forest, request: ModelRequest) -> Prompt:
+    async def _chat(self, forest: Forest, request: ModelRequest, most_tokens: int) -> Prompt:
         renderer = await self._renderer_of(request)
         # The forest is searched here, without an await in between, and may have grown by the next line.
         recorded_before = len(forest)
@@ -149,16 +174,21 @@ class Prompts:
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
             where = await self._second_look(forest, request, renderer, where)
         if where.parent is not None:
-            extended = await self._extended(forest, request, renderer, where, where.parent, recorded_before)
+            extended = await self._extended(
+                forest, request, renderer, where, where.parent, recorded_before, most_tokens
+            )
             if extended is not None:
                 return extended
             reason = _why_not_extended(where.new_messages)
             where = forest.fork(where.parent, request.messages, where.new_messages, reason)
-        ids = await self.off_loop(
+        ids, as_text = await self.off_loop(
             self._rendering_ms(request.messages, request),
-            lambda: renderer.render(request.messages, request.tools),
+            lambda: (
+                renderer.render(request.messages, request.tools, most_tokens=most_tokens),
+                renderer.special_tokens_as_text(request.messages, request.tools),
+            ),
         )
-        return Prompt(where, ids, ids, renderer, recorded_before)
+        return Prompt(where, ids, ids, renderer, recorded_before, as_text)
 
     async def _extended(
         self,
@@ -168,17 +198,31 @@ class Prompts:
         where: Continuation,
         parent: Turn,
         recorded_before: int,
+        most_tokens: int,
     ) -> Prompt | None:
         context = forest.context(parent.id)
-        split = len(context) - len(parent.completion)
+        split, room = len(context) - len(parent.completion), max(most_tokens - len(context), 0)
         cost = _characters(where.new_messages) * _MS_PER_CHARACTER
-        new_ids = await self.off_loop(
-            cost + self._tools_size(request) * _MS_PER_BRIDGED_TOOLS_CHARACTER,
-            lambda: renderer.bridge(context[:split], context[split:], where.new_messages, request.tools),
-        )
+        try:
+            new_ids, as_text = await self.off_loop(
+                cost + self._tools_size(request) * _MS_PER_BRIDGED_TOOLS_CHARACTER,
+                lambda: (
+                    renderer.bridge(
+                        context[:split],
+                        context[split:],
+                        where.new_messages,
+                        request.tools,
+                        most_tokens=room,
+                    ),
+                    renderer.special_tokens_as_text(where.new_messages),
+                ),
+            )
+        except PromptTooLong as error:
+            raise PromptTooLong(len(context) + error.at_least) from None
         if new_ids is None:
             return None
-        return Prompt(where, np.concatenate([context, new_ids]), new_ids, renderer, recorded_before)
+        ids = np.concatenate([context, new_ids])
+        return Prompt(where, ids, new_ids, renderer, recorded_before, as_text)
 
     async def _second_look(
         self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation
@@ -197,14 +241,21 @@ class Prompts:
                 return Continuation(turn, tuple(messages[length:]), None)
         return where
 
-    async def _raw_prompt(self, forest: Forest, raw: str | tuple[int, ...]) -> Prompt:
+    async def _raw_prompt(self, forest: Forest, raw: str | tuple[int, ...], most_tokens: int) -> Prompt:
         recorded_before = len(forest)
         best = self._raw.parent(forest, raw)
         rest = raw if best is None else raw[best[1] :]
         rate = _MS_PER_CHARACTER if isinstance(rest, str) else _MS_PER_SAMPLED_TOKEN
-        new_ids, message = await self.off_loop(len(rest) * rate, lambda: self._raw.encode(rest))
-        if best is not None:
-            ids = np.concatenate([forest.context(best[0].id), new_ids])
+        context = None if best is None else forest.context(best[0].id)
+        known = 0 if context is None else len(context)
+        try:
+            new_ids, message = await self.off_loop(
+                len(rest) * rate, lambda: self._raw.encode(rest, most_tokens=max(most_tokens - known, 0))
+            )
+        except PromptTooLong as error:
+            raise PromptTooLong(known + error.at_least) from None
+        if best is not None and context is not None:
+            ids = np.concatenate([context, new_ids])
             where = Continuation(best[0], (message,), None)
             return Prompt(where, ids, new_ids, self.renderer, recorded_before)
         fork = Fork(None, "new conversation", 0) if recorded_before else None
@@ -258,11 +309,20 @@ def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
         )
 
 
-def _json_size(tools: Sequence[dict[str, Any]]) -> float:
-    try:
-        return len(orjson.dumps(tools))
-    except orjson.JSONEncodeError:
-        return float("inf")
+def _size(tools: Sequence[dict[str, Any]]) -> float:
+    """About how many characters tools are written with; infinite where they are very many."""
+    size, waiting = 0, list[Any](tools)
+    while waiting:
+        item = waiting.pop()
+        size += 4 + (len(item) if isinstance(item, str) else 0)
+        if size > _COUNTED_CHARACTERS:
+            return float("inf")
+        if isinstance(item, dict):
+            size += sum(map(len, item))
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+    return size
 
 
 def _characters(messages: Sequence[Message]) -> int:

@@ -14,12 +14,14 @@ from areal_agents.core.completion import TokenIds, as_token_ids
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+from areal_agents.errors import PromptTooLong
 from areal_agents.proxy.recent import Recent
 from areal_agents.proxy.request import RAW_TOOLS_ID
 from areal_agents.rendering import ChatRenderer, Delta
 
 _TEXTS_KEPT = 1_000  # of replies, by turn
 _CUT = "\ufffd"  # what the bytes of an unfinished character decode to
+_DECODED_ANYHOW = 50_000  # tokens of a prompt, whatever its limit
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 
 
@@ -46,11 +48,18 @@ class RawPrompts:
         """The turns that answered just this prompt, in the order of recording."""
         return tuple(turn for turn, asked, _ in self._followed(forest, raw) if asked == len(raw))
 
-    def encode(self, raw: str | tuple[int, ...]) -> tuple[TokenIds, Message]:
-        """[N] the ids of a prompt or of its end, and the message that stands for it."""
+    def encode(self, raw: str | tuple[int, ...], *, most_tokens: int) -> tuple[TokenIds, Message]:
+        """[N] the ids of a prompt or of its end, and the message that stands for it.
+
+        PromptTooLong for one of more tokens, which may be found out before it is encoded; never for one that
+        is not very long.
+        """
         tokenizer = self._renderer.tokenizer
         if isinstance(raw, str):
-            return as_token_ids(tokenizer.encode(raw)), Message("user", raw)
+            with tokenizer.limited(most_tokens):
+                return as_token_ids(tokenizer.encode(raw)), Message("user", raw)
+        if len(raw) > max(most_tokens, _DECODED_ANYHOW):
+            raise PromptTooLong(len(raw))
         return as_token_ids(raw), Message("user", tokenizer.decode(raw))
 
     def text_of(self, completion_ids: Sequence[int]) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message
@@ -78,7 +81,15 @@ class ModelRequest:
         """The same for two calls that ask for the same."""
         said = b"".join([message.digest for message in self.messages])
         asked = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
-        return (self.tools_id, said, asked, self.raw_prompt)
+        return (self.tools_id, said, asked, _digest(self.raw_prompt))
+
+
+def _digest(raw: str | tuple[int, ...] | None) -> tuple[str, bytes] | None:
+    """What stands for a raw prompt in a key that is kept: the prompt itself may be large."""
+    if raw is None:
+        return None
+    data = raw.encode(errors="surrogatepass") if isinstance(raw, str) else np.asarray(raw, np.int64).tobytes()
+    return type(raw).__name__, hashlib.blake2b(data, digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)

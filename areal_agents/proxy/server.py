@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ __all__ = [
 _logger = logging.getLogger(__name__)
 
 _GRACEFUL_SHUTDOWN_S = 5
-_M_ARENA_MAX = -8  # as in malloc.h
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # as in malloc.h
+_MAPPED_BYTES = 2**20  # what is as large is mapped by itself, and given back when it is freed
+_SWITCH_S = 0.001  # after so long a thread lets others run, above all the event loop
 _GC_THRESHOLD = 20_000  # objects between collections; a call makes some hundreds that live on
 _KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
 
@@ -113,7 +116,12 @@ def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
     options = dict(config.template_options)
     if config.reasoning == "keep":
         options["thinking_retention"] = "all"
-    renderer = ChatRenderer.from_folder(model, family=config.family, options=options)
+    renderer = ChatRenderer.from_folder(
+        model,
+        family=config.family,
+        options=options,
+        special_tokens_in_content=config.special_tokens_in_content,
+    )
     _logger.info("chat format: %s", renderer.describe())
     return renderer
 
@@ -158,6 +166,7 @@ def serve_with_engines(
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
+    sys.setswitchinterval(_SWITCH_S)
     with contextlib.suppress(KeyboardInterrupt), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run())
 
@@ -167,6 +176,7 @@ def _one_heap() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc alone
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)  # glibc's own rises to the largest block that was freed
 
 
 async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:

@@ -13,7 +13,6 @@ every split of every token and takes a piece that is a token as it stands too.
 
 from __future__ import annotations
 
-import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
@@ -58,21 +57,25 @@ class ByteBpe:
         # Characters that a pattern leaves unmatched are dropped here, but not by the library.
         self._drops_some = not all(self._gives_back(text) for text in samples_of_classes())
 
-    def encode(self, text: str) -> list[int] | None:
-        """The ids of `text`, or None for a text that is the library's to encode."""
-        if len(text) > _MAX_CHARACTERS or not self._is_normal(text):
+    def encode(self, text: str, *, mark: str = "") -> list[int] | None:
+        """The ids of `text`, or None for a text that is the library's to encode.
+
+        Args:
+            mark: a text that keeps added tokens from being found, and is removed before the rest is encoded.
+        """
+        plain = text.replace(mark, "") if mark else text
+        if len(plain) > _MAX_CHARACTERS or not self._is_normal(plain):
             return None
-        if not text.isascii() and _SURROGATE.search(text) is not None:
+        if not plain.isascii() and _SURROGATE.search(plain) is not None:
             return None
-        if self._split is None:
-            ids = self._encoding.encode_ordinary(text)
-        else:
-            parts = self._split.split(text)  # every second one is an added token
-            ids = self._encoding.encode_ordinary(parts[0])
-            for token, part in zip(parts[1::2], parts[2::2], strict=True):
-                ids.append(self._added[token])
-                ids += self._encoding.encode_ordinary(part)
-        return None if self._drops_some and self._encoding.decode_bytes(ids) != text.encode() else ids
+        parts = [text] if self._split is None else self._split.split(text)  # every second is an added token
+        if mark:
+            parts[::2] = [part.replace(mark, "") for part in parts[::2]]
+        ids = self._encoding.encode_ordinary(parts[0])
+        for token, part in zip(parts[1::2], parts[2::2], strict=True):
+            ids.append(self._added[token])
+            ids += self._encoding.encode_ordinary(part)
+        return None if self._drops_some and self._encoding.decode_bytes(ids) != plain.encode() else ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
         """The text of `token_ids`; None if one of them is no token."""
@@ -109,12 +112,11 @@ class Tables(NamedTuple):
     ranks: dict[bytes, int]
 
 
-def tables_of(settings: str) -> Tables | None:
-    """The tables in the text of a `tokenizer.json`; None if it has a part that tiktoken has not.
+def tables_of(data: Mapping[str, Any]) -> Tables | None:
+    """The tables in what a `tokenizer.json` holds; None if it has a part that tiktoken has not.
 
     Best called before the library reads the same file: each takes much memory for a moment.
     """
-    data = json.loads(settings)
     pattern = split_pattern(data.get("pre_tokenizer"))
     normalizer = (data.get("normalizer") or {}).get("type")
     added = _added_tokens(data.get("added_tokens") or [])

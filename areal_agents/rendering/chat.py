@@ -6,6 +6,7 @@ completion, is a prompt in which every earlier token stands unchanged.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -14,14 +15,17 @@ import numpy as np
 
 from areal_agents.core.completion import Grammar, TokenIds, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.errors import ConfigError, RenderingError
+from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
 from areal_agents.rendering.families import make_format, renderer_config
 from areal_agents.rendering.forcing import Forcing
 from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.replies import ReplyReader
+from areal_agents.rendering.special_text import SpecialText, strings_in
 from areal_agents.rendering.streaming import ReplyStream
 from areal_agents.rendering.tails import tail_start
 from areal_agents.rendering.tokenizer import Tokenizer
+
+SpecialTokensInContent = Literal["text", "parse"]
 
 
 class ChatRenderer:
@@ -37,20 +41,36 @@ class ChatRenderer:
         vocab_size: ids at or above it do not exist.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_format: ChatFormat, *, family: str) -> None:
-        """Wrap a format that is already made; `from_folder` and `from_config` make one."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_format: ChatFormat,
+        *,
+        family: str,
+        special_text: SpecialText | None = None,
+    ) -> None:
+        """Wrap a format that is already made; `from_folder` and `from_config` make one.
+
+        With `special_text`, which the format must have been made for, special tokens in content are text.
+        """
         self.tokenizer = tokenizer
         self.family = family
         self.stop_token_ids: tuple[int, ...] = tuple(chat_format.get_stop_token_ids())
         self.vocab_size = tokenizer.vocab_size
         self._format = chat_format
+        self._special_text = special_text
         self._reader = ReplyReader(tokenizer, chat_format, family=family)
         self._forcing = Forcing(self._reader)
         self._source: tuple[Path, str, dict[str, Any]] | None = None
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, *, family: str = "auto", options: Mapping[str, Any] | None = None
+        cls,
+        path: str | Path,
+        *,
+        family: str = "auto",
+        options: Mapping[str, Any] | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "text",
     ) -> ChatRenderer:
         """The renderer of a model folder.
 
@@ -58,24 +78,41 @@ class ChatRenderer:
             path: a folder with config.json and tokenizer.json.
             family: "auto" (by config.json's model_type), or a family's name.
             options: the family's template options, for example `{"enable_thinking": False}`.
+            special_tokens_in_content: what a special token that messages or tools spell out becomes: "text",
+                the tokens of its characters; "parse", the special token itself, as on plain servers.
 
         Raises:
-            ConfigError: no such folder, unknown family, or an option that the family does not have.
+            ConfigError: no such folder, unknown family, an option that the family does not have, or a
+                tokenizer that cannot write its special tokens as text.
         """
         # The config first: of a folder that is no model's, it gives the clearer error.
         config = renderer_config(path, family=family, options=options or {})
-        return cls._made(Tokenizer.from_folder(path), config, Path(path), family, options or {})
+        tokenizer = Tokenizer.from_folder(path)
+        return cls._made(tokenizer, config, Path(path), family, options or {}, special_tokens_in_content)
 
     @classmethod
-    def from_config(cls, tokenizer: Tokenizer, config: Any) -> ChatRenderer:
-        """The format that a config stands for: see `families.make_format`. ConfigError if it does not fit."""
-        return cls(tokenizer, make_format(tokenizer, config), family=config.name)
+    def from_config(
+        cls, tokenizer: Tokenizer, config: Any, *, special_tokens_in_content: SpecialTokensInContent = "text"
+    ) -> ChatRenderer:
+        """The format that a config stands for: see `families.make_format`. ConfigError as `from_folder`."""
+        special_text = None
+        if special_tokens_in_content == "text":
+            special_text = SpecialText(tokenizer.token_text(i) for i in tokenizer.special_token_ids)
+            tokenizer.check_marks()
+        made = make_format(tokenizer, config, marked=special_text is not None)
+        return cls(tokenizer, made, family=config.name, special_text=special_text)
 
     @classmethod
     def _made(
-        cls, tokenizer: Tokenizer, config: Any, path: Path, family: str, options: Mapping[str, Any]
+        cls,
+        tokenizer: Tokenizer,
+        config: Any,
+        path: Path,
+        family: str,
+        options: Mapping[str, Any],
+        special_tokens_in_content: SpecialTokensInContent,
     ) -> ChatRenderer:
-        renderer = cls.from_config(tokenizer, config)
+        renderer = cls.from_config(tokenizer, config, special_tokens_in_content=special_tokens_in_content)
         renderer._source = (path, family, dict(options))
         return renderer
 
@@ -90,7 +127,8 @@ class ChatRenderer:
         path, family, given = self._source
         merged = {**given, **options}
         config = renderer_config(path, family=family, options=merged)
-        return self._made(self.tokenizer, config, path, family, merged)
+        content: SpecialTokensInContent = "parse" if self._special_text is None else "text"
+        return self._made(self.tokenizer, config, path, family, merged, content)
 
     def describe(self) -> str:
         """The chat format, and for a template that was proven here, after which messages it is extended."""
@@ -103,6 +141,7 @@ class ChatRenderer:
         tools: Sequence[dict[str, Any]] = (),
         *,
         generation_prompt: bool = True,
+        most_tokens: int | None = None,
     ) -> TokenIds:
         """[P] the whole prompt, up to where the model's reply begins.
 
@@ -110,17 +149,20 @@ class ChatRenderer:
             messages: at least one.
             tools: OpenAI chat function tools.
             generation_prompt: False ends after the last message, for example to compare renderings.
+            most_tokens: a longer prompt may be refused before it is encoded.
 
         Raises:
+            PromptTooLong: it is longer than `most_tokens`. A prompt that is not very long is never refused.
             RenderingError: no message, or a conversation that the family cannot express.
         """
         if not messages:
             raise RenderingError("a conversation needs at least one message")
-        plain = [_to_library(message) for message in messages]
         try:
-            ids = self._format.render_ids(
-                plain, tools=list(tools) or None, add_generation_prompt=generation_prompt
-            )
+            plain, specs = self._content(messages, tools)
+            with self._limited(most_tokens):
+                ids = self._format.render_ids(plain, tools=specs, add_generation_prompt=generation_prompt)
+        except PromptTooLong:
+            raise
         except Exception as error:  # a template may fail in any way on what it does not know
             raise RenderingError(f"family {self.family} cannot express this conversation: {error}") from error
         return as_token_ids(ids)
@@ -131,18 +173,26 @@ class ChatRenderer:
         completion_ids: TokenIds,
         new_messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
+        *,
+        most_tokens: int | None = None,
     ) -> TokenIds | None:
         """[N] the ids to append to prompt + completion for the next turn, earlier tokens untouched.
 
         A completion that was cut off gets the end of its turn here, as prompt, not as sampled.
         None where this template cannot extend: it would strip or rewrite earlier tokens (reasoning
         before a new user turn), or the completion goes on after the end of its turn.
+
+        Args:
+            most_tokens: more new tokens than these may be refused with PromptTooLong, as by `render`.
         """
         prompt = self._tail(prompt_ids)
         completion = np.asarray(completion_ids).tolist()
-        plain = [_to_library(message) for message in new_messages]
         try:
-            rendered = self._format.bridge_to_next_turn(prompt, completion, plain, tools=list(tools) or None)
+            plain, specs = self._content(new_messages, tools)
+            with self._limited(most_tokens):
+                rendered = self._format.bridge_to_next_turn(prompt, completion, plain, tools=specs)
+        except PromptTooLong:
+            raise
         except Exception as error:  # a template may fail in any way on what it does not know
             raise RenderingError(f"family {self.family} cannot extend this conversation: {error}") from error
         if rendered is None:
@@ -196,6 +246,32 @@ class ChatRenderer:
         """
         return self._forcing.grammar(tools, calls=calls, named=named, parallel=parallel, output=output)
 
+    def special_tokens_as_text(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
+    ) -> int:
+        """How many special tokens messages and tools spell out that rendering keeps as text."""
+        found = self._special_text
+        if found is None:
+            return 0
+        count = sum(found.count(text) for tool in tools for text in strings_in(tool))
+        for message in messages:
+            count += found.count(message.content) + found.count(message.reasoning)
+            for call in message.tool_calls:
+                count += found.count(call.name) + found.count_json(call.arguments)
+        return count
+
+    def _content(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """Messages and tools as a format takes them. RenderingError for text that no tokenizer encodes."""
+        if self._special_text is None:
+            return [_to_library(message) for message in messages], list(tools) or None
+        plain = [_marked(_to_library(message), self._special_text) for message in messages]
+        return plain, [self._special_text.mark_value(tool) for tool in tools] or None
+
+    def _limited(self, most_tokens: int | None) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if most_tokens is None else self.tokenizer.limited(most_tokens)
+
     def _tail(self, prompt_ids: TokenIds) -> list[int]:
         """The end of the prompt, as far back as this format looks."""
         prompt = np.asarray(prompt_ids)
@@ -217,3 +293,16 @@ def _to_library(message: Message) -> dict[str, Any]:
     if message.name is not None:
         out["name"] = message.name
     return out
+
+
+def _marked(message: dict[str, Any], special_text: SpecialText) -> dict[str, Any]:
+    """A message with all that it says marked; its role is not what a client says freely."""
+    for key in ("content", "reasoning_content", "tool_call_id", "name"):
+        if key in message:
+            message[key] = special_text.mark(message[key])
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        call["id"] = special_text.mark(call["id"])
+        function["name"] = special_text.mark(function["name"])
+        function["arguments"] = special_text.mark_json(function["arguments"])
+    return message

@@ -71,9 +71,9 @@ class Writer:
 class Extension:
     """Computes what new messages add behind a reply. Stateless."""
 
-    def __init__(self, writer: Writer, tokenizer: Tokenizer) -> None:
+    def __init__(self, writer: Writer, tokenizer: Tokenizer, *, marked: bool = False) -> None:
         self._writer = writer
-        self._tokenizer = tokenizer
+        self._encode = tokenizer.encode_rendered if marked else tokenizer.encode
         self._ends = {
             called: None if token is None else (token, tokenizer.token_text(token))
             for called, token in ((False, writer.markup.reply_end), (True, writer.markup.calls_end))
@@ -125,7 +125,7 @@ class Extension:
         end = self._ends[called]
         if end is None:
             return None
-        ids = self._tokenizer.encode(end[1] + text)
+        ids = self._encode(end[1] + text)
         return ids[1:] if ids[:1] == [end[0]] else None
 
 

@@ -79,17 +79,17 @@ def known_families() -> list[str]:
     return sorted({*_library_families(), TEMPLATE})
 
 
-def make_format(tokenizer: Tokenizer, config: Any) -> ChatFormat:
+def make_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -> ChatFormat:
     """The chat format that a config of `renderer_config` stands for.
 
-    A template is probed here, some 200 ms.
+    A template is probed here, some 200 ms. With `marked`, it is given marked content (see `SpecialText`).
 
     Raises:
         ConfigError: the tokenizer does not fit, the template is unusable, or it reads no such option.
     """
     if isinstance(config, TemplateConfig):
-        return TemplateFormat.from_folder(config.folder, tokenizer, config.options)
-    return library_format(tokenizer, config)
+        return TemplateFormat.from_folder(config.folder, tokenizer, config.options, marked=marked)
+    return library_format(tokenizer, config, marked=marked)
 
 
 def _library_families() -> set[str]:

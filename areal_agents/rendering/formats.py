@@ -56,10 +56,14 @@ class ChatFormat(Protocol):
 
 
 class ScaffoldTokenizer:
-    """A tokenizer that remembers the ids of short texts: a template writes the same few at every message."""
+    """A tokenizer that remembers the ids of short texts: a template writes the same few at every message.
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    With `marked`, the texts are of marked content (see `SpecialText`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, marked: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._encode_text = tokenizer.encode_rendered if marked else tokenizer.encode
         self._encode = lru_cache(maxsize=256)(self._encode_once)
         self.name_or_path = tokenizer.name_or_path
         self.eos_token_id = tokenizer.eos_token_id
@@ -70,22 +74,22 @@ class ScaffoldTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """As the tokenizer encodes it; the list is the caller's."""
-        if len(text) > _SHORT or add_special_tokens:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(self._encode(text))
+        if add_special_tokens:
+            return self._tokenizer.encode(text, add_special_tokens=True)
+        return self._encode_text(text) if len(text) > _SHORT else list(self._encode(text))
 
     def _encode_once(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text))
+        return tuple(self._encode_text(text))
 
 
-def library_format(tokenizer: Tokenizer, config: Any) -> ChatFormat:
-    """The family of the `renderers` library that `config` names.
+def library_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -> ChatFormat:
+    """The family of the `renderers` library that `config` names; `marked` as for `ScaffoldTokenizer`.
 
     Raises:
         ConfigError: the tokenizer lacks what the family needs.
     """
     try:
-        return renderers.create_renderer(ScaffoldTokenizer(tokenizer), config)
+        return renderers.create_renderer(ScaffoldTokenizer(tokenizer, marked=marked), config)
     except Exception as error:  # each family asserts its own special tokens
         raise ConfigError(
             f"the tokenizer in {tokenizer.name_or_path} does not fit family {config.name}: {error}"

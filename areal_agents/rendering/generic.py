@@ -35,19 +35,27 @@ class TemplateFormat:
 
     reads_only_last_turn = True
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, eos_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        *,
+        eos_ids: Sequence[int] = (),
+        marked: bool = False,
+    ) -> None:
         """Probe the template, some 100 ms. ConfigError if it renders not even a question.
 
         Args:
             eos_ids: ends of text besides the tokenizer's own.
+            marked: whether the messages and tools are marked (see `SpecialText`).
         """
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         self.markup = find_markup(template, tokenizer, [*own, *eos_ids])
         found = [token for token in (self.markup.reply_end, self.markup.calls_end) if token is not None]
         self._stops = tuple(dict.fromkeys([*own, *eos_ids, *found]))
-        self._tokenizer = tokenizer
+        self._encode = tokenizer.encode_rendered if marked else tokenizer.encode
         self._writer = Writer(template, self.markup)
-        self._extension = Extension(self._writer, tokenizer)
+        self._extension = Extension(self._writer, tokenizer, marked=marked)
         self._replies = TemplateReplies(tokenizer, self.markup, self._stops)
         self.marker_texts = self._replies.text_markers
         self.option_names = template.option_names
@@ -55,11 +63,11 @@ class TemplateFormat:
 
     @classmethod
     def from_folder(
-        cls, path: str | Path, tokenizer: Tokenizer, options: Mapping[str, Any]
+        cls, path: str | Path, tokenizer: Tokenizer, options: Mapping[str, Any], *, marked: bool = False
     ) -> TemplateFormat:
         """The format of a model folder. ConfigError if it has no usable template or no such option."""
         template = ChatTemplate.from_folder(path, special_tokens=tokenizer.special_tokens, options=options)
-        return cls(tokenizer, template, eos_ids=_eos_ids(Path(path), tokenizer.vocab_size))
+        return cls(tokenizer, template, eos_ids=_eos_ids(Path(path), tokenizer.vocab_size), marked=marked)
 
     def render_ids(
         self,
@@ -70,7 +78,7 @@ class TemplateFormat:
     ) -> list[int]:
         """The whole conversation as ids. RenderingError if the template refuses it."""
         text = self._writer.text(messages, tools, add_generation_prompt=add_generation_prompt)
-        return self._tokenizer.encode(text)
+        return self._encode(text)
 
     def bridge_to_next_turn(
         self,

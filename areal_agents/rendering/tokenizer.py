@@ -6,15 +6,23 @@ renders needs neither torch nor transformers.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from areal_agents.errors import ConfigError
+from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
 from areal_agents.rendering.byte_bpe import Tables, proven_byte_bpe, tables_of
+from areal_agents.rendering.marked_library import MarkedLibrary
+from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
+from areal_agents.rendering.token_lengths import characters_per_token
+
+_LONG = 20_000  # characters; while the library encodes a longer text, other threads run
+_ALWAYS_COUNTED = 50_000  # characters; a prompt up to here is encoded and counted, whatever its limit
 
 
 class Tokenizer:
@@ -39,18 +47,24 @@ class Tokenizer:
         unk_token: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         tables: Tables | None = None,
+        characters_per_token: tuple[int, int] | None = None,
     ) -> None:
         """Wrap the library's tokenizer.
 
         Args:
             special_tokens: see the attribute.
             tables: what a faster encoding is made of; it is taken if it is proven to be equal.
+            characters_per_token: the most characters that a token stands for, of an ASCII text and of any;
+                None if that is not known.
         """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
         backend.no_truncation()
         backend.no_padding()
         self._fast = None if tables is None else proven_byte_bpe(backend, tables)
+        self._marked: MarkedLibrary | None = None
+        self._characters_per_token = characters_per_token
+        self._limit = threading.local()
         self.name_or_path = name_or_path
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         added = backend.get_added_tokens_decoder()
@@ -69,21 +83,105 @@ class Tokenizer:
         if not file.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
         try:
-            tables = tables_of(file.read_text(encoding="utf-8"))
+            settings = json.loads(file.read_text(encoding="utf-8"))
+            tables, lengths = tables_of(settings), characters_per_token(settings)
+            del settings  # much memory, and the library takes as much for a moment
             backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
         names = _special_tokens(folder)
         known = {key: names.get(key) for key in ("eos_token", "pad_token", "unk_token")}
-        return cls(backend, name_or_path=str(folder), special_tokens=names, tables=tables, **known)
+        return cls(
+            backend,
+            name_or_path=str(folder),
+            special_tokens=names,
+            tables=tables,
+            characters_per_token=lengths,
+            **known,
+        )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their single ids."""
+        """Token ids of `text`; special tokens written out in it become their single ids.
+
+        Raises:
+            PromptTooLong: within `limited`, once the texts together cannot fit.
+            RenderingError: the library gave up on the text.
+        """
+        self._refuse_too_long(text)
         if self._fast is not None and not add_special_tokens:
             ids = self._fast.encode(text)
             if ids is not None:
                 return ids
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        encoding = _encoded(
+            # Unlike `encode`, this lets other threads run, and it leaves out the offsets.
+            lambda: self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        )
+        self._refuse_too_many(len(encoding))
+        return encoding.ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered text: as `encode`, but what its content spells out is not special.
+
+        The content has been marked by `SpecialText`. Raises as `encode`.
+        """
+        if MARK not in text and ESCAPED_MARK not in text:
+            return self.encode(text)
+        text = text.replace(ESCAPED_MARK, MARK)
+        self._refuse_too_long(text)
+        if self._fast is not None:
+            ids = self._fast.encode(text, mark=MARK)
+            if ids is not None:
+                return ids
+        library = self._marked_library()
+        encoding = _encoded(lambda: library.encode(text))
+        self._refuse_too_many(len(encoding))
+        return library.ids_of(encoding)
+
+    def check_marks(self) -> None:
+        """ConfigError unless this tokenizer can encode special tokens that content spells out as text."""
+        self._marked_library()
+
+    @contextlib.contextmanager
+    def limited(self, tokens: int) -> Iterator[None]:
+        """Refuse texts of this thread that together cannot fit `tokens` tokens, before they are encoded.
+
+        Where the tokenizer has no bound of characters per token, or the texts are short, they are encoded,
+        and the caller counts their tokens.
+        """
+        # The formats of the `renderers` library pass nothing to `encode` but a text.
+        self._limit.tokens, self._limit.ascii, self._limit.other = tokens, 0, 0
+        try:
+            yield
+        finally:
+            self._limit.tokens = None
+
+    def _marked_library(self) -> MarkedLibrary:
+        if self._marked is None:
+            self._marked = MarkedLibrary(self._backend)
+        return self._marked
+
+    def _refuse_too_long(self, text: str) -> None:
+        limit = self._limit
+        tokens = getattr(limit, "tokens", None)
+        if tokens is None or self._characters_per_token is None:
+            return
+        if text.isascii():
+            limit.ascii += len(text)
+        else:
+            limit.other += len(text) - text.count(MARK)
+        if limit.ascii + limit.other <= _ALWAYS_COUNTED:
+            return
+        per_ascii, per_other = self._characters_per_token
+        at_least = limit.ascii // per_ascii + limit.other // per_other
+        if at_least > tokens:
+            raise PromptTooLong(at_least)
+
+    def _refuse_too_many(self, count: int) -> None:
+        tokens = getattr(self._limit, "tokens", None)
+        if tokens is not None and count > max(tokens, _ALWAYS_COUNTED):
+            raise PromptTooLong(count)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
         """The text of `token_ids`, exactly: no clean-up of spaces."""
@@ -114,6 +212,17 @@ class Tokenizer:
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else self._backend.token_to_id(token)
+
+
+def _encoded(encode: Callable[[], tokenizers.Encoding]) -> tokenizers.Encoding:
+    """What `encode` returns. RenderingError if the library panics, as its regex does on some long texts."""
+    try:
+        return encode()
+    except BaseException as error:
+        # The type cannot be imported, and it is no Exception.
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RenderingError(f"the tokenizer gave up on a text: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

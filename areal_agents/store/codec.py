@@ -84,6 +84,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
         has_instructions=record.get("has_instructions", False),
         discarded=row["discarded"] or "",
         recorded_before=record.get("recorded_before"),
+        special_tokens_as_text=record.get("special_tokens_as_text", 0),
     )
 
 
@@ -110,6 +111,8 @@ def _record(turn: Turn) -> dict[str, Any]:
         record["has_instructions"] = True
     if turn.recorded_before is not None:
         record["recorded_before"] = turn.recorded_before
+    if turn.special_tokens_as_text:
+        record["special_tokens_as_text"] = turn.special_tokens_as_text
     if turn.completion.routed_experts is not None:
         record["routing"] = turn.completion.routed_experts.shape[1:]
     return record

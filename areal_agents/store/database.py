@@ -66,7 +66,6 @@ class Database:
     """An open store file. Thread-safe; not to be carried over a fork."""
 
     def __init__(self, url: str, durability: Durability) -> None:
-        _create_private(url)
         self._writer_engine = _engine(url, durability, "BEGIN IMMEDIATE")
         self._reader_engine = _engine(url, durability, "BEGIN")
         self._closed = False
@@ -271,21 +270,20 @@ def store_path(url_or_path: str | Path) -> Path:
     return Path(str(sa.make_url(store_url(url_or_path)).database))
 
 
-def _create_private(url: str) -> None:
+def _create_private(path: Path) -> None:
     """Create the file, readable by its owner alone; SQLite gives the files beside it the same mode.
 
     A file that exists keeps its mode. What else stands in the way is reported when it is opened.
     """
-    path = sa.make_url(url).database
-    if path and path != ":memory:":
-        with contextlib.suppress(OSError):
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    with contextlib.suppress(OSError):
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
 
 
 def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
         raise StoreError(f"the store is a SQLite file (a path or sqlite:///path), got {parsed!r}")
+    _create_private(Path(str(parsed.database)))
     engine = sa.create_engine(
         url,
         connect_args={"timeout": _BUSY_TIMEOUT_S, "check_same_thread": False},

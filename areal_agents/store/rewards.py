@@ -37,8 +37,7 @@ def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Re
         _refuse_if_leased(connection, episode.group_id)
     _check_targets(connection, episode_id, given)
     now = time.time()
-    for reward in given:
-        _upsert(connection, episode_id, reward, now)
+    _write(connection, episode_id, given, now)
     _delete_default(connection, episode_id)
     if episode.group_id is not None:
         complete_if_scored(connection, episode.group_id)
@@ -50,7 +49,7 @@ def write_default_reward(connection: sa.Connection, episode_id: str, value: floa
         sa.select(rewards.c.name).where(rewards.c.episode_id == episode_id).limit(1)
     ).first()
     if found is None:
-        _upsert(connection, episode_id, Reward("episode", "", DEFAULT_REWARD_NAME, value), time.time())
+        _write(connection, episode_id, [Reward("episode", "", DEFAULT_REWARD_NAME, value)], time.time())
 
 
 def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
@@ -72,12 +71,27 @@ def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[R
         raise NotFound(f"episode {episode_id} has no completion {min(unknown)}")
 
 
-def _upsert(connection: sa.Connection, episode_id: str, reward: Reward, now: float) -> None:
-    key = {"episode_id": episode_id, "scope": reward.scope, "target": reward.target, "name": reward.name}
-    matches = sa.and_(*(rewards.c[column] == value for column, value in key.items()))
-    changed = connection.execute(sa.update(rewards).where(matches).values(value=reward.value, created_at=now))
-    if not changed.rowcount:
-        connection.execute(sa.insert(rewards).values(**key, value=reward.value, created_at=now))
+def _write(connection: sa.Connection, episode_id: str, given: Sequence[Reward], now: float) -> None:
+    """Insert or replace rewards, in two statements however many they are."""
+    last = {(reward.scope, reward.target, reward.name): reward.value for reward in given}
+    columns = (rewards.c.scope, rewards.c.target, rewards.c.name)
+    of_episode = sa.select(*columns).where(rewards.c.episode_id == episode_id)
+    known = {tuple(row) for row in connection.execute(of_episode)}
+    values = [
+        {"at_scope": scope, "at_target": target, "at_name": name, "value": value, "created_at": now}
+        for (scope, target, name), value in last.items()
+    ]
+    there = [row for row in values if (row["at_scope"], row["at_target"], row["at_name"]) in known]
+    if there:
+        matches = [column == sa.bindparam(f"at_{column.name}") for column in columns]
+        connection.execute(sa.update(rewards).where(rewards.c.episode_id == episode_id, *matches), there)
+    new = [
+        {"episode_id": episode_id, **{name.removeprefix("at_"): value for name, value in row.items()}}
+        for row in values
+        if (row["at_scope"], row["at_target"], row["at_name"]) not in known
+    ]
+    if new:
+        connection.execute(sa.insert(rewards), new)
 
 
 def _delete_default(connection: sa.Connection, episode_id: str) -> None:

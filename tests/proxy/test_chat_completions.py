@@ -275,9 +275,9 @@ def test_long_prompts_are_rendered_off_the_event_loop(
     """Tokenising a long prompt must not stall the other episodes; a short one is not worth a thread."""
     renderer, threads = proxy.engine.renderer, []
 
-    def render(*arguments: Any) -> Any:
+    def render(*arguments: Any, **options: Any) -> Any:
         threads.append(threading.current_thread().name)
-        return type(renderer).render(renderer, *arguments)
+        return type(renderer).render(renderer, *arguments, **options)
 
     monkeypatch.setattr(renderer, "render", render)
     client = proxy.openai(proxy.open_episode())

@@ -82,7 +82,7 @@ def asked(*messages: Message, tools: tuple[dict[str, Any], ...] = (), raw: Any =
 
 
 def prompt_of(prompts: Prompts, forest: Forest, request: ModelRequest) -> Prompt:
-    return asyncio.run(prompts.prompt(forest, request, 10**6))
+    return asyncio.run(prompts.prompt(forest, request, 10**6, most_tokens=10**6))
 
 
 def turn(

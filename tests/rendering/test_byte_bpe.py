@@ -70,7 +70,7 @@ def with_every_split(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 def proven(backend: tokenizers.Tokenizer, **changes: Any) -> ByteBpe | None:
     data = json.loads(backend.to_str())
     data["model"] |= changes
-    tables = tables_of(json.dumps(data))
+    tables = tables_of(data)
     return None if tables is None else proven_byte_bpe(backend, tables)
 
 
@@ -242,6 +242,6 @@ def test_an_older_file_is_read_alike() -> None:
     data = json.loads(backend.to_str())
     del data["pre_tokenizer"]["use_regex"]
     data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
-    tables = tables_of(json.dumps(data))
+    tables = tables_of(data)
     assert tables is not None
     assert proven_byte_bpe(tokenizers.Tokenizer.from_str(json.dumps(data)), tables) is not None

@@ -15,6 +15,7 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
+_MOST_CHARACTERS = 4_000_000  # of a history; a longer one is read anew at every call
 
 Group = tuple[Message, ...]  # what one item of a request means
 
@@ -29,6 +30,12 @@ class History:
     items: list[Any]
     as_json: list[int]
     groups: list[Group]
+
+    @property
+    def characters(self) -> int:
+        """About how much it keeps in memory."""
+        said = (message for group in self.groups for message in group)
+        return sum(len(message.content) + len(message.reasoning) for message in said)
 
 
 class MessageMemo:
@@ -58,6 +65,8 @@ class MessageMemo:
         What it goes on from to its end is not kept beside it.
         """
         taken_over = len(history.items)
+        if history.characters > _MOST_CHARACTERS:
+            return
         self._histories = [h for h in self._histories if not _is_beginning(h, history, taken_over)]
         for index in range(len(history.items), len(items)):
             plain = _is_plain(items[index])

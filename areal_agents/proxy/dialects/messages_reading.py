@@ -165,6 +165,9 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
     history = memo.known(found)
     groups = history.groups
     out: list[Message] = []
+    # Adjacent assistant messages, which are the blocks of one reply, and the turn that they name.
+    parts: list[Message] = []
+    named = ""
     tool_names: dict[str, str] = {}  # call id → name of the tool
     for index, item in enumerate(found):
         if index == len(groups):
@@ -172,11 +175,16 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
         for message in groups[index]:
             if message.role == "assistant":
                 tool_names |= {call.id: call.name for call in message.tool_calls}
-                _append_reply(out, message)
+                if named and message.handle not in ("", named):  # they are of two turns
+                    out += _reply(parts, named)
+                    parts, named = [], ""
+                parts.append(message)
+                named = named or message.handle
             else:
-                out.append(message)
+                out += [*_reply(parts, named), message]
+                parts, named = [], ""
     memo.keep(history, found)
-    return out
+    return out + _reply(parts, named)
 
 
 def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
@@ -195,19 +203,19 @@ def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
             return refuse(f"role must be user, assistant or system, got {shown(role)}", f"{where}.role")
 
 
-def _append_reply(out: list[Message], message: Message) -> None:
-    """Add an assistant message; adjacent ones are the blocks of one reply, unless they name two turns."""
-    last = out[-1] if out else None
-    if last is None or last.role != "assistant" or (last.handle and message.handle not in ("", last.handle)):
-        out.append(message)
-        return
-    out[-1] = replace(
-        last,
-        content=last.content + message.content,
-        reasoning=last.reasoning + message.reasoning,
-        tool_calls=last.tool_calls + message.tool_calls,
-        handle=last.handle or message.handle,
-    )
+def _reply(parts: Sequence[Message], handle: str) -> list[Message]:
+    """The one message that the parts of a reply are; none for no parts."""
+    if len(parts) < 2:
+        return list(parts)
+    return [
+        replace(
+            parts[0],
+            content="".join([part.content for part in parts]),
+            reasoning="".join([part.reasoning for part in parts]),
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            handle=handle,
+        )
+    ]
 
 
 def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> Message:

@@ -14,10 +14,12 @@ from typing import Any, NoReturn, TypeVar
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import tools_digest
 from areal_agents.errors import RequestError, shown
+from areal_agents.proxy.values import refuse_many_values
 
 T = TypeVar("T")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _MAX_CHOICES = 128
+_MOST_ARGUMENT_VALUES = 50_000
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1_000
 
 
@@ -127,8 +129,13 @@ def text_part(part: Any, where: str) -> str:
 
 
 def arguments_text(value: Any) -> str:
-    """The arguments of a replayed tool call, as JSON text: as they came where they are text."""
+    """The arguments of a replayed tool call, as JSON text: as they came where they are text.
+
+    RequestError 413 for a text of very many values, which is read as JSON wherever it is compared.
+    """
     if isinstance(value, str):
+        if len(value) > _MOST_ARGUMENT_VALUES:
+            refuse_many_values(value.encode(errors="surrogatepass"), _MOST_ARGUMENT_VALUES)
         return value
     return "{}" if value is None else json.dumps(value, ensure_ascii=False)
 

@@ -17,6 +17,7 @@ from starlette.requests import Request
 from areal_agents.core.forest import Forest
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash
+from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
 from areal_agents.proxy.dialects.memo import MessageMemo
@@ -29,6 +30,7 @@ from areal_agents.proxy.implicit import (
     session_name,
 )
 from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import NotFound, Store
@@ -56,6 +58,7 @@ class Placement:
         auth: Authenticator,
         dialects: Mapping[str, Dialect],
         config: ProxyConfig,
+        bodies: Bodies,
     ) -> None:
         self._workers = workers
         self._ownership = ownership
@@ -65,6 +68,7 @@ class Placement:
         self._auth = auth
         self._dialects = dialects
         self._config = config
+        self._bodies = bodies
         self._memo = MessageMemo()
         self._openings = itertools.count(workers.index)
         self._here = workers.index
@@ -148,7 +152,9 @@ class Placement:
         dialect = self._dialects.get(path) if request.method == "POST" else None
         if dialect is None or forwarded:
             return self._here
-        body = _object(await read_body())
+        raw = await read_body() or b""
+        request.state.body_bytes = len(raw)
+        body = await self._bodies.off_loop(request, lambda: _object(raw, self._config.max_json_values))
         if body is None or body.get("model") in tuple(self._config.models):
             return self._here
         name, turn_id = session_name(request.headers, body), dialect.referenced_turn(body)
@@ -160,10 +166,10 @@ class Placement:
             return index
         try:
             context = ReadContext(self._config.max_messages, "", Forest(), self._memo)
-            messages = dialect.read(body, context).messages
+            asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
         except RequestError:
             return self._here
-        return self._workers.homes(home_key(implicit_key(caller, None), messages))[0]
+        return self._workers.homes(home_key(implicit_key(caller, None), asked.messages))[0]
 
     async def _of_name(self, key: str) -> int:
         """Where a named session is open; else where it is to be opened: at its first home that lives."""
@@ -201,9 +207,11 @@ class Placement:
             return None
 
 
-def _object(body: bytes | None) -> dict[str, Any] | None:
+def _object(body: bytes, max_values: int) -> dict[str, Any] | None:
+    """The JSON object of a body; None for what is refused when it is read."""
     try:
-        data = orjson.loads(body or b"")
-    except orjson.JSONDecodeError:
+        refuse_many_values(body, max_values)
+        data = orjson.loads(body)
+    except (RequestError, orjson.JSONDecodeError):
         return None
     return data if isinstance(data, dict) else None

@@ -1,0 +1,48 @@
+"""How many values a JSON text has, found without parsing it: what parsing takes follows from their number."""
+
+from __future__ import annotations
+
+import re
+
+from areal_agents.errors import RequestError
+
+_PART = 262_144  # bytes searched at a time: a search holds the interpreter's lock
+_COUNTED = (b",", b":", b"[", b"{")
+_TO_QUOTE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # within a string, up to where it ends
+
+
+def refuse_many_values(body: bytes | bytearray, most: int) -> None:
+    """RequestError 413 if a JSON text has more than `most` values and names.
+
+    Every value but the first one follows a comma, a colon or an opening bracket, and every name stands
+    before a colon. So these are counted, outside of strings.
+    """
+    parts = range(0, len(body), _PART)
+    if sum(body.count(mark, start, start + _PART) for start in parts for mark in _COUNTED) < most:
+        return
+    count, start = 1, 0
+    while start < len(body) and count <= most:
+        part = min(start + _PART, len(body))
+        quote = body.find(b'"', start, part)
+        end = part if quote < 0 else quote
+        count += sum(body.count(mark, start, end) for mark in _COUNTED)
+        start = end if quote < 0 else _end_of_string(body, end + 1)
+    if count > most:
+        raise RequestError(
+            f"more than {most} JSON values are not accepted",
+            status=413,
+            code="request_too_large",
+        )
+
+
+def _end_of_string(body: bytes | bytearray, start: int) -> int:
+    """The index behind the quote that ends a string whose text begins at `start`."""
+    while start < len(body):
+        found = _TO_QUOTE.match(body, start, start + _PART)
+        assert found is not None
+        if found.end() < len(body) and body[found.end()] == ord('"'):
+            return found.end() + 1
+        if found.end() == start:  # a backslash that nothing follows
+            return len(body)
+        start = found.end()
+    return start

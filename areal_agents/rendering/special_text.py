@@ -1,0 +1,183 @@
+"""Special tokens that are written out in content, kept apart from those that a template writes.
+
+A prompt is rendered as text, or in pieces of text, before it is encoded, and the tokenizer cannot tell
+`<|im_start|>` in a web page from `<|im_start|>` in the template. So before rendering, content is marked: a
+`MARK` stands inside every special token that the content spells out, and at an end of the content where the
+template's text could complete one. The tokenizer takes no marked text for a special token, and removes the
+marks: see `Tokenizer.encode_rendered`. Invariant: a marked text without its marks is the text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from areal_agents.errors import ConfigError, RenderingError
+
+# A lone surrogate, which no tokenizer encodes, so no text that can be rendered has one of its own.
+MARK = "\udc7f"
+ESCAPED_MARK = "\\udc7f"  # as JSON with ASCII characters only writes it
+
+_PART = 65_536  # characters searched at a time: a search holds the interpreter's lock
+_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')  # a string in JSON
+_UNIT = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)  # one character in it
+
+
+class SpecialText:
+    """Marks and counts the special tokens that content spells out. Stateless, so threads may share it."""
+
+    def __init__(self, tokens: Iterable[str]) -> None:
+        """Take the texts of the special tokens. ConfigError for one of a single character."""
+        longest_first = sorted(set(tokens), key=lambda token: (-len(token), token))
+        if longest_first and len(longest_first[-1]) < 2:
+            raise ConfigError(
+                f"the special token {longest_first[-1]!r} is a single character, which content may have "
+                "too; set proxy.special_tokens_in_content: parse"
+            )
+        self._longest = len(longest_first[0]) if longest_first else 0
+        written = "|".join(map(re.escape, longest_first)) or r"(?!)"
+        self._token = re.compile(written)
+        self._any_token = re.compile(f"(?={written})")  # also those that overlap
+        self._openings = tuple(sorted({token[:2] for token in longest_first}))
+        self._first = frozenset(token[0] for token in longest_first)
+        self._last = frozenset(token[-1] for token in longest_first)
+        self._beginnings = frozenset(token[:i] for token in longest_first for i in range(1, len(token)))
+        self._ends = frozenset(token[i:] for token in longest_first for i in range(1, len(token)))
+        self._framed = frozenset(token[1:-1] for token in longest_first)
+
+    def count(self, text: str) -> int:
+        """How many special tokens a text spells out."""
+        if not self._may_have_tokens(text):
+            return 0
+        count = end = 0
+        for start in self._starts(text):
+            if start >= end:
+                found = self._token.match(text, start)
+                assert found is not None
+                count, end = count + 1, found.end()
+        return count
+
+    def count_json(self, text: str) -> int:
+        """The same for a JSON value as text, as it reads; a text that is no JSON is counted as it stands."""
+        if not self._may_have_tokens(text) and "\\u" not in text:
+            return 0
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return self.count(text)
+        return sum(map(self.count, strings_in(value)))
+
+    def mark(self, text: str) -> str:
+        """The text with its marks. RenderingError for a lone surrogate, which is no text."""
+        if MARK in text:
+            raise RenderingError("the text has a lone surrogate, which no tokenizer encodes")
+        text = self._mark_tokens(text)
+        if ESCAPED_MARK in text:
+            text = text.replace(ESCAPED_MARK, ESCAPED_MARK[0] + MARK + ESCAPED_MARK[1:])
+        return self._mark_ends(text)
+
+    def mark_json(self, text: str) -> str:
+        """The same for a JSON value as text, in which the strings are content.
+
+        Read as JSON it is the marked value, and without its marks it is the text. A text that is no JSON is
+        marked as a whole.
+        """
+        try:
+            json.loads(text)
+        except (ValueError, RecursionError):  # nested too deeply for whoever would read it as JSON
+            return self.mark(text)
+        return self._mark_tokens(_LITERAL.sub(lambda found: self._mark_literal(found[0]), text))
+
+    def mark_value(self, value: Any) -> Any:
+        """A value of JSON's types with every string in it marked, names included; itself if none is."""
+        if isinstance(value, str):
+            return self.mark(value)
+        if isinstance(value, list | tuple):
+            items = [self.mark_value(item) for item in value]
+            return value if all(map(_is, items, value)) else items
+        if isinstance(value, Mapping):
+            pairs = [(self.mark(name), self.mark_value(item)) for name, item in value.items()]
+            same = all(n is m and i is j for (n, i), (m, j) in zip(pairs, value.items(), strict=True))
+            return value if same else dict(pairs)
+        return value
+
+    def _mark_tokens(self, text: str) -> str:
+        """A mark behind the first character of every special token in the text."""
+        if not self._may_have_tokens(text):
+            return text
+        cuts = [0, *(start + 1 for start in self._starts(text)), len(text)]
+        if len(cuts) == 2:
+            return text
+        return MARK.join([text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)])
+
+    def _mark_ends(self, text: str) -> str:
+        """Marks where what stands before or behind the text could make it part of a special token.
+
+        Templates strip content, so its ends are those of what is left then. Of words that stand inside a
+        special token, only those with a single character around them count: templates write `<{{ key }}>`,
+        but they also look for `name` and `object`, which no mark may stand in.
+        """
+        said = text.strip()
+        if not said:
+            return text
+        inside = said in self._framed
+        if inside or self._ends_open(said):
+            at = len(text.rstrip())
+            text = text[:at] + MARK + text[at:]
+        if inside or self._begins_closed(said):
+            at = len(text) - len(text.lstrip())
+            text = text[:at] + MARK + text[at:]
+        return text
+
+    def _ends_open(self, said: str) -> bool:
+        """Whether an end of the text is the beginning of a special token."""
+        end = said[1 - self._longest :] if self._longest > 1 else ""
+        if self._first.isdisjoint(end):
+            return False
+        return any(end[i:] in self._beginnings for i in range(len(end)))
+
+    def _begins_closed(self, said: str) -> bool:
+        """Whether a beginning of the text is the end of a special token."""
+        head = said[: self._longest - 1] if self._longest > 1 else ""
+        if self._last.isdisjoint(head):
+            return False
+        return any(head[:i] in self._ends for i in range(1, len(head) + 1))
+
+    def _mark_literal(self, literal: str) -> str:
+        value = json.loads(literal, strict=False)
+        marked = self.mark(value)
+        if marked is value or marked == value:
+            return literal
+        units = iter(_UNIT.findall(literal[1:-1]))
+        return '"' + "".join(MARK if char == MARK else next(units) for char in marked) + '"'
+
+    def _may_have_tokens(self, text: str) -> bool:
+        return any(opening in text for opening in self._openings)
+
+    def _starts(self, text: str) -> Iterator[int]:
+        """Where special tokens stand in a text, overlapping ones too."""
+        for part in range(0, len(text), _PART):
+            end = part + _PART
+            for found in self._any_token.finditer(text, part, end + self._longest - 1):
+                if found.start() < end:
+                    yield found.start()
+
+
+def strings_in(value: Any) -> Iterator[str]:
+    """Every string in a value of JSON's types, names included, in no certain order."""
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, Mapping):
+            waiting += item
+            waiting += item.values()
+        elif isinstance(item, list | tuple):
+            waiting += item
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
