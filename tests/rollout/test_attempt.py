@@ -221,7 +221,7 @@ COMMAND = """
     request = urllib.request.Request(
         f"{root}/episodes/{os.environ['AREAL_AGENTS_EPISODE_ID']}/reward",
         json.dumps({"reward": task["reward"]}).encode(),
-        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
     )
     urllib.request.urlopen(request)
 """

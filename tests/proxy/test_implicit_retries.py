@@ -1,0 +1,267 @@
+"""Bare calls that are sent again, refused or forgotten: one sample each, and no episode without a turn."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from record_support import until
+
+from areal_agents.core.rollout import Task
+from areal_agents.errors import EngineUnavailable
+from areal_agents.proxy import ProxyConfig
+from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.housekeeping import Housekeeping
+from areal_agents.proxy.implicit import ImplicitEpisodes
+from areal_agents.proxy.sessions import Sessions
+from areal_agents.rendering import ChatRenderer
+from areal_agents.store import NewEpisode, Store
+
+USER = {"role": "user", "content": "Where is Lyon?"}
+RETRIED = {"x-stainless-retry-count": "1"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "Where is Lyon?"},
+    "/v1/responses": {"input": "Where is Lyon?"},
+    "/v1/messages": {"messages": [USER], "max_tokens": 64},
+}
+
+
+@pytest.fixture
+def fresh(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
+    """A proxy whose every sample is another one."""
+    samples = iter(range(999))
+    engine = ScriptedEngine(renderer, script=lambda call: f"sample {next(samples)}")
+    with running_proxy(tmp_path / "s.db", engine) as proxy:
+        yield proxy
+
+
+def implicit_episodes(proxy: RunningProxy) -> list[dict[str, Any]]:
+    return proxy.http.get("/episodes").json()["episodes"]
+
+
+def ask(proxy: RunningProxy, path: str = "/v1/chat/completions", **headers: str) -> str:
+    response = proxy.http.post(path, json=BODIES[path], headers=headers)
+    assert response.status_code == 200, response.text
+    return response.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("headers", [RETRIED, {"idempotency-key": "k"}], ids=["count", "key"])
+def test_a_repeated_first_call_gets_its_sample(
+    fresh: RunningProxy, path: str, headers: dict[str, str]
+) -> None:
+    first = ask(fresh, path, **({} if headers is RETRIED else headers))
+    again = ask(fresh, path, **headers)
+    assert len(fresh.engine.calls) == 1 and "sample 0" in first and "sample 0" in again
+    (episode,) = implicit_episodes(fresh)
+    assert episode["turns"] == 1
+    assert "sample 1" in ask(fresh, path)  # no retry: an agent of its own
+    assert len(implicit_episodes(fresh)) == 2
+
+
+def test_a_repeated_first_call_gets_its_sample_after_a_restart(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    answers = set()
+    for headers in ({}, RETRIED):
+        engine = ScriptedEngine(renderer, script=lambda call: "the sample")
+        with running_proxy(tmp_path / "s.db", engine) as proxy:
+            answers.add(httpx.Response(200, text=ask(proxy, **headers)).json()["id"])
+            assert len(implicit_episodes(proxy)) == 1
+    assert len(answers) == 1
+
+
+def test_a_key_tells_equal_first_calls_apart(fresh: RunningProxy) -> None:
+    answers = [ask(fresh, **{"idempotency-key": f"k{i}"}) for i in range(4)]
+    again = [ask(fresh, **{"idempotency-key": f"k{i}", **RETRIED}) for i in range(4)]
+    assert [f"sample {i}" in text for i, text in enumerate(answers)] == [True] * 4
+    assert [f"sample {i}" in text for i, text in enumerate(again)] == [True] * 4
+    assert len(fresh.engine.calls) == 4 == len(implicit_episodes(fresh))
+    other = fresh.http.post(
+        "/v1/chat/completions", json={"messages": [USER, USER]}, headers={"idempotency-key": "k0"}
+    )
+    assert other.status_code == 409 and other.json()["error"]["code"] == "idempotency_key_reused"
+
+
+def test_a_retry_prefers_the_answer_that_nobody_went_on_from(renderer: ChatRenderer, tmp_path: Path) -> None:
+    samples = iter(range(99))
+    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query=f"sample {next(samples)}"))
+    with running_proxy(tmp_path / "s.db", engine) as proxy:
+        client = proxy.openai()
+        lost, continued = (
+            client.chat.completions.create(model="p", messages=[USER], tools=[SEARCH]) for _ in range(2)
+        )
+        message = continued.choices[0].message
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "r"}
+        client.chat.completions.create(model="p", messages=[USER, message, result], tools=[SEARCH])
+        again = client.chat.completions.create(
+            model="p", messages=[USER], tools=[SEARCH], extra_headers=RETRIED
+        )
+        assert again.id == lost.id
+        assert [episode["turns"] for episode in implicit_episodes(proxy)] == [1, 2]
+
+
+class CutOnce:
+    """A relay before a proxy that drops the first answer of a call, as a broken network does."""
+
+    def __init__(self, url: str) -> None:
+        self._target = httpx.URL(url)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self.cut = 0
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+
+    def __enter__(self) -> CutOnce:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            with client, socket.create_connection((self._target.host, self._target.port or 80)) as server:
+                server.settimeout(30)
+                client.settimeout(30)
+                server.sendall(_message(client).replace(b"connection: keep-alive", b"connection: close"))
+                answer = _message(server)
+                if self.cut:
+                    client.sendall(answer)
+                self.cut += 1
+
+
+def _message(connection: socket.socket) -> bytes:
+    """One HTTP message with a Content-Length."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = next(
+        int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length")
+    )
+    while len(body) < length:
+        part = connection.recv(65536)
+        data, body = data + part, body + part
+    return data
+
+
+def test_the_openai_client_gets_the_sample_of_a_lost_answer(fresh: RunningProxy) -> None:
+    with CutOnce(fresh.url) as relay:
+        client = openai.OpenAI(base_url=f"{relay.url}/v1", api_key="any", max_retries=3)
+        answer = client.chat.completions.create(model="p", messages=[USER])  # type: ignore[list-item]
+    assert relay.cut == 2 and answer.choices[0].message.content == "sample 0"
+    assert len(fresh.engine.calls) == 1 and len(implicit_episodes(fresh)) == 1
+
+
+def test_the_anthropic_client_gets_the_sample_of_a_lost_answer(fresh: RunningProxy) -> None:
+    with CutOnce(fresh.url) as relay:
+        client = anthropic.Anthropic(base_url=relay.url, api_key="any", max_retries=3)
+        answer = client.messages.create(model="p", messages=[USER], max_tokens=64)  # type: ignore[list-item]
+    assert relay.cut == 2 and "sample 0" in answer.model_dump_json()
+    assert len(fresh.engine.calls) == 1 and len(implicit_episodes(fresh)) == 1
+
+
+# --- Refused calls ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [{}, {"session-id": "s"}], ids=["unnamed", "named"])
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"messages": [{"role": "user", "content": "word " * 5000}]}, 400),
+        ({"messages": []}, 400),
+        ({"messages": [USER], "n": 10**6}, 400),
+        ({"messages": [USER], "tools": [{"type": "function"}]}, 400),
+        ({"messages": [USER], "max_tokens": -1}, 400),
+    ],
+    ids=["too long", "empty", "n", "tools", "max_tokens"],
+)
+def test_a_refused_call_leaves_no_episode(
+    fresh: RunningProxy, named: dict[str, str], body: dict[str, Any], status: int
+) -> None:
+    for headers in (named, {**named, **RETRIED}):
+        assert fresh.http.post("/v1/chat/completions", json=body, headers=headers).status_code == status
+        until(lambda: implicit_episodes(fresh) == [])
+    ask(fresh, **named)
+    assert [episode["turns"] for episode in implicit_episodes(fresh)] == [1]
+
+
+@pytest.mark.parametrize("named", [{}, {"session-id": "s"}], ids=["unnamed", "named"])
+def test_a_call_that_the_engine_failed_leaves_no_episode(fresh: RunningProxy, named: dict[str, str]) -> None:
+    sampled = fresh.engine.script
+    fresh.engine.script = lambda call: EngineUnavailable("gone")
+    assert (
+        fresh.http.post(
+            "/v1/chat/completions", json=BODIES["/v1/chat/completions"], headers=named
+        ).status_code
+        == 503
+    )
+    until(lambda: implicit_episodes(fresh) == [])
+    fresh.engine.script = sampled
+    ask(fresh, **named, **RETRIED)
+    (episode,) = implicit_episodes(fresh)
+    assert episode["turns"] == 1
+    done = fresh.http.post(f"/episodes/{episode['id']}/finish", json={}).json()
+    assert done["status"] == "finished"  # the lost call was answered
+
+
+def test_an_episode_with_a_turn_outlives_a_refused_call(fresh: RunningProxy) -> None:
+    ask(fresh, **{"session-id": "s"})
+    body = {"messages": [{"role": "user", "content": "word " * 5000}]}
+    assert fresh.http.post("/v1/chat/completions", json=body, headers={"session-id": "s"}).status_code == 400
+    ask(fresh, **{"session-id": "s"})
+    assert [episode["turns"] for episode in implicit_episodes(fresh)] == [2]
+
+
+# --- The end of implicit episodes ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [{}, {"session-id": "s"}], ids=["unnamed", "named"])
+def test_an_episode_with_a_retried_call_can_be_finished(fresh: RunningProxy, named: dict[str, str]) -> None:
+    for headers in ({}, RETRIED, RETRIED):
+        ask(fresh, **named, **headers)
+    (episode,) = implicit_episodes(fresh)
+    done = fresh.http.post(f"/episodes/{episode['id']}/finish", json={})
+    assert done.status_code == 200 and done.json()["status"] == "finished"
+    ask(fresh, **named, **RETRIED)  # of an episode that has ended: a call of a new one
+    assert [e["status"] for e in implicit_episodes(fresh)] == ["finished", "open"]
+
+
+class OneBadSessions(Sessions):
+    """Sealing one of the episodes meets a bug."""
+
+    async def seal(self, episode_id: str, status: Any, **how: Any) -> Any:
+        if episode_id == "b":
+            raise KeyError("a bug")
+        return await super().seal(episode_id, status, **how)
+
+
+async def test_one_bad_episode_does_not_stop_a_sweep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = ProxyConfig(idle_timeout_s=1e-9)
+    with Store.open(tmp_path / "store.db") as store:
+        sessions = OneBadSessions(store)
+        implicit = ImplicitEpisodes(store, sessions, split="eval")
+        housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+        for name in "abc":
+            await sessions.open(NewEpisode(name, key_hash(name), Task(name, {})))
+        await housekeeping.sweep()
+        status = {name: store.episode_row(name).status for name in "abc"}
+    assert status == {"a": "failed", "b": "open", "c": "failed"}
+    (record,) = (record for record in caplog.records if record.name.endswith("housekeeping"))
+    assert record.levelname == "ERROR" and "closing episode b" in record.getMessage()
