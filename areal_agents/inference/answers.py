@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from areal_agents.core.completion import FinishReason, SamplingParams
-from areal_agents.errors import EngineError
+from areal_agents.errors import EngineError, shown
 from areal_agents.inference.engine import MOST_LOGPROB, version_from_wire
 
 # exp(-1000) is 0 in float64: no sampler can draw a token that is less likely. Servers write about -1e30 or
@@ -53,13 +53,17 @@ class Asked:
     def check_meta(self, meta: Mapping[str, Any], reason: FinishReason | None) -> None:
         """EngineError if an answer belongs to another request. `reason` is None before the last chunk."""
         if self.rid and meta.get("id", self.rid) != self.rid:
-            raise EngineError(f"/generate answered the request {meta['id']!r} where {self.rid!r} was asked")
+            raise EngineError(
+                f"/generate answered the request {shown(meta['id'])} where {self.rid!r} was asked"
+            )
         if meta.get("index", 0) != 0:
-            raise EngineError(f"/generate answered with the choice {meta['index']!r} of a request for one")
+            raise EngineError(
+                f"/generate answered with the choice {shown(meta['index'])} of a request for one"
+            )
         # SGLang replaces the prompt of a request that it aborts because it does not fit.
         counted = meta.get("prompt_tokens", self.prompt_tokens)
         if reason != "abort" and self.prompt_tokens is not None and counted != self.prompt_tokens:
-            raise EngineError(f"/generate counts {counted!r} prompt tokens of {self.prompt_tokens}")
+            raise EngineError(f"/generate counts {shown(counted)} prompt tokens of {self.prompt_tokens}")
 
     def check_tokens(self, before: int | None, ids: Sequence[int], total: int) -> None:
         """EngineError unless `ids`, the last of `total`, may follow `before`, the token before them."""
@@ -87,7 +91,7 @@ class Asked:
         elif reason == "stop" and not self._may_stop(ids, matched):
             last = f"the token {ids[-1]}" if ids else "nothing"
             raise EngineError(
-                f"/generate stopped at {matched!r} after {len(ids)} tokens, the last of which is {last}: "
+                f"/generate stopped at {shown(matched)} after {len(ids)} tokens, and the last is {last}: "
                 "that is neither a stop token nor a stop string of the request"
             )
 
@@ -125,40 +129,48 @@ class Asked:
 def check_logprobs(values: Iterable[Any]) -> None:
     """EngineError for a value that is no logprob of a sampled token: a finite number, at most 0."""
     for value in values:
+        if type(value) is float and LEAST_LOGPROB <= value <= MOST_LOGPROB:
+            continue
         if type(value) not in (float, int) or not isfinite(value):
-            raise EngineError(f"/generate answered with {value!r}, which is no logprob")
+            raise EngineError(f"/generate answered with {shown(value)}, which is no logprob")
         if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
             raise EngineError(
-                f"/generate answered with {value!r} as the logprob of a token that it sampled; expected one "
-                f"from {LEAST_LOGPROB:g} to 0"
+                f"/generate answered with {shown(value)} as the logprob of a token that it sampled; "
+                f"expected one from {LEAST_LOGPROB:g} to 0"
             )
 
 
-def versions_of_spans(spans: Any, count: int, *, aborted: bool = False) -> list[int]:
-    """[count] the version of each token, from SGLang's spans [{"version", "start", "end"}].
+def checked_spans(spans: Any, count: int, *, aborted: bool = False) -> list[tuple[int, int]]:
+    """[(version, end), ...] of SGLang's spans [{"version", "start", "end"}] over `count` tokens.
 
     EngineError unless they follow each other from 0 to `count` without a gap, and their versions do not
     descend: weights are never swapped back. A server that was `aborted` may name more tokens than it sent.
     """
     if not isinstance(spans, list):
-        raise EngineError(f"weight_versions is no list: {spans!r}")
-    versions: list[int] = []
+        raise _wrong_spans(spans, "are no list")
+    found: list[tuple[int, int]] = []
+    before = 0
     for span in spans:
         start, end, version = span["start"], span["end"], version_from_wire(span["version"])
-        if type(start) is not int or type(end) is not int or start != len(versions) or end < start:
-            raise EngineError(f"weight_versions {spans} are no spans that follow each other from 0")
-        if versions and version < versions[-1]:
-            raise EngineError(f"weight_versions {spans} go back from {versions[-1]} to {version}")
+        if type(start) is not int or type(end) is not int or start != before or end < start:
+            raise _wrong_spans(spans, "do not follow each other from 0")
+        if found and version < found[-1][0]:
+            raise _wrong_spans(spans, f"go back from {found[-1][0]} to {version}")
         if end == start and count:
-            raise EngineError(f"weight_versions {spans} have an empty span")
+            raise _wrong_spans(spans, "have an empty span")
         if end > count:
             if not aborted:
-                raise EngineError(f"weight_versions {spans} go beyond the {count} tokens sampled")
+                raise _wrong_spans(spans, f"go beyond the {count} tokens sampled")
             end = count
-        versions += [version] * (end - start)
-    if len(versions) != count:
-        raise EngineError(f"weight_versions {spans} do not cover the {count} tokens sampled")
-    return versions
+        found.append((version, end))
+        before = end
+    if before != count:
+        raise _wrong_spans(spans, f"do not cover the {count} tokens sampled")
+    return found
+
+
+def _wrong_spans(spans: Any, why: str) -> EngineError:
+    return EngineError(f"/generate answered with weight_versions {shown(spans)}, which {why}")
 
 
 def end_ids_of(folder: str | Path) -> frozenset[int] | None:

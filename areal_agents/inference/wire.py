@@ -21,7 +21,7 @@ from areal_agents.core.completion import (
     TopLogprobs,
 )
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.answers import Asked, check_logprobs, versions_of_spans
+from areal_agents.inference.answers import Asked, check_logprobs, checked_spans
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.routing import RoutingAsked, routing_from_wire
 
@@ -233,7 +233,10 @@ class StreamedCompletion:
         is newer than before, its tokens may still be of the weights before the swap.
         """
         if meta.get("weight_versions"):
-            return tuple(_versions(meta, known + count, aborted=aborted)[known:].tolist())
+            new: list[int] = []
+            for version, end in checked_spans(meta["weight_versions"], known + count, aborted=aborted):
+                new += [version] * (end - known - len(new))  # none for a span that ends before
+            return tuple(new)
         label = version_from_wire(meta.get("weight_version", "default"))
         before, self._label = self._label, label
         return (label if before is not None and label <= before else UNSURE,) * count
@@ -327,7 +330,11 @@ def _versions(meta: Mapping[str, Any], count: int, *, aborted: bool = False) -> 
     spans = meta.get("weight_versions")
     if not spans:
         return np.full(count, version_from_wire(meta.get("weight_version", "default")), np.int32)
-    return np.array(versions_of_spans(spans, count, aborted=aborted), np.int32)
+    versions, start = np.empty(count, np.int32), 0
+    for version, end in checked_spans(spans, count, aborted=aborted):
+        versions[start:end] = version
+        start = end
+    return versions
 
 
 def _matched(meta: Mapping[str, Any]) -> Any:

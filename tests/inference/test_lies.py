@@ -16,7 +16,7 @@ from pool_support import MODEL, QUICK, TOKENIZER, Rows
 from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk, TokenIds, as_token_ids
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.answers import Asked, check_logprobs, end_ids_of, versions_of_spans
+from areal_agents.inference.answers import Asked, check_logprobs, checked_spans, end_ids_of
 from areal_agents.inference.pool import EnginePool
 from areal_agents.inference.scripted import LIES, Reply, ScriptedApp, ScriptedCall, running
 from areal_agents.inference.scripted.lies import Form
@@ -152,8 +152,8 @@ def test_an_abort_may_lack_what_a_finished_answer_has() -> None:
     with pytest.raises(EngineError, match="1 prompt tokens of 10"):
         asked().check_meta({"prompt_tokens": 1}, None)
     spans = [{"version": "3", "start": 0, "end": 5}]
-    assert versions_of_spans(spans, 3, aborted=True) == [3, 3, 3]
-    assert versions_of_spans([{"version": "3", "start": 0, "end": 0}], 0) == []
+    assert checked_spans(spans, 3, aborted=True) == [(3, 3)]
+    assert checked_spans([{"version": "3", "start": 0, "end": 0}], 0) == [(3, 0)]
 
 
 @pytest.mark.parametrize("value", [0, 0.0, 1e-5, -1e-45, -87.3, -999])
