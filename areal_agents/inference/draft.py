@@ -8,7 +8,6 @@ given away, that is an error instead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -25,10 +24,10 @@ from areal_agents.core.completion import (
     joined_routing,
 )
 from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference.answers import check_logprobs
 from areal_agents.inference.engine import OnTokens
 
 Decode = Callable[[Sequence[int]], str]  # the text of token ids
-_LOWEST_LOGPROB, _HIGHEST_LOGPROB = -math.inf, 1e-4  # as Completion has it
 
 
 class StopString(Exception):
@@ -58,7 +57,7 @@ class Draft:
 
     __slots__ = (
         "is_aborted", "kept", "newest", "rid", "_chunks", "_cut", "_decode", "_handed", "_input_ids",
-        "_least", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
+        "_latest", "_least", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +80,7 @@ class Draft:
         self._streamed = 0  # tokens in them
         self._handed = 0  # tokens that the caller was given
         self._least = -1  # no version of this attempt is below
+        self._latest = UNSURE  # the last version that this attempt has named
         self._seam: _Seam | None = None
         self._cut: int | None = None  # tokens of this attempt until a stop string over the seam ends
 
@@ -111,17 +111,21 @@ class Draft:
 
     def begin(self, rid: str, *, least_version: int = -1) -> None:
         """An attempt starts; a token of a version below `least_version` raises OldVersion."""
-        self.rid, self._least, self._cut = rid, least_version, None
+        self.rid, self._least, self._cut, self._latest = rid, least_version, None, UNSURE
         self._chunks.clear()
         self._streamed = 0
 
     def take(self, chunk: TokenChunk) -> None:
         """The `on_tokens` of an attempt; EngineError for what cannot be, before the caller sees it."""
-        for value in chunk.logprobs:
-            if not _LOWEST_LOGPROB < value <= _HIGHEST_LOGPROB:
-                raise EngineError(f"the engine streamed logprobs that are none: {chunk.logprobs}")
-        if chunk.versions and UNSURE < chunk.versions[0] < self._least:
-            raise OldVersion(f"tokens of version {chunk.versions[0]} came after version {self._least}")
+        check_logprobs(chunk.logprobs)
+        for version in chunk.versions:
+            if version == UNSURE:
+                continue
+            if version < self._latest:
+                raise EngineError(f"the engine streamed version {version} after version {self._latest}")
+            if version < self._least:
+                raise OldVersion(f"tokens of version {version} came after version {self._least}")
+            self._latest = version
         self._chunks.append(chunk)
         before, self._streamed = self._streamed, self._streamed + len(chunk.token_ids)
         if self._seam is not None:
@@ -144,10 +148,20 @@ class Draft:
         if self._cut is not None and self._received(self._cut) is not None:
             raise StopString
 
+    @property
+    def latest(self) -> int:
+        """The last version that the running attempt has streamed a token of; UNSURE if it named none."""
+        return self._latest
+
+    @property
+    def is_handed(self) -> bool:
+        """Whether the caller was given tokens of the running attempt."""
+        return self._handed > self.kept
+
     def discard(self) -> None:
         """Keep nothing of this attempt: what it brought cannot be trusted."""
         self._chunks.clear()
-        self._streamed, self._cut = 0, None
+        self._streamed, self._cut, self._latest = 0, None, UNSURE
 
     def finished(self, last: Completion) -> Completion:
         """All of it, after an attempt that ended it."""

@@ -34,7 +34,9 @@ class ModelInfo:
     `max_context` bounds prompt plus completion, in tokens. `kernel` names what computes, where the engine
     says so. `experts` is None of a model without experts, or whose folder is not readable from here.
     `workers` is the number of its tensor-parallel processes, `architecture` the model type of its config
-    where the engine names it.
+    where the engine names it. `room` is the length, prompt and completion together, at which it may end a
+    completion before `max_new_tokens`, and `end_ids` the tokens at which it ends one whatever the request
+    says; None where they are not known.
     """
 
     model_path: str
@@ -45,6 +47,8 @@ class ModelInfo:
     experts: ExpertLayout | None = None
     workers: int = 1
     architecture: str = ""
+    room: int | None = None
+    end_ids: frozenset[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

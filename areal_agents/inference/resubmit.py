@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_agents.errors import EngineUnavailable
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.draft import OldVersion
 
 MOST_STALLS = 5  # attempts in a row that brought no token, after which a completion is given up
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
@@ -18,16 +19,23 @@ def rid_of(rid: str, attempt: int) -> str:
     return f"{rid}~{attempt}" if attempt else rid
 
 
+def is_garbage(error: Exception | None) -> bool:
+    """Whether an attempt failed because of what an engine answered, and not because it was lost or behind."""
+    others = EngineUnavailable | EngineRejected | OldVersion
+    return isinstance(error, EngineError) and not isinstance(error, others)
+
+
 async def stalled(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
     """Count an attempt that ended early, and wait before the next one if it brought no token.
 
-    EngineUnavailable after MOST_STALLS of them in a row.
+    EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was garbage.
     """
     if brought:
         return 0
     if stalls >= MOST_STALLS:
         why = f"; the last time: {cause}" if cause is not None else ""
-        raise EngineUnavailable(
+        kind = EngineError if is_garbage(cause) else EngineUnavailable
+        raise kind(
             f"the generation was broken off {stalls + 1} times in a row without a token{why}"
         ) from cause
     await asyncio.sleep(min(_FIRST_WAIT_S * 2**stalls, _LONGEST_WAIT_S))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import numpy as np
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.answers import Asked, end_ids_of
 from areal_agents.inference.engine import (
     ModelInfo,
     OnTokens,
@@ -27,12 +28,11 @@ from areal_agents.inference.engine import (
     adapter_name,
     version_from_wire,
 )
-from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_layout
+from areal_agents.inference.routing import RoutingAsked, expert_layout
 from areal_agents.inference.scoring import check_range, scores_from_wire, scoring_to_wire
 from areal_agents.inference.sglang_control import SGLangControl
 from areal_agents.inference.transport import HttpTransport
 from areal_agents.inference.wire import (
-    Bounds,
     StreamedCompletion,
     as_object,
     completion_from_wire,
@@ -63,6 +63,8 @@ class SGLangEngine(SGLangControl):
         vocab_size: where the server does not say and its model folder is not readable from here.
         adapters: the policy is a LoRA adapter. Every call asks for the version that the server reports, names
             its adapter, none for version 0, and keeps it to its end; its tokens carry that version.
+        decode: the text of token ids, special tokens included. With it a completion that says it ended at a
+            stop string must have one.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class SGLangEngine(SGLangControl):
         connect_timeout_s: float = 10.0,
         vocab_size: int | None = None,
         adapters: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         http = HttpTransport(base_url, connect_timeout_s=connect_timeout_s)
         super().__init__(
@@ -86,7 +89,10 @@ class SGLangEngine(SGLangControl):
         self._server: dict[str, Any] | None = None  # what /server_info said, which takes the engine a step
         self._adapters = adapters
         self._served: int | None = None  # the version last reported
-        self._experts: ExpertLayout | None = None
+        self._info: ModelInfo | None = None  # what was reported last, None once the server was not there
+        self._end_ids: frozenset[int] | None = None  # of the server's model, once they are known
+        self._folder = ""  # where they were looked for last
+        self._decode = decode
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> SGLangEngine:
@@ -107,7 +113,17 @@ class SGLangEngine(SGLangControl):
         affinity: str = "",
     ) -> Completion:
         """See Engine.generate."""
-        bounds = Bounds(await self._check_ids(input_ids), sampling.max_new_tokens)
+        vocab_size = await self._check_ids(input_ids)
+        info = self._info
+        asked = Asked(
+            sampling,
+            vocab_size,
+            len(input_ids),
+            rid + RID_END,
+            most_tokens=None if info is None else info.room,
+            end_ids=None if info is None else info.end_ids,
+            decode=self._decode,
+        )
         body = {
             "rid": rid + RID_END,
             "input_ids": np.ascontiguousarray(input_ids),
@@ -122,9 +138,9 @@ class SGLangEngine(SGLangControl):
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
         if not self._adapters:
-            return await self._generate(body, on_tokens, routing, bounds)
+            return await self._generate(body, on_tokens, routing, asked)
         return await self._with_adapter(
-            lambda version: self._generate_under(version, body, on_tokens, routing, bounds)
+            lambda version: self._generate_under(version, body, on_tokens, routing, asked)
         )
 
     async def score(
@@ -147,13 +163,13 @@ class SGLangEngine(SGLangControl):
         return await self._with_adapter(scored)
 
     async def _generate(
-        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, bounds: Bounds
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, asked: Asked
     ) -> Completion:
         with self._aborting(body["rid"].removesuffix(RID_END)):
             if on_tokens is not None:
-                return await self._generate_streamed(body, on_tokens, routing, bounds)
+                return await self._generate_streamed(body, on_tokens, routing, asked)
             answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
-        completion = completion_from_wire(answer, routing, bounds)
+        completion = completion_from_wire(answer, routing, asked)
         self._heard(answer["meta_info"].get("weight_version"))
         return completion
 
@@ -191,14 +207,14 @@ class SGLangEngine(SGLangControl):
         body: Any,
         on_tokens: OnTokens | None,
         routing: RoutingAsked | None,
-        bounds: Bounds,
+        asked: Asked,
     ) -> Completion:
         def labelled(chunk: TokenChunk) -> None:
             assert on_tokens is not None
             on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
 
         named = {**body, "lora_path": adapter_name(version)} if version else body
-        completion = await self._generate(named, labelled if on_tokens is not None else None, routing, bounds)
+        completion = await self._generate(named, labelled if on_tokens is not None else None, routing, asked)
         return replace(completion, versions=np.full(len(completion), version, np.int32))
 
     def _heard(self, weight_version: object) -> None:
@@ -219,7 +235,8 @@ class SGLangEngine(SGLangControl):
         try:
             info = as_object(await self._call("GET", "/model_info"), "/model_info")
         except EngineUnavailable:
-            self._server, self._vocab_size, self._experts = None, self._given_vocab_size, None
+            self._server, self._vocab_size, self._info = None, self._given_vocab_size, None
+            self._end_ids, self._folder = None, ""
             raise  # whatever answers there next may be another server
         path = info.get("model_path")
         if not isinstance(path, str):
@@ -243,7 +260,21 @@ class SGLangEngine(SGLangControl):
         kernel = str(info.get("kernel", ""))
         workers = server.get("tp_size") or 1
         experts, architecture = expert_layout(config), str(info.get("model_type") or "")
-        return ModelInfo(path, version, vocab_size, context, kernel, experts, workers, architecture)
+        if self._end_ids is None and path != self._folder:
+            self._folder, self._end_ids = path, await asyncio.to_thread(end_ids_of, path)
+        self._info = ModelInfo(
+            path,
+            version,
+            vocab_size,
+            context,
+            kernel,
+            experts,
+            workers,
+            architecture,
+            room=_room(context, info, server),
+            end_ids=self._end_ids,
+        )
+        return self._info
 
     async def busy_s(self) -> float | None:
         """See Engine.busy_s. The embedded engine counts, SGLang does not."""
@@ -257,9 +288,9 @@ class SGLangEngine(SGLangControl):
         await super().aclose()
 
     async def _generate_streamed(
-        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None, bounds: Bounds
+        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None, asked: Asked
     ) -> Completion:
-        whole = StreamedCompletion(self._served, bounds)
+        whole = StreamedCompletion(self._served, asked)
         async with aclosing(
             self._http.events("/generate", body, timeout_s=self._request_timeout_s)
         ) as batches:
@@ -279,14 +310,15 @@ class SGLangEngine(SGLangControl):
     async def _routing_asked(self, prompt_tokens: int, sampling: SamplingParams) -> RoutingAsked | None:
         if sampling.routed_experts_from is None:
             return None
-        if self._experts is None:
-            self._experts = (await self.model_info()).experts
-        if self._experts is None:
+        experts = (self._info or await self.model_info()).experts
+        if experts is None:
+            experts = (await self.model_info()).experts  # the folder may have become readable
+        if experts is None:
             raise EngineError(
                 f"routed experts are asked for, and the model that {self.base_url} serves has none, or its "
                 "folder's config.json is not readable from here"
             )
-        return RoutingAsked(self._experts, sampling.routed_experts_from, prompt_tokens)
+        return RoutingAsked(experts, sampling.routed_experts_from, prompt_tokens)
 
     async def _abort_left(self, rid: str) -> None:
         try:
@@ -308,6 +340,20 @@ class SGLangEngine(SGLangControl):
             wrong = low if low < 0 else high
             raise EngineRejected(f"token id {wrong} is outside the engine's vocabulary of {self._vocab_size}")
         return self._vocab_size
+
+
+def _room(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
+    """The length at which the server may end a completion early; None where it does not say enough.
+
+    A server that states its context length itself, as the embedded engine does, ends there. SGLang ends two
+    tokens earlier, or where its key-value cache is full: it keeps two pages and a token of that free.
+    """
+    if info.get("context_length"):
+        return context
+    tokens, page = server.get("max_total_num_tokens"), server.get("page_size") or 1
+    if type(tokens) is not int or type(page) is not int or server.get("max_total_num_tokens_swa"):
+        return None
+    return min(context - 2, tokens - 2 * page - 1)
 
 
 def _local_config(path: str) -> dict[str, Any]:

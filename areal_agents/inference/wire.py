@@ -1,12 +1,12 @@
 """SGLang's /generate JSON and this package's types: sampling parameters out, completions in.
 
-Invariant: whatever the form, an answer becomes a Completion only if its ids, logprobs and versions agree.
+Invariant: whatever the form, an answer becomes a Completion only if its ids, logprobs and versions agree, and
+if they are ones that the request can have; see `answers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from areal_agents.core.completion import (
     TopLogprobs,
 )
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.answers import Asked, check_logprobs, checked_spans
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.routing import RoutingAsked, routing_from_wire
 
@@ -29,24 +30,6 @@ MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
 _FAILED = (400, 500, 503)  # of an aborted stream; the same statuses are HTTP errors where nothing is streamed
 _EXCLUDED = -1e30
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, OverflowError)
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a completion keeps within: ids below `vocab_size`, and at most `most` of them."""
-
-    vocab_size: int
-    most: int
-
-    def check(self, ids: Sequence[int], total: int) -> None:
-        """EngineError unless `ids`, the last of `total`, are of the vocabulary and no more than asked for."""
-        if total > self.most:
-            raise EngineError(f"/generate sampled {total} tokens where {self.most} were asked for")
-        if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
-            wrong = next(id for id in ids if not 0 <= id < self.vocab_size)
-            raise EngineError(
-                f"/generate sampled the token {wrong}, outside its vocabulary of {self.vocab_size}"
-            )
 
 
 def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
@@ -75,12 +58,12 @@ def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def completion_from_wire(
-    answer: Any, routing: RoutingAsked | None = None, bounds: Bounds | None = None
+    answer: Any, routing: RoutingAsked | None = None, asked: Asked | None = None
 ) -> Completion:
     """A /generate answer as a Completion; `routing` says which routed experts were asked for.
 
-    EngineError if ids, logprobs and versions do not fit together or leave `bounds`; EngineRejected or
-    EngineUnavailable if the answer says that the request was refused or failed.
+    EngineError if ids, logprobs and versions do not fit together, or are no answer to `asked`; EngineRejected
+    or EngineUnavailable if the answer says that the request was refused or failed.
     """
     meta = meta_of(answer)
     reason = finish_reason_of(meta)
@@ -92,9 +75,14 @@ def completion_from_wire(
             raise EngineError(
                 f"/generate returned {len(ids)} ids and logprobs of {len(triples)} other tokens"
             )
-        if bounds is not None:
-            bounds.check(ids, len(ids))
-        versions = _versions(meta, len(ids))
+        if reason != "abort" and meta.get("completion_tokens", len(ids)) != len(ids):
+            raise EngineError(f"/generate returned {len(ids)} ids and counts {meta['completion_tokens']!r}")
+        check_logprobs(logprobs)
+        if asked is not None:
+            asked.check_meta(meta, reason)
+            asked.check_tokens(None, ids, len(ids))
+            asked.check_end(ids, reason, _matched(meta))
+        versions = _versions(meta, len(ids), aborted=reason == "abort")
         return Completion(
             token_ids=ids,  # type: ignore[arg-type]
             logprobs=logprobs,  # type: ignore[arg-type]
@@ -113,13 +101,15 @@ class StreamedCompletion:
     Which of the two is told by the count of tokens that every chunk carries.
     """
 
-    def __init__(self, served: int | None = None, bounds: Bounds | None = None) -> None:
+    def __init__(self, served: int | None = None, asked: Asked | None = None) -> None:
         """`served` is the version that was served before the request was sent, where that is known."""
-        self._bounds = bounds
+        self._asked = asked
         self.cumulative = False  # whether chunks are known to repeat what was sent
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
+        self._named: list[int] = []  # versions that spans named before the end, UNSURE for others
+        self._sent: list[Any] = []  # the triples of the last cumulative chunk
         self._last: Mapping[str, Any] | None = None
         self._label = served  # version of the latest chunk
         self._reason: FinishReason | None = None
@@ -137,9 +127,11 @@ class StreamedCompletion:
     def feed(self, event: bytes) -> TokenChunk | None:
         """Take one event's data; the tokens that are new in it, None if there are none.
 
-        EngineError if it does not continue what came before; EngineRejected or EngineUnavailable if it tells
-        of an error.
+        EngineError if it does not continue what came before, or is no answer to what was asked;
+        EngineRejected or EngineUnavailable if it tells of an error.
         """
+        if self.finished:
+            raise EngineError("/generate streamed a chunk after the one that ended the completion")
         try:
             chunk = orjson.loads(event)
         except ValueError as error:
@@ -150,7 +142,11 @@ class StreamedCompletion:
         # First, because the tokens of a refused request cannot be trusted to fit together.
         reason = None if meta.get("finish_reason") is None else finish_reason_of(meta)
         try:
+            if self._asked is not None:
+                self._asked.check_meta(meta, reason)
             new = self._new_tokens(chunk, meta, aborted=reason == "abort")
+            if self._asked is not None and reason is not None:
+                self._asked.check_end(self._ids, reason, _matched(meta))
         except UNREADABLE as error:
             raise EngineError(f"/generate streamed a chunk that cannot be read: {error!r}") from error
         self._last, self._reason = meta, reason
@@ -160,7 +156,12 @@ class StreamedCompletion:
         """All of it, once `finished`; `routing` says which routed experts were asked for."""
         assert self._last is not None and self._reason is not None, "the stream has not finished"
         try:
-            versions = _versions(self._last, len(self._ids))
+            versions = _versions(self._last, len(self._ids), aborted=self._reason == "abort")
+            for named, version in zip(self._named, versions.tolist(), strict=True):
+                if named not in (UNSURE, version):
+                    raise EngineError(
+                        f"/generate streamed a token of version {named}, and called it {version} at the end"
+                    )
             return Completion(
                 token_ids=self._ids,  # type: ignore[arg-type]
                 logprobs=self._logprobs,  # type: ignore[arg-type]
@@ -178,17 +179,20 @@ class StreamedCompletion:
         triples = meta.get("output_token_logprobs") or []
         known, count = len(self._ids), len(triples)
         total = meta.get("completion_tokens", count)
-        if known <= count >= total:
+        output_ids = chunk["output_ids"]
+        if known <= count and (count == total or (aborted and count > total)):
             first = known
             self.cumulative = self.cumulative or 0 < known < count
-        elif known + count == total:
+            self._check_repeated(triples, output_ids if not aborted else None)
+        elif known + count == total and not self.cumulative:
             first = 0
+            self._sent = []
         else:
             raise EngineError(f"/generate streamed {count} tokens after {known} and counts {total}")
-        output_ids = chunk["output_ids"]
         if first == count == len(output_ids):
             return None
         logprobs, ids = _columns(triples[first:])
+        check_logprobs(logprobs)
         # A request that is aborted while it waits for its second turn names its last id alone.
         if list(output_ids[first:]) != ids and not aborted:
             raise EngineError(
@@ -196,28 +200,43 @@ class StreamedCompletion:
             )
         if not ids:
             return None
-        if self._bounds is not None:
-            self._bounds.check(ids, known + len(ids))
+        if self._asked is not None:
+            self._asked.check_tokens(self._ids[-1] if known else None, ids, known + len(ids))
         rows = meta.get("output_top_logprobs")
         new = TokenChunk(
             tuple(ids),
             tuple(map(float, logprobs)),
             _top_logprobs(rows[first:] if rows else None),
-            self._new_versions(meta, known, len(ids)),
+            self._new_versions(meta, known, len(ids), aborted=aborted),
         )
         self._ids += new.token_ids
         self._logprobs += new.logprobs
         self._top += new.top_logprobs
+        self._named += new.versions if meta.get("weight_versions") else (UNSURE,) * len(ids)
         return new
 
-    def _new_versions(self, meta: Mapping[str, Any], known: int, count: int) -> tuple[int, ...]:
+    def _check_repeated(self, triples: list[Any], output_ids: Sequence[int] | None) -> None:
+        """EngineError if a cumulative chunk has other tokens or logprobs in place of ones sent before."""
+        known = len(self._ids)
+        repeated = self._sent if self._sent else list(zip(self._logprobs, self._ids, strict=True))
+        before = triples[:known] if self._sent else [(triple[0], triple[1]) for triple in triples[:known]]
+        if before != repeated or (output_ids is not None and list(output_ids[:known]) != self._ids):
+            raise EngineError(f"/generate streamed other tokens in place of the {known} that it had sent")
+        self._sent = triples
+
+    def _new_versions(
+        self, meta: Mapping[str, Any], known: int, count: int, *, aborted: bool
+    ) -> tuple[int, ...]:
         """[count] versions of the tokens after the `known` ones.
 
         Spans are exact. A chunk without them has the label of the moment in which it was written: where that
         is newer than before, its tokens may still be of the weights before the swap.
         """
         if meta.get("weight_versions"):
-            return tuple(_versions(meta, known + count)[known:].tolist())
+            new: list[int] = []
+            for version, end in checked_spans(meta["weight_versions"], known + count, aborted=aborted):
+                new += [version] * (end - known - len(new))  # none for a span that ends before
+            return tuple(new)
         label = version_from_wire(meta.get("weight_version", "default"))
         before, self._label = self._label, label
         return (label if before is not None and label <= before else UNSURE,) * count
@@ -306,17 +325,22 @@ def _is_possible(logprob: float | None) -> bool:
     return logprob is not None and logprob > _EXCLUDED
 
 
-def _versions(meta: Mapping[str, Any], count: int) -> np.ndarray:
+def _versions(meta: Mapping[str, Any], count: int, *, aborted: bool = False) -> np.ndarray:
     """[count] version of each token, from the spans, or from weight_version where a server has no spans."""
     spans = meta.get("weight_versions")
     if not spans:
         return np.full(count, version_from_wire(meta.get("weight_version", "default")), np.int32)
-    versions = np.full(count, -1, np.int32)
-    for span in spans:
-        versions[span["start"] : span["end"]] = version_from_wire(span["version"])
-    if (versions < 0).any():
-        raise EngineError(f"weight_versions {spans} do not cover the {count} tokens sampled")
+    versions, start = np.empty(count, np.int32), 0
+    for version, end in checked_spans(spans, count, aborted=aborted):
+        versions[start:end] = version
+        start = end
     return versions
+
+
+def _matched(meta: Mapping[str, Any]) -> Any:
+    """The stop token or stop string that an answer names as its end; None if it names none."""
+    reason = meta.get("finish_reason")
+    return reason.get("matched") if isinstance(reason, dict) else None
 
 
 def _message(raw: bytes) -> str:

@@ -56,9 +56,14 @@ def make_pool(
     limits: PoolLimits | None = None,
 ) -> EnginePool:
     """The pool of a proxy; the caller closes it."""
+
+    def decode(ids: Sequence[int]) -> str:
+        return renderer.tokenizer.decode(list(ids))
+
     engines = [
         SGLangEngine(
             url,
+            decode=decode,
             request_timeout_s=request_timeout_s,
             update_timeout_s=_UPDATE_TIMEOUT_S,
             adapters=urls.adapters,
@@ -80,7 +85,7 @@ def make_pool(
         names=urls.engines,
         current=current,
         without_trainer=lambda: without_trainer(store),
-        decode=lambda ids: renderer.tokenizer.decode(list(ids)),
+        decode=decode,
         router=router,
         vocab_size=urls.vocab_size,
         limits=limits,

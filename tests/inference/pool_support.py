@@ -129,7 +129,9 @@ class PlayedEngine:
         return None
 
     async def model_info(self) -> ModelInfo:
-        return ModelInfo("models/policy", 0, 2048, 4096)
+        played = self.parts[: len(self.asked)]
+        version = max((version for part in played for version in part.versions), default=0)
+        return ModelInfo("models/policy", version, 2048, 4096)
 
     async def busy_s(self) -> float | None:
         return None

@@ -12,10 +12,10 @@ from aiohttp.test_utils import TestServer
 
 from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.answers import Asked
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.sglang import SGLangEngine
 from areal_agents.inference.wire import (
-    Bounds,
     StreamedCompletion,
     completion_from_wire,
     sampling_to_wire,
@@ -78,7 +78,10 @@ def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
         (answer(finish_reason=None), "finish_reason None"),
         (answer(output_token_logprobs=[[-1.0, 460, None]]), "logprobs of 1 other tokens"),
         (answer(output_token_logprobs=[[-1.0, 460, None], [-1.0, 8, None]]), "other tokens"),
-        (answer(output_token_logprobs=[[float("nan"), 460, None], [-1.0, 7, None]]), "cannot be read"),
+        (
+            answer(output_token_logprobs=[[float("nan"), 460, None], [-1.0, 7, None]]),
+            "nan, which is no logprob",
+        ),
         (answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]), "do not cover the 2 tokens"),
         (answer(weight_version="v2"), "'v2'; expected an integer"),
         ({"output_ids": None, "meta_info": answer()["meta_info"]}, "cannot be read"),
@@ -103,12 +106,12 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_was_not_asked_for_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
     raw = {**answer(output_token_logprobs=[[-1.0, id, None] for id in ids]), "output_ids": ids}
-    bounds = Bounds(vocab_size=1000, most=2)
+    asked = Asked(SamplingParams(2), vocab_size=1000)
     with pytest.raises(EngineError, match=message):
         if streamed:
-            StreamedCompletion(bounds=bounds).feed(json.dumps(raw).encode())
+            StreamedCompletion(asked=asked).feed(json.dumps(raw).encode())
         else:
-            completion_from_wire(raw, bounds=bounds)
+            completion_from_wire(raw, asked=asked)
 
 
 @pytest.mark.parametrize("value", ["", "-1", "1.0", "٣", 3, None])

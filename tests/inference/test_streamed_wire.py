@@ -188,7 +188,7 @@ NEVER_RUN = chunk(
         ([event(chunk(0, 2)), event(chunk(0, 1))], EngineError, "1 tokens after 2 and counts 1"),
         ([event(chunk(0, 2)), event(chunk(4, 5))], EngineError, "1 tokens after 2 and counts 5"),
         ([event(chunk(0, 2) | {"output_ids": [11, 99]})], EngineError, "other tokens"),
-        ([event(chunk(0, 1, output_token_logprobs=[[None, 11, None]]))], EngineError, "cannot be read"),
+        ([event(chunk(0, 1, output_token_logprobs=[[None, 11, None]]))], EngineError, "None, which is no"),
         ([event(chunk(0, 5, finish_reason="bored"))], EngineError, "'bored'; expected one of"),
         ([event(chunk(0, 5, **FINAL | {"weight_versions": SPANS[:1]}))], EngineError, "do not cover"),
     ],

@@ -282,3 +282,42 @@ def test_what_a_worker_is_told_of_the_engines_arrives(tmp_path: Path) -> None:
     order = Order(spec, "model", engines, "store", "process", {"versions": 2}, {}, 3, 4, 5, (6, 7), 8)
     assert Order.from_line(order.to_line()) == order
     assert engines.describe() == "http://a:1, http://b:2, through http://r:3"
+
+
+USER = {"role": "user", "content": "hello"}
+DIALECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat": ("/v1/chat/completions", {"model": "p", "messages": [USER]}),
+    "completions": ("/v1/completions", {"model": "p", "prompt": "hello", "max_tokens": 80}),
+    "responses": ("/v1/responses", {"model": "p", "input": "hello"}),
+    "messages": ("/v1/messages", {"model": "p", "messages": [USER], "max_tokens": 80}),
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_request_that_is_always_answered_with_lies_is_a_502_and_is_not_recorded(
+    renderer: ChatRenderer, tmp_path: Path, dialect: str
+) -> None:
+    """In the caller's form; a stream that has begun ends with an error. The same call is served later."""
+    lies = ["versions that go back", "tokens after the stop token", "a length short of the limit"]
+    app = ScriptedApp.from_folder(MODEL, lambda call: TEXT)
+    path, body = DIALECTS[dialect]
+    with running(app) as engine, proxy_of([engine], renderer, tmp_path) as (url, pool):
+        episode = open_episode(url)
+        headers = {"Authorization": f"Bearer {episode['key']}"}
+        call = {"url": url + path, "headers": headers, "timeout": 30}
+        app.script = lambda call: Reply(TEXT, lie=lies[call.index % 3])
+        answer = httpx.post(**call, json=body)
+        assert answer.status_code == 502, answer.text
+        assert "6 times in a row" in answer.json()["error"]["message"]
+        for lie in lies:
+            app.script = lambda call, lie=lie: Reply(TEXT, lie=lie)
+            streamed = httpx.post(**call, json={**body, "stream": True})
+            assert re.search("error.*(go back|sampled tokens after|ended at its limit)", streamed.text)
+            assert '"finish_reason":"stop"' not in streamed.text and "end_turn" not in streamed.text
+        assert pool.replicas[0].rests == 0
+        app.script = lambda call: TEXT
+        assert httpx.post(**call, json=body).status_code == 200
+        found = httpx.get(
+            f"{url}/episodes/{episode['id']}?tokens=1", headers={"Authorization": "Bearer admin"}
+        ).json()
+        assert len(found["turns"]) == 1

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
-from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.core.completion import UNSURE, Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.draft import Decode, Draft, OldVersion, StopString
 from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PromptScores, Sampler
@@ -25,10 +25,10 @@ from areal_agents.inference.pool.router import is_routable
 from areal_agents.inference.pool.routing import Affinities
 from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived
 from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavailable
-from areal_agents.inference.resubmit import rid_of, stalled
+from areal_agents.inference.resubmit import is_garbage, rid_of, stalled
 
 _NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
-_MOST_GARBAGE = 3  # answers in a row that cannot be trusted, after which a replica rests
+_MOST_GARBAGE = 3  # different requests in a row answered with garbage, after which a replica rests
 
 
 @dataclass(slots=True)
@@ -141,17 +141,17 @@ class EnginePool:
             async with case.turn():
                 replica = await self._serving(partial(self._place, affinity, avoid=avoid))
                 began = asyncio.get_running_loop().time()
-                least = replica.version if self._watch.current is not None else -1
+                least = self._least_version(replica)
                 try:
                     async with replica.attempt():
                         scores = await replica.engine.score(
                             rid_of(rid, attempt), input_ids, start=start, top=top, affinity=affinity
                         )
-                    await self._check_versions(replica, scores.version, scores.version, least)
-                    replica.garbage = 0
+                    await self._check_versions(replica, [scores.version], least)
+                    replica.answered()
                     return scores
                 except EngineError as error:
-                    if not await self._may_go_on(replica, error):
+                    if not await self._may_go_on(replica, error, case, affinity):
                         raise
                     if await self._has_died(replica, error, began):
                         case.died(0, error)
@@ -224,9 +224,9 @@ class EnginePool:
         self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
     ) -> tuple[Completion | None, EngineError | None]:
         """One attempt: the completion if that was all of it, and the error that broke the attempt off."""
-        began = asyncio.get_running_loop().time()
+        began, least = asyncio.get_running_loop().time(), self._least_version(replica)
         try:
-            completion = await self._attempt(replica, rid, draft, case, affinity)
+            completion = await self._attempt(replica, rid, draft, case, affinity, least)
             if completion.finish_reason != "abort" or draft.is_aborted:
                 return draft.finished(completion), None
             whole = draft.broken_off(completion)
@@ -235,8 +235,9 @@ class EnginePool:
         except StopString:
             return draft.stopped(), None
         except EngineError as error:
-            if draft.is_aborted or not await self._may_go_on(replica, error):
+            if draft.is_aborted or not await self._may_go_on(replica, error, case, affinity):
                 raise
+            await self._keep_trusted(replica, draft, error, least)
             died, reached = await self._has_died(replica, error, began), draft.reached
             whole = draft.broken_off(None)
             if died and whole is None:
@@ -244,10 +245,26 @@ class EnginePool:
             self.counts.failovers += 1
             return whole, error
 
+    async def _keep_trusted(self, replica: Replica, draft: Draft, error: EngineError, least: int) -> None:
+        """Forget what a failed attempt has streamed, if the failure or its versions say that it is wrong.
+
+        The EngineError itself if a piece of that was given to the caller, who cannot be told otherwise.
+        """
+        refuted = error if isinstance(error, OldVersion) or is_garbage(error) else None
+        if refuted is None and draft.latest != UNSURE:
+            try:
+                await self._check_versions(replica, [draft.latest], least)
+            except EngineError as wrong:
+                refuted = wrong
+        if refuted is None:
+            return
+        if draft.is_handed and not isinstance(refuted, OldVersion):
+            raise refuted
+        draft.discard()
+
     async def _attempt(
-        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
+        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str, least: int
     ) -> Completion:
-        least = self._least_version(replica)
         draft.begin(rid, least_version=least)
         take = draft.take if self._streams or draft.streams else None
         if case.is_tried:
@@ -260,18 +277,18 @@ class EnginePool:
             completion = await replica.sampler.generate(
                 rid, draft.input_ids, draft.sampling, take, affinity=affinity
             )
-        if len(completion):
-            try:
-                oldest, newest = int(completion.versions[0]), int(completion.versions[-1])
-                await self._check_versions(replica, oldest, newest, least)
-            except EngineError:
-                draft.discard()
-                raise
-        replica.garbage = 0
+        await self._check_versions(replica, completion.versions.tolist(), least)
+        if completion.finish_reason != "abort":
+            replica.answered()
         return completion
 
-    async def _check_versions(self, replica: Replica, oldest: int, newest: int, least: int) -> None:
-        """EngineError for versions that this run cannot have."""
+    async def _check_versions(self, replica: Replica, versions: Sequence[int], least: int) -> None:
+        """EngineError for versions of consecutive tokens that this run, or this replica, cannot have."""
+        if not versions:
+            return
+        if any(later < earlier for earlier, later in itertools.pairwise(versions)):
+            raise EngineError(f"{replica.name} sampled with versions that go back: {_runs(versions)}")
+        oldest, newest = versions[0], versions[-1]
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
         current = self._watch.current
@@ -283,14 +300,19 @@ class EnginePool:
                     f"{replica.name} samples with version {newest}, and {current.version} is the newest that "
                     "was published: it serves another run"
                 )
+        if current is None and newest > replica.version and replica is not self._router:
+            # Nobody has published anything: what it reports is all there is to hold it to.
+            await self._watch.look_anew(replica)
+            if newest > replica.version:
+                raise EngineError(
+                    f"{replica.name} samples with version {newest}, and reports {replica.version}"
+                )
         replica.saw(newest)
         if current is not None and newest == current.version:
             replica.may_be_paused = False
 
     def _least_version(self, replica: Replica) -> int:
         """The oldest version that a request may be answered with: a lower one is of a server just started."""
-        if self._watch.current is None:
-            return -1
         if replica is not self._router:
             return replica.version
         return min((other.version for other in self.replicas if other.is_serving), default=-1)
@@ -324,7 +346,7 @@ class EnginePool:
         except TimeoutError:
             raise unavailable(self.replicas, self._limits.wait_s) from None
 
-    async def _may_go_on(self, replica: Replica, error: EngineError) -> bool:
+    async def _may_go_on(self, replica: Replica, error: EngineError, case: Case, affinity: str) -> bool:
         """Whether a request may be sent again after a failure; notes what that says about the replica."""
         if replica is self._router:
             for other in self.replicas:
@@ -336,11 +358,9 @@ class EnginePool:
         if isinstance(error, EngineUnavailable | OldVersion):
             replica.doubt(str(error))
             return True
-        replica.garbage += 1
         replica.wake.set()
-        if replica.garbage >= _MOST_GARBAGE:
-            pause_s = min(2.0 ** (replica.garbage - _MOST_GARBAGE), self._limits.longest_pause_s)
-            replica.rest(pause_s, f"it answered garbage: {error}")
+        if replica.is_serving and replica.garbled(affinity, case.asked) >= _MOST_GARBAGE:
+            replica.rest_after_garbage(self._limits.longest_pause_s, f"it answered garbage: {error}")
         return True
 
     async def _has_died(self, replica: Replica, error: EngineError, began: float) -> bool:
@@ -363,3 +383,8 @@ class EnginePool:
 
     def _count_load(self) -> None:
         self.counts.catch_ups += 1
+
+
+def _runs(versions: Sequence[int]) -> str:
+    """Versions of consecutive tokens for people: each once for as long as it stays the same."""
+    return ", ".join(str(version) for version, _ in itertools.groupby(versions))

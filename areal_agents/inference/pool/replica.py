@@ -46,7 +46,9 @@ class Replica:
         misses: looks in a row that it did not answer.
         gone_at: when a look last found it gone that was there before, or started again; by the event loop's
             clock.
-        garbage: answers in a row that could not be trusted.
+        garbage: who asked what, of the answers since the last good one that could not be trusted. No caller
+            and no request is in it twice.
+        rests: how often in a row it was given a rest for garbage.
         rests_until: it is not asked for completions before, by the event loop's clock.
         due: the version that the trainer is to swap in, since it served when that was published; None if
         none.
@@ -67,7 +69,8 @@ class Replica:
     episodes: int = 0
     misses: int = 0
     gone_at: float = -inf
-    garbage: int = 0
+    garbage: list[tuple[str, bytes]] = field(default_factory=list)
+    rests: int = 0
     rests_until: float = 0.0
     due: int | None = None
     may_be_paused: bool = True
@@ -95,10 +98,31 @@ class Replica:
             self.state, self.reason = "doubtful", why
         self.wake.set()
 
-    def rest(self, pause_s: float, why: str) -> None:
-        """No requests for a while; looks at it go on."""
-        self.rests_until = asyncio.get_running_loop().time() + pause_s
+    def answered(self) -> None:
+        """It gave an answer that can be trusted."""
+        self.garbage.clear()
+        self.rests = 0
+
+    def garbled(self, caller: str, asked: bytes) -> int:
+        """It answered garbage to the request `asked` of `caller`, "" if that is not known.
+
+        Returns how many different requests of different callers it did so to since its last good answer: a
+        request that is always answered so is counted once, and so is a caller with many of them.
+        """
+        known = any(asked == other or (caller and caller == who) for who, other in self.garbage)
+        if not known:
+            self.garbage.append((caller, asked))
+        return len(self.garbage)
+
+    def rest_after_garbage(self, longest_s: float, why: str) -> None:
+        """No requests for 1 s, or twice as long as the last time in a row, `longest_s` at most.
+
+        Looks at it go on, and as many different requests as before are to be answered before it rests again.
+        """
+        self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
         self.state, self.reason = "down", why
+        self.garbage.clear()
+        self.rests += 1
 
     def lose(self, why: str) -> None:
         """It is gone: whatever waits for it waits no longer."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineError
@@ -50,7 +51,8 @@ class RouterEngine(SGLangEngine):
             except EngineError as error:
                 failure = error
                 continue
-            self._served = info.version
+            # Workers may have room for completions of different lengths.
+            self._served, self._info = info.version, replace(info, room=None)
             return info
         assert failure is not None, "a router has workers"
         raise failure

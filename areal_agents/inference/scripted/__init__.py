@@ -5,12 +5,15 @@ does exactly what it would do with a real engine. It needs neither torch nor tra
 """
 
 from areal_agents.inference.scripted.app import ScriptedApp
+from areal_agents.inference.scripted.lies import LIES, Lie
 from areal_agents.inference.scripted.script import Reply, Script, ScriptedCall, by_prompt, filler, repeat
 from areal_agents.inference.scripted.server import running, running_process
 from areal_agents.inference.scripted.session import Exchange
 
 __all__ = [
+    "LIES",
     "Exchange",
+    "Lie",
     "Reply",
     "Script",
     "ScriptedApp",

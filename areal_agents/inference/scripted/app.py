@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 
 from areal_agents.core.completion import TokenIds, as_token_ids
 from areal_agents.errors import RequestError
+from areal_agents.inference.scripted.lies import LIES
 from areal_agents.inference.scripted.sampling import ending_of, plan, seed_of
 from areal_agents.inference.scripted.script import Reply, Script, ScriptedCall
 from areal_agents.inference.scripted.session import Exchange, Gate, Generation
@@ -224,6 +225,8 @@ class ScriptedApp:
         if first is not None and self._experts_of is not None and generation.finish is not None:
             tokens = np.concatenate([ids, generation.plan.token_ids[: generation.sampled]])
             given["meta_info"]["routed_experts"] = routed_experts(self._experts_of, tokens, first)
+        if generation.reply.lie:
+            LIES[generation.reply.lie].tell(given)
         return given
 
     def _end(self, generation: Generation, ids: TokenIds, body: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from tokenizers import Tokenizer
 
 from areal_agents.core.completion import TokenIds
+from areal_agents.inference.scripted.lies import LIES
 
 ReplyEnd = Literal["stop", "length", "abort"]
 _FILLER_TEXT = " The harbour opens at six, and the ferry leaves for the island when the tide is high enough."
@@ -27,12 +28,14 @@ class Reply:
         text: tokenised when it is answered; the special tokens written out in it become their ids.
         token_ids: the exact ids, instead of `text`.
         finish: "stop" ends with the engine's stop token, which is appended unless it is there already;
-            "length" and "abort" say that the reply was cut off. The request's own limits still apply.
+            "length" and "abort" say that the reply was cut off, and `SGLangEngine` refuses a "length" that is
+            short of the request's limit. The request's own limits still apply.
         delay_s: seconds before the first token.
         chunk_delay_s: seconds before every further chunk.
         chunk_tokens: tokens that arrive together.
         error: refuse the call with this message instead.
         error_status: the HTTP status of the refusal.
+        lie: how the answer is falsified, a key of `lies.LIES`; "" leaves it as it is.
     """
 
     text: str = ""
@@ -43,6 +46,7 @@ class Reply:
     chunk_tokens: int = 1
     error: str = ""
     error_status: int = 500
+    lie: str = ""
 
     def __post_init__(self) -> None:
         if self.finish not in get_args(ReplyEnd):
@@ -53,6 +57,8 @@ class Reply:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if min(self.delay_s, self.chunk_delay_s) < 0:
             raise ValueError(f"delays must not be negative, got {self.delay_s} and {self.chunk_delay_s}")
+        if self.lie and self.lie not in LIES:
+            raise ValueError(f"lie must be one of {sorted(LIES)}, got {self.lie!r}")
         if not 400 <= self.error_status <= 599:
             raise ValueError(f"error_status must be in [400, 599], got {self.error_status}")
 

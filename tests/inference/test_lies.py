@@ -1,0 +1,276 @@
+"""Engines that lie: no answer that cannot be is taken, and what is always answered so stops nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import pytest
+from pool_support import MODEL, QUICK, TOKENIZER, Rows
+
+from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk, TokenIds, as_token_ids
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.answers import Asked, check_logprobs, checked_spans, end_ids_of
+from areal_agents.inference.pool import EnginePool
+from areal_agents.inference.scripted import LIES, Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.inference.scripted.lies import Form
+
+TEXT = "one two three four"
+STOP = 2
+SAMPLING = SamplingParams(64, stop_token_ids=(STOP,))
+TRUTH = [*TOKENIZER.encode(TEXT, add_special_tokens=False).ids, STOP]
+TOLD = [(name, form) for name, lie in LIES.items() for form in sorted(lie.forms)]
+
+
+def prompt(text: str) -> TokenIds:
+    return as_token_ids(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[dict[Form, tuple[ScriptedApp, str]]]:
+    apps = {
+        incremental: ScriptedApp.from_folder(MODEL, lambda call: TEXT, incremental=incremental, keep=0)
+        for incremental in (False, True)
+    }
+    with running(apps[False]) as cumulative, running(apps[True]) as incremental:
+        yield {
+            "whole": (apps[False], cumulative),
+            "cumulative": (apps[False], cumulative),
+            "incremental": (apps[True], incremental),
+        }
+
+
+@asynccontextmanager
+async def pool_over(url: str, rows: Rows | None = None, **limits: Any) -> AsyncIterator[EnginePool]:
+    """A pool of one engine that serves."""
+
+    def decode(ids: Any) -> str:
+        return TOKENIZER.decode(list(ids), skip_special_tokens=False)
+
+    pool = EnginePool(
+        [SGLangEngine(url, decode=decode)],
+        current=rows or Rows(),
+        decode=decode,
+        limits=replace(QUICK, **limits),
+    )
+    try:
+        await pool.model_info()
+        yield pool
+    finally:
+        await pool.aclose()
+
+
+@pytest.mark.parametrize("published", [True, False], ids=["published", "no-trainer"])
+@pytest.mark.parametrize(("lie", "form"), TOLD)
+async def test_no_lie_is_taken(
+    engines: dict[Form, tuple[ScriptedApp, str]], lie: str, form: Form, published: bool
+) -> None:
+    """It is refused, and the next attempt is taken; a caller who was streamed a part of it is told."""
+    app, url = engines[form]
+    calls = 0
+
+    def once(call: ScriptedCall) -> Reply:
+        nonlocal calls
+        calls += 1
+        return Reply(TEXT, lie=lie if calls == 1 else "")
+
+    app.script = once
+    rows = Rows()
+    if published:
+        rows.publish(0)
+    chunks: list[TokenChunk] = []
+    async with pool_over(url, rows) as pool:
+        generation = pool.generate("r", prompt("hello"), SAMPLING, None if form == "whole" else chunks.append)
+        if form == "whole":
+            completion = await generation
+            assert (calls, pool.counts.failovers) == (2, 1)
+            assert completion.token_ids.tolist() == TRUTH and set(completion.versions.tolist()) == {0}
+        else:
+            with pytest.raises(EngineError) as caught:
+                await generation
+            assert calls == 1 and not isinstance(caught.value, EngineUnavailable)
+        assert len(pool.replicas[0].garbage) == (form != "whole")  # a good answer clears it
+        app.script = lambda call: TEXT
+        again = await pool.generate("s", prompt("hello"), SAMPLING, lambda chunk: None)
+        assert again.token_ids.tolist() == TRUTH and again.finish_reason == "stop"
+
+
+def asked(**given: Any) -> Asked:
+    sampling = SamplingParams(given.pop("most", 8), **given.pop("sampling", {}))
+    return Asked(sampling, vocab_size=99, prompt_tokens=10, **given)
+
+
+GRAMMAR = Grammar("regex", "[a-z]+")
+
+
+@pytest.mark.parametrize(
+    ("request_", "ids", "reason", "matched", "is_right"),
+    [
+        (asked(sampling={"stop_token_ids": (7,)}), [1, 7], "stop", 7, True),
+        (asked(sampling={"stop_token_ids": (7,)}), [1, 7], "stop", None, True),  # servers that do not say
+        (asked(sampling={"stop_token_ids": (7,)}), [1, 8], "stop", None, False),
+        (asked(sampling={"stop_token_ids": (7,), "ignore_eos": True}), [1, 7], "stop", 7, False),
+        (asked(end_ids=frozenset({5})), [1, 5], "stop", 5, True),  # the model's own
+        (asked(end_ids=frozenset({5})), [1, 6], "stop", 6, False),
+        (asked(end_ids=None), [1, 6], "stop", 6, True),  # nobody knows: it is believed
+        (asked(end_ids=None), [1, 6], "stop", 5, False),
+        (asked(sampling={"stop": ("END",)}), [1, 6], "stop", "END", True),
+        (asked(sampling={"stop": ("END",)}, end_ids=frozenset()), [1, 6], "stop", None, True),
+        (asked(sampling={"stop": ("END",), "ignore_eos": True}), [1, 6], "stop", "END", True),
+        (asked(sampling={"stop": ("END",)}), [1, 6], "stop", "NaN happened", False),
+        (asked(sampling={"stop": ("END",)}, decode=lambda ids: "the END."), [1, 6], "stop", "END", True),
+        (asked(sampling={"stop": ("END",)}, decode=lambda ids: "the EN"), [1, 6], "stop", "END", False),
+        (asked(sampling={"grammar": GRAMMAR}, end_ids=frozenset()), [1, 6], "stop", 6, True),
+        (asked(sampling={"grammar": GRAMMAR}, end_ids=frozenset()), [1, 6], "stop", "NaN happened", False),
+        (asked(), [], "stop", None, False),
+        (asked(most=3), [1, 2, 3], "length", None, True),
+        (asked(most_tokens=13), [1, 2, 3], "length", None, True),  # the context is full
+        (asked(most_tokens=14), [1, 2, 3], "length", None, False),
+        (asked(most_tokens=None), [1, 2, 3], "length", None, True),  # where that is, is not known
+        (asked(most_tokens=14), [1], "abort", None, True),
+    ],
+)
+def test_how_a_completion_may_end(
+    request_: Asked, ids: list[int], reason: Any, matched: Any, is_right: bool
+) -> None:
+    if is_right:
+        request_.check_end(ids, reason, matched)
+    else:
+        with pytest.raises(EngineError):
+            request_.check_end(ids, reason, matched)
+
+
+def test_an_abort_may_lack_what_a_finished_answer_has() -> None:
+    """SGLang counts one prompt token of a request that it refuses, and names more tokens than it sent."""
+    asked().check_meta({"prompt_tokens": 1}, "abort")
+    with pytest.raises(EngineError, match="1 prompt tokens of 10"):
+        asked().check_meta({"prompt_tokens": 1}, None)
+    spans = [{"version": "3", "start": 0, "end": 5}]
+    assert checked_spans(spans, 3, aborted=True) == [(3, 3)]
+    assert checked_spans([{"version": "3", "start": 0, "end": 0}], 0) == [(3, 0)]
+
+
+@pytest.mark.parametrize("value", [0, 0.0, 1e-5, -1e-45, -87.3, -999])
+def test_what_is_a_logprob(value: float) -> None:
+    check_logprobs([value])
+
+
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("-inf"), float("inf"), 2e-4, -1001.0, "-1", None, True]
+)
+def test_what_is_no_logprob(value: Any) -> None:
+    with pytest.raises(EngineError):
+        check_logprobs([-0.5, value])
+
+
+def test_the_ends_of_a_model_are_those_of_all_its_files(tmp_path: Any) -> None:
+    ends = end_ids_of(MODEL)
+    assert ends is not None and STOP in ends
+    assert end_ids_of(tmp_path) is None
+    (tmp_path / "config.json").write_text('{"text_config": {"eos_token_id": 5}}')
+    assert end_ids_of(tmp_path) is None
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"eos_token": {"content": "<e>"}, "added_tokens_decoder": {"8": {"content": "<e>"},'
+        ' "9": {"content": "<|eom_id|>"}}}'
+    )
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [6, 7]}')
+    assert end_ids_of(tmp_path) == {5, 6, 7, 8, 9}
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<unknown>"}')
+    assert end_ids_of(tmp_path) is None
+
+
+def lying_to(*words: str) -> Any:
+    """A script that lies to every prompt with one of `words`, and takes a moment for all others."""
+
+    def script(call: ScriptedCall) -> Reply:
+        if any(word in call.prompt_text for word in words):
+            return Reply(TEXT, lie="a logprob above 0")
+        return Reply(TEXT, delay_s=0.02)
+
+    return script
+
+
+async def outcome(pool: EnginePool, rid: str, text: str, affinity: str) -> float | EngineError:
+    """Seconds that a call took, or its error."""
+    began = time.perf_counter()
+    try:
+        completion = await pool.generate(rid, prompt(text), SAMPLING, affinity=affinity)
+    except EngineError as error:
+        return error
+    assert completion.token_ids.tolist() == TRUTH
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize(
+    "poisoned",
+    [
+        ["poison apple"],
+        ["poison apple", "poison pear"],
+        [f"poison {number}" for number in range(8)],  # one caller with many
+    ],
+    ids=["one", "two", "one caller's many"],
+)
+async def test_a_poisoned_request_fails_alone(
+    engines: dict[Form, tuple[ScriptedApp, str]], poisoned: list[str]
+) -> None:
+    app, url = engines["whole"]
+    app.script = lying_to("poison")
+    async with pool_over(url) as pool:
+        replica = pool.replicas[0]
+        bad = [
+            asyncio.create_task(outcome(pool, f"bad-{n}", text, "the one caller"))
+            for n, text in enumerate(poisoned)
+        ]
+        good: list[float] = []
+        while not all(task.done() for task in bad):
+            for n in range(4):
+                took = await outcome(pool, f"good-{len(good)}", f"hello {n}", f"episode {n}")
+                assert isinstance(took, float)
+                good.append(took)
+        assert replica.rests == 0 and replica.is_serving
+        assert len(good) > 10 and median(good) < 0.5  # each waits 0.02 s; a rest would take 1 s
+        for error in await asyncio.gather(*bad):
+            assert isinstance(error, EngineError) and not isinstance(error, EngineUnavailable)
+            assert "6 times in a row" in str(error) and "expected one from -1000 to 0" in str(error)
+
+
+async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
+    engines: dict[Form, tuple[ScriptedApp, str]],
+) -> None:
+    app, url = engines["whole"]
+    app.script = lying_to("poison")
+    async with pool_over(url) as pool:
+        found = await asyncio.gather(
+            *(outcome(pool, f"r{n}", "poison", f"episode {n}") for n in range(8)),
+            *(outcome(pool, f"s{n}", "hello", f"episode {n}") for n in range(8)),
+        )
+        assert all(isinstance(one, EngineError) for one in found[:8])
+        assert all(isinstance(one, float) for one in found[8:])
+        assert pool.replicas[0].rests == 0
+
+
+async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
+    """Three callers are enough; it rests twice as long the next time, and one good answer forgives it."""
+    app, url = engines["whole"]
+    app.script = lying_to("")
+    async with pool_over(url, longest_pause_s=0.2) as pool:
+        replica = pool.replicas[0]
+        calls = [asyncio.create_task(outcome(pool, f"r{n}", f"hello {n}", f"episode {n}")) for n in range(3)]
+        began = asyncio.get_running_loop().time()
+        while not replica.rests:
+            assert asyncio.get_running_loop().time() < began + 5
+            await asyncio.sleep(0.001)
+        assert replica.state == "down" and "garbage" in replica.reason
+        assert pool.counts.failovers <= 3
+        for error in await asyncio.gather(*calls):
+            assert isinstance(error, EngineError)
+        assert replica.rests > 1
+        app.script = lambda call: TEXT
+        assert isinstance(await outcome(pool, "good", "hello", "episode 9"), float)
+        assert (replica.rests, replica.garbage) == (0, [])
