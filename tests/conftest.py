@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 SGLANG = "--sglang"
+SGLANG_TEST_S = 900
 
 # An example that a busy machine takes long for says nothing of the code. `make test` draws the same ones in
 # each run, so that it fails only of a change; `make test-all` looks for others.
@@ -23,7 +24,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without SGLang its tests are left out: `make test-sglang` runs them."""
+    """Without SGLang its tests are left out: `make test-sglang` runs them.
+
+    A real server on a CPU starts in half a minute and samples some hundred tokens a second. Beside other work
+    it is several times slower, so its tests have a longer limit.
+    """
+    for item in items:
+        if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SGLANG_TEST_S))
     if config.getoption(SGLANG):
         return
     left_out = [item for item in items if item.get_closest_marker("sglang")]

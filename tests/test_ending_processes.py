@@ -78,7 +78,9 @@ def test_leftovers_are_found_by_their_mark_in_every_session(tmp_path: Path) -> N
         assert read_line(process.stdout.fileno(), timeout_s=60) == "on"
     assert end_leftovers(MARK, str(tmp_path)) == 4
     assert [process.wait(60) for process in ours] == [-signal.SIGKILL] * 2
-    assert end_leftovers(MARK, str(tmp_path)) == 0
+    deadline = time.monotonic() + 60
+    while end_leftovers(MARK, str(tmp_path)):  # those that are no children of this process may still be dying
+        assert time.monotonic() < deadline
     assert other.poll() is None
     for process in (*ours, other):
         end_process(process, grace_s=0)

@@ -32,6 +32,7 @@ from areal_agents.bench.proxy_processes import Server
 from areal_agents.bench.proxy_servers import litellm_server, passthrough, proxy_server, stub_engine
 from areal_agents.bench.proxy_texts import Texts
 from areal_agents.bench.qwen_vocabulary import qwen_folder
+from areal_agents.errors import EngineError
 from areal_agents.launch.signals import interruptible
 from areal_agents.rendering import Tokenizer
 
@@ -83,7 +84,8 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
 
     Raises:
         ConfigError: the vocabulary's package is missing.
-        EngineError: a server does not start.
+        EngineError: a server does not start, or a figure would rest on calls that failed; what could be
+            measured is printed before.
     """
     counts = counts or (QUICK if quick else FULL)
     folder = qwen_folder()
@@ -92,21 +94,30 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
     with interruptible(), tempfile.TemporaryDirectory(prefix="areal-agents-bench-") as scratch:
         bench = Bench(Path(scratch), folder, texts, counts)
         figures = bench.measure()
-    for example in bench.tally.examples:
-        print(f"failure: {example}")
+    for name, tally in bench.tallies.items():
+        for example in tally.examples:
+            print(f"failure of {name}: {example}")
     if json:
         print(jsonlib.dumps(figures))
     else:
         for name, value in figures.items():
             print(f"{name:28} {value}")
+    if bench.unsound:
+        raise EngineError("; ".join(bench.unsound))
     return figures
+
+
+class UnsoundFigure(EngineError):
+    """Calls that a figure is a mean of have failed."""
 
 
 class Bench:
     """The scenarios, one method each, over servers that it starts and ends."""
 
     def __init__(self, scratch: Path, folder: Path, texts: Texts, counts: Counts) -> None:
-        self.tally = Tally()
+        self.tally = Tally()  # of the proxy
+        self.tallies = {"the proxy": self.tally, "the pass-through": Tally(), "LiteLLM": Tally()}
+        self.unsound: list[str] = []  # figures that could not be given, and why
         self._agents = Agents(texts, self.tally)
         self._scratch = scratch
         self._folder = folder
@@ -134,7 +145,13 @@ class Bench:
             figures |= self._litellm(stub)
         if (theirs := figures["litellm_cpu_ms_4k"]) is not None:
             figures["litellm_over_ours_4k"] = _ratio(theirs, figures["cpu_ms_4k"])
-        figures |= {"failures": self.tally.failures, "cores": len(os.sched_getaffinity(0))}
+        figures |= {
+            "failures": self.tally.failures,
+            "passthrough_failures": self.tallies["the pass-through"].failures,
+            "litellm_failures": self.tallies["LiteLLM"].failures,
+            "litellm_reopened": self.tallies["LiteLLM"].reopened,
+        }
+        figures |= {"cores": len(os.sched_getaffinity(0))}
         packages = ("aiohttp", "orjson", "renderers", "starlette", "tokenizers", "uvicorn")
         return figures | {"versions": {name: importlib.metadata.version(name) for name in packages}}
 
@@ -165,7 +182,15 @@ class Bench:
         if server is None:
             return {"litellm_cpu_ms_4k": None}
         with server:
-            return {"litellm_cpu_ms_4k": round(uvloop.run(self._bare_waves(server)), 2)}
+            return {"litellm_cpu_ms_4k": self.litellm_cpu_ms(server)}
+
+    def litellm_cpu_ms(self, server: Server) -> float | None:
+        """CPU ms per call of LiteLLM, or None, with the reason in `unsound`, if calls of it failed."""
+        try:
+            return round(uvloop.run(self._bare_waves(server)), 2)
+        except UnsoundFigure as error:
+            self.unsound.append(str(error))
+            return None
 
     async def _beside(self, proxy: Server, least: Server, name: str, length: Length) -> dict[str, Any]:
         """CPU ms per call of the proxy and of the pass-through, their waves taking turns."""
@@ -175,7 +200,7 @@ class Bench:
         for _ in range(self._counts.waves):
             cpu_ms, per_s = await self._wave(proxy, length, timed)
             ours.append(cpu_ms)
-            theirs.append(await self._bare_wave(least, length, per_s=per_s))
+            theirs.append(await self._bare_wave(least, length, "the pass-through", per_s=per_s))
         self.tally.add(timed)
         return {
             f"cpu_ms_{name}": round(statistics.mean(ours), 2),
@@ -192,15 +217,24 @@ class Bench:
         await self._agents.play(episodes, length, turns=length.warm_turns, result=length.warm_result)
         per_s = _rate((proxy.cpu_s() - before) / (len(episodes) * length.warm_turns))
         calls = self._agents.turns(episodes, length.timed_turns, length.output, length.newest, timed)
-        cpu_ms = await _timed(proxy, calls, per_s)
+        cpu_ms = await _timed("the proxy", proxy, calls, per_s, timed)
         await self._agents.finish(proxy, episodes)
         return cpu_ms, per_s
 
-    async def _bare_wave(self, server: Server, length: Length, *, per_s: float | None = None) -> float:
+    async def _bare_wave(
+        self, server: Server, length: Length, name: str, *, per_s: float | None = None
+    ) -> float:
         """The same timed calls through a proxy that has no state: what came before is only written down.
 
-        Without `per_s`, at a rate that suits the server.
+        Args:
+            name: of the server, as in `tallies`.
+
+            per_s: calls per second; without it, a rate that suits the server.
+
+        Raises:
+            UnsoundFigure: a timed call failed.
         """
+        tally = self.tallies[name]
         conversations = await self._agents.bare(server, self._counts.episodes, system=length.system)
         reply = self._texts.reply(length.output)["message"]
         warm = self._texts.results(length.warm_result)
@@ -209,15 +243,17 @@ class Bench:
                 if turn:
                     conversation.add_result(warm[turn])
                 conversation.add_reply(reply)
-        before = server.cpu_s()
-        first = self._agents.turns(conversations, 1, length.output, length.warm_result, self.tally)
+        before, failed = server.cpu_s(), tally.failures
+        first = self._agents.turns(conversations, 1, length.output, length.warm_result, tally)
         await all_at_once(first, at_a_time=4)
         per_s = per_s or _rate((server.cpu_s() - before) / len(first))
-        rest = self._agents.turns(conversations, length.timed_turns, length.output, length.newest, self.tally)
-        cpu_ms = await _timed(server, rest, per_s)
-        for conversation in conversations:
-            conversation.close()
-        return cpu_ms
+        _refuse_failures(name, first, tally, failed)
+        rest = self._agents.turns(conversations, length.timed_turns, length.output, length.newest, tally)
+        try:
+            return await _timed(name, server, rest, per_s, tally)
+        finally:
+            for conversation in conversations:
+                conversation.close()
 
     async def _early_and_late(self, proxy: Server, call_s: float) -> dict[str, Any]:
         """CPU ms per call at turn 2 and at turn 64, each with 250 new and 300 sampled tokens.
@@ -232,9 +268,9 @@ class Bench:
         def more(turns: int) -> list[Call]:
             return self._agents.turns(episodes, turns, length.output, length.newest, self.tally)
 
-        early = await _timed(proxy, more(1), per_s)
+        early = await _timed("the proxy", proxy, more(1), per_s, self.tally)
         await all_at_once(more(61), at_a_time=4)
-        late = await _timed(proxy, more(1), per_s)
+        late = await _timed("the proxy", proxy, more(1), per_s, self.tally)
         await self._agents.finish(proxy, episodes)
         return {
             "cpu_ms_turn2": round(early, 2),
@@ -248,9 +284,10 @@ class Bench:
         episodes = await self._agents.episodes(proxy, self._counts.episodes)
         await self._agents.play(episodes, length, turns=length.warm_turns, result=length.warm_result)
         calls = self._agents.turns(episodes, length.timed_turns, length.output, length.newest, self.tally)
-        started = time.perf_counter()
+        started, failed = time.perf_counter(), self.tally.failures
         await all_at_once(calls, at_a_time=min(32, len(episodes)))
         speed = len(calls) / (time.perf_counter() - started)
+        _refuse_failures("the proxy", calls, self.tally, failed)
         await self._agents.finish(proxy, episodes)
         return speed
 
@@ -305,7 +342,8 @@ class Bench:
 
     async def _bare_waves(self, server: Server) -> float:
         """CPU ms per call of a stateless proxy at the 4k length, at a rate that suits it."""
-        waves = [await self._bare_wave(server, LENGTHS["4k"]) for _ in range(self._counts.litellm_waves)]
+        length = LENGTHS["4k"]
+        waves = [await self._bare_wave(server, length, "LiteLLM") for _ in range(self._counts.litellm_waves)]
         return statistics.mean(waves)
 
 
@@ -314,11 +352,21 @@ def _rate(cpu_s: float) -> float:
     return LOAD / max(cpu_s, 1e-3)
 
 
-async def _timed(server: Server, calls: Sequence[Call], per_s: float) -> float:
-    """CPU ms of a server per call, at a fixed rate."""
+def _refuse_failures(name: str, calls: Sequence[Call], tally: Tally, before: int) -> None:
+    """UnsoundFigure if some of the calls failed; `before` had failed before them."""
+    if failed := tally.failures - before:
+        seen = f"; the first failures: {tally.examples}" if tally.examples else ""
+        raise UnsoundFigure(
+            f"{failed} of {len(calls)} timed calls to {name} failed: a figure would rest on failures{seen}"
+        )
+
+
+async def _timed(name: str, server: Server, calls: Sequence[Call], per_s: float, tally: Tally) -> float:
+    """CPU ms of a server per call, at a fixed rate. UnsoundFigure if one of the calls fails."""
     await asyncio.sleep(0.2)  # what the calls before left behind ends outside the window
-    before = server.cpu_s()
+    before, failed = server.cpu_s(), tally.failures
     await at_rate(calls, per_s=per_s)
+    _refuse_failures(name, calls, tally, failed)
     return 1e3 * (server.cpu_s() - before) / len(calls)
 
 

@@ -18,44 +18,82 @@ CALL_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """One keep-alive HTTP/1.1 connection."""
+    """One keep-alive HTTP/1.1 connection. It is opened again when the server has closed it between two calls,
+    or a call failed on it.
+
+    Attributes:
+        reopened: how often that was.
+    """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
         self._address = address
         self._reader = reader
         self._writer = writer
+        self._used = False
+        self._clean = True  # no answer, or part of one, is outstanding, and the server may be asked again
+        self.reopened = 0
 
     @classmethod
     async def open(cls, url: str) -> Connection:
         """Connect to http://host:port."""
         address = url.partition("://")[2]
-        host, _, port = address.partition(":")
-        return cls(*await asyncio.open_connection(host, int(port), limit=2**20), address)
+        return cls(*await _connected(address), address)
 
     async def post(self, path: str, body: bytes, key: str) -> tuple[int, bytes]:
         """(status, body) of an answer that comes in one piece."""
-        self._send(path, body, key)
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
-        status = int(head[9:12])
-        if b"transfer-encoding: chunked" in head:
-            return status, b"".join([piece async for piece in self._pieces()])
-        length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
-        return status, await self._reader.readexactly(length)
+        head = await self._head(path, body, key)
+        return int(head[9:12]), await self._body(head)
 
     async def post_streamed(self, path: str, body: bytes, key: str) -> tuple[int, bytes, float]:
         """(status, body, time.monotonic() at which the first text of the reply was here)."""
-        self._send(path, body, key)
-        head = (await self._reader.readuntil(b"\r\n\r\n")).lower()
+        head = await self._head(path, body, key)
         status, first = int(head[9:12]), 0.0
         if b"transfer-encoding: chunked" not in head:
-            length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
-            return status, await self._reader.readexactly(length), first
+            return status, await self._body(head), first
         pieces = []
         async for piece in self._pieces():
             if not first and b'content":"' in piece.replace(b'content":""', b""):
                 first = time.monotonic()
             pieces.append(piece)
+        self._clean = b"\r\nconnection: close" not in head
         return status, b"".join(pieces), first
+
+    async def _head(self, path: str, body: bytes, key: str) -> bytes:
+        """Send a request; the head of its answer, in lower case.
+
+        A server may close an idle connection at any moment, also just before it would have read the request:
+        then there is not one byte of an answer, and the request is sent again on a new connection, once.
+        """
+        if not self._clean or self._writer.is_closing() or self._reader.at_eof():
+            await self._reopen()
+        fresh, self._clean = not self._used, False
+        try:
+            self._send(path, body, key)
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        except (ConnectionError, asyncio.IncompleteReadError) as error:
+            if fresh or (isinstance(error, asyncio.IncompleteReadError) and error.partial):
+                raise
+            await self._reopen()
+            self._send(path, body, key)
+            head = await self._reader.readuntil(b"\r\n\r\n")
+        self._used = True
+        return head.lower()
+
+    async def _reopen(self) -> None:
+        self._writer.close()
+        self._reader, self._writer = await _connected(self._address)
+        self._used = False
+        self.reopened += 1
+
+    async def _body(self, head: bytes) -> bytes:
+        """The rest of an answer, all of it."""
+        if b"transfer-encoding: chunked" in head:
+            body = b"".join([piece async for piece in self._pieces()])
+        else:
+            length = int(head.partition(b"content-length:")[2].partition(b"\r")[0])
+            body = await self._reader.readexactly(length)
+        self._clean = b"\r\nconnection: close" not in head
+        return body
 
     async def _pieces(self) -> Any:
         while size := int(await self._reader.readline(), 16):
@@ -78,11 +116,15 @@ class Connection:
 
 @dataclass
 class Tally:
-    """What happened: latencies in seconds, prompt lengths, and the first failures in words."""
+    """What happened: latencies in seconds and prompt lengths of whole replies, the first failures in words.
+
+    `reopened` counts connections that the server had closed.
+    """
 
     latencies_s: list[float] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     failures: int = 0
+    reopened: int = 0
     examples: list[str] = field(default_factory=list)
 
     def failed(self, what: str) -> None:
@@ -94,6 +136,7 @@ class Tally:
     def add(self, other: Tally) -> None:
         """Count another's failures here too."""
         self.failures += other.failures
+        self.reopened += other.reopened
         self.examples += other.examples[: 5 - len(self.examples)]
 
 
@@ -139,18 +182,21 @@ class Conversation:
             if newest is not None:
                 self.add_result(newest)
             body = self._body(max_tokens, stream=False)
-            started = time.perf_counter()
+            started, reopened = time.perf_counter(), self._connection.reopened
             try:
                 async with asyncio.timeout(CALL_TIMEOUT_S):
                     status, raw = await self._connection.post(self._path, body, self._key)
             except (TimeoutError, OSError, EOFError, ValueError) as error:
                 tally.failed(repr(error))
                 return
-            tally.latencies_s.append(time.perf_counter() - started)
+            finally:
+                tally.reopened += self._connection.reopened - reopened
+            latency_s = time.perf_counter() - started
             answer = orjson.loads(raw) if status == 200 else {}
             if not _is_whole(answer, max_tokens):
                 tally.failed(f"{status} {raw[:300].decode(errors='replace')}")
                 return
+            tally.latencies_s.append(latency_s)
             tally.prompt_tokens.append(answer["usage"]["prompt_tokens"])
             message = answer["choices"][0]["message"]
             self.add_reply({name: value for name, value in message.items() if value is not None})
@@ -181,6 +227,11 @@ class Conversation:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+async def _connected(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.partition(":")
+    return await asyncio.open_connection(host, int(port), limit=2**20)
 
 
 def _is_whole(answer: dict[str, Any], max_tokens: int) -> bool:

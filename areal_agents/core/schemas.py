@@ -1,84 +1,325 @@
 """Which JSON schemas constrained decoding holds an output to.
 
-xgrammar drops some keywords without a word, and an output that is said to fit must fit; so a schema that
-has one of them is refused, as SGLang does.
+xgrammar drops some keywords without a word, and an output that is said to fit must fit; so each keyword is
+either enforced where it stands or refused, as the table in docs/engines.md says. Keywords that JSON Schema
+does not define, and annotations such as `title`, describe nothing and pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import combinations
 from typing import Any
+
+from areal_agents.core.patterns import unenforced_pattern
+
+Schema = Mapping[str, Any]
 
 _IGNORED = frozenset(
     {
-        *("$dynamicRef", "contains", "dependencies", "dependentRequired", "dependentSchemas", "else", "if"),
-        *("maxContains", "minContains", "multipleOf", "not", "then", "uniqueItems"),
+        *("$dynamicRef", "$recursiveRef", "contains", "dependencies", "dependentRequired"),
+        *("dependentSchemas", "else", "if", "maxContains", "minContains", "multipleOf", "not", "then"),
     }
 )
 _STRING_FORMATS = frozenset(
     {
-        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer"),
-        *("relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid"),
+        *("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6"),
+        *("time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
 # Of these, a text is held to one alone.
 _STRING_RULES = (("format",), ("pattern",), ("minLength", "maxLength"))
-# Where one of these stands, what stands beside it is dropped, but for `type`, which the branches repeat.
+# Where one of these stands, what stands beside it is dropped.
 _BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
-_RULES = frozenset(
-    {
-        *("additionalProperties", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "items"),
-        *("maxItems", "maxLength", "maxProperties", "maximum", "minItems", "minLength", "minProperties"),
-        *("minimum", "pattern", "patternProperties", "prefixItems", "properties", "propertyNames"),
-        *("required", "unevaluatedItems", "unevaluatedProperties", *_BRANCHES),
-    }
-)
+_VALUES = ("const", "enum")
+_OF_TYPE = {
+    "string": {"format", "maxLength", "minLength", "pattern"},
+    "number": {"exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum"},
+    "array": {
+        *(
+            "additionalItems",
+            "items",
+            "maxItems",
+            "minItems",
+            "prefixItems",
+            "unevaluatedItems",
+            "uniqueItems",
+        ),
+    },
+    "object": {
+        *("additionalProperties", "maxProperties", "minProperties", "patternProperties", "properties"),
+        *("propertyNames", "required", "unevaluatedProperties"),
+    },
+}
+_TYPES = frozenset({*_OF_TYPE, "integer", "boolean", "null"})
+_RULES = frozenset({*_BRANCHES, *_VALUES, *(name for names in _OF_TYPE.values() for name in names)})
 _ONE = (
     *("additionalItems", "additionalProperties", "items", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
 )
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
+_DEEPEST = 16  # branches within branches that are looked into for what they have in common,
+_MOST_LOOKS = 20_000  # and so many in all
+_MOST_EXCLUSIVE = 64  # branches of a oneOf, each of which is compared with all others
 
 
 def unenforced(schema: Any) -> str | None:
     """What in the schema an output would not be held to, and where; None if all of it is enforced."""
-    for where, inner in _subschemas(schema, "#"):
-        if (reason := _unenforced(inner)) is not None:
-            return f"{reason}, at {where}"
-    return None
+    return _Document(schema).unenforced()
 
 
-def _unenforced(schema: Mapping[str, Any]) -> str | None:
-    ignored = sorted(_IGNORED & schema.keys())
-    if ignored:
-        return f"the keyword {ignored[0]} is not supported"
-    branches = [name for name in _BRANCHES if name in schema]
-    if branches and (beside := sorted(_RULES & schema.keys() - {branches[0]})):
-        return f"the keyword {beside[0]} is not supported beside {branches[0]}"
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) > 1:
-        return "the keyword allOf is supported with one branch only"
-    kind = schema.get("type")
-    if kind is not None and "string" not in (kind if isinstance(kind, list) else [kind]):
+class _Document:
+    """A schema with what its references name."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        self._looks = 0
+
+    def unenforced(self) -> str | None:
+        if not isinstance(self._root, Mapping | bool):
+            return "a schema must be an object or a boolean"
+        for where, inner, names in self._subschemas():
+            if (reason := self._reason(inner, where, names=names)) is not None:
+                return f"{reason}, at {where}"
         return None
+
+    def _subschemas(self) -> Iterator[tuple[str, Schema, bool]]:
+        """(where, schema, whether it is of the names of properties) for all that there is, data left out."""
+        left: list[tuple[str, Any, bool]] = [("#", self._root, False)]
+        named: set[str] = set()
+        while left:
+            at, found, names = left.pop()
+            if not isinstance(found, Mapping):
+                continue
+            yield at, found, names
+            left += [(f"{at}/{key}", found.get(key), key == "propertyNames") for key in _ONE]
+            for key in _LISTS:
+                if isinstance(inner := found.get(key), list):
+                    left += [(f"{at}/{key}/{index}", one, False) for index, one in enumerate(inner)]
+            for key in _MAPS:
+                if isinstance(inner := found.get(key), Mapping):
+                    left += [(f"{at}/{key}/{name}", one, False) for name, one in inner.items()]
+            reference = found.get("$ref")
+            if isinstance(reference, str) and reference not in named:
+                named.add(reference)
+                left.append((reference, self._target(reference), False))
+
+    def _reason(self, schema: Schema, where: str, *, names: bool) -> str | None:
+        ignored = sorted(_IGNORED & schema.keys())
+        if schema.get("uniqueItems", False) is not False:
+            ignored.append("uniqueItems")
+        if ignored:
+            return f"the keyword {ignored[0]} is not supported"
+        if "$id" in schema and where != "#":
+            return "the keyword $id is supported at the top only"
+        for choices in (_BRANCHES, _VALUES):
+            chosen = [name for name in choices if name in schema]
+            if chosen and (beside := sorted(_RULES & schema.keys() - {chosen[0]})):
+                return f"the keyword {beside[0]} is not supported beside {chosen[0]}"
+            if chosen:
+                return self._of_branches(schema, chosen[0])
+        return self._of_type(schema, names=names)
+
+    def _of_branches(self, schema: Schema, name: str) -> str | None:
+        """What is wrong with a schema that is one of several, or a reference, or lists its values."""
+        branches = schema[name]
+        if name == "$ref" and self._target(branches) is None:
+            return f"the $ref {branches!r} is not supported: name a part of the same schema, as in #/$defs/x"
+        if name in ("anyOf", "oneOf", "allOf", "enum") and not (isinstance(branches, list) and branches):
+            return f"the keyword {name} needs a list of one or more"
+        if name == "allOf" and len(branches) > 1:
+            return "the keyword allOf is supported with one branch only"
+        if name == "oneOf" and not self._exclusive(branches):
+            return (
+                "the keyword oneOf is supported where the branches differ in type, or in the const or enum "
+                f"of a required property, and with {_MOST_EXCLUSIVE} branches at most; use anyOf"
+            )
+        if "type" in schema:
+            allowed, held = _named_types(schema["type"]), self._types({name: branches})
+            if allowed is None:
+                return f"the type {schema['type']!r} is not supported"
+            if held is None or not held <= allowed:
+                return (
+                    f"the keyword type is not supported beside {name} unless all that it allows has that type"
+                )
+        return None
+
+    def _of_type(self, schema: Schema, *, names: bool) -> str | None:
+        """What is wrong with a schema of one or more types; one for the names of properties is a string."""
+        given = schema.get("type", ["string"] if names else None)
+        used = {kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()}
+        if given is None:
+            # Only these say the type by themselves.
+            if used <= {"object"} and ("properties" in schema or not used):
+                given = ["object"]
+            elif used == {"array"} and schema.keys() & {"items", "prefixItems"}:
+                given = ["array"]
+            else:
+                kind = sorted(used)[0]
+                keyword = sorted(_OF_TYPE[kind] & schema.keys())[0]
+                return f"the keyword {keyword} is not supported without a type, such as {kind}, beside it"
+        types = _named_types(given)
+        if types is None:
+            return f"the type {given!r} is not supported"
+        reason = _of_string(schema) if "string" in types else None
+        return reason or (_of_object(schema) if "object" in types else None)
+
+    def _target(self, reference: Any) -> Schema | bool | None:
+        """What a reference names; None unless it is a part of this schema, in a form that is enforced."""
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            return None
+        if "~" in reference or "%" in reference:
+            return None
+        found = self._root
+        for name in reference.split("/")[1:]:
+            if not isinstance(found, Mapping) or name not in found:
+                return None
+            found = found[name]
+        return found if isinstance(found, Mapping | bool) else None
+
+    def _types(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
+        """Types that hold all values of the schema, integers as "integer"; None if not known."""
+        if not isinstance(schema, Mapping) or self._too_much(depth):
+            return None
+        if (values := _values(schema)) is not None:
+            return frozenset(_type_of(value) for value in values)
+        if "$ref" in schema:
+            return self._types(self._target(schema["$ref"]), depth + 1)
+        for name in ("anyOf", "oneOf", "allOf"):
+            if isinstance(schema.get(name), list):
+                held = [self._types(branch, depth + 1) for branch in schema[name]]
+                return None if None in held else frozenset().union(*(types for types in held if types))
+        if "type" in schema:
+            return _named_types(schema["type"])
+        return frozenset({"object"}) if "properties" in schema else None
+
+    def _exclusive(self, branches: list[Any]) -> bool:
+        """Whether no value can fit two of the branches."""
+        few = len(branches) <= _MOST_EXCLUSIVE
+        return few and all(self._exclude(one, other) for one, other in combinations(branches, 2))
+
+    def _exclude(self, one: Any, other: Any, depth: int = 0) -> bool:
+        """Whether no value can fit both schemas, as far as their types and listed values tell."""
+        if one is False or other is False:
+            return True
+        if self._too_much(depth):
+            return False
+        one, other = self._followed(one), self._followed(other)
+        if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+            return False
+        for branched, rest in ((one, other), (other, one)):
+            for name in ("anyOf", "oneOf", "allOf"):
+                if isinstance(branched.get(name), list):
+                    return all(self._exclude(branch, rest, depth + 1) for branch in branched[name])
+        values, others = _values(one), _values(other)
+        if values is not None and others is not None:
+            return not {_key(value) for value in values} & {_key(value) for value in others}
+        types, kinds = self._types(one), self._types(other)
+        if types is None or kinds is None:
+            return False
+        shared = types & kinds
+        if shared - {"object"}:
+            return False
+        return not shared or any(
+            self._exclude(_property(one, name), _property(other, name), depth + 1)
+            for name in {*_required(one)} & {*_required(other)}
+        )
+
+    def _too_much(self, depth: int) -> bool:
+        """Whether to look no further: branches of branches grow without bound."""
+        self._looks += 1
+        return depth > _DEEPEST or self._looks > _MOST_LOOKS
+
+    def _followed(self, schema: Any) -> Any:
+        """The schema that a chain of references ends in."""
+        for _ in range(_DEEPEST):
+            if not isinstance(schema, Mapping) or "$ref" not in schema:
+                return schema
+            schema = self._target(schema["$ref"])
+        return None
+
+
+def _of_string(schema: Schema) -> str | None:
     if "format" in schema and str(schema["format"]) not in _STRING_FORMATS:
         return f"the format {schema['format']!r} is not supported"
     rules = [next(key for key in keys if key in schema) for keys in _STRING_RULES if schema.keys() & {*keys}]
-    return f"the keyword {rules[1]} is not supported beside {rules[0]}" if len(rules) > 1 else None
+    if len(rules) > 1:
+        return f"the keyword {rules[1]} is not supported beside {rules[0]}"
+    return unenforced_pattern(schema["pattern"]) if isinstance(schema.get("pattern"), str) else None
 
 
-def _subschemas(schema: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The schema and all in it, with where they stand; what is data, as in `const`, is left out."""
-    left = [(where, schema)]
-    while left:
-        at, found = left.pop()
-        if not isinstance(found, Mapping):
-            continue
-        yield at, found
-        left += [(f"{at}/{key}", found.get(key)) for key in _ONE]
-        for key in _LISTS:
-            if isinstance(inner := found.get(key), list):
-                left += [(f"{at}/{key}/{index}", one) for index, one in enumerate(inner)]
-        for key in _MAPS:
-            if isinstance(inner := found.get(key), Mapping):
-                left += [(f"{at}/{key}/{name}", one) for name, one in inner.items()]
+def _of_object(schema: Schema) -> str | None:
+    properties = schema.get("properties")
+    declared = properties.keys() if isinstance(properties, Mapping) else set()
+    missing = sorted(str(name) for name in {*_required(schema)} - {*declared})
+    if missing:
+        return f"the keyword required names {missing[0]!r}, which properties does not have"
+    # Another property could be one of these by another spelling ("\\u0061" for "a"), or by its pattern.
+    extra = [
+        name
+        for name in ("additionalProperties", "unevaluatedProperties")
+        if schema.get(name, False) is not False
+    ]
+    open_ended = [*(name for name in ("patternProperties", "propertyNames") if name in schema), *extra]
+    if open_ended and declared:
+        why = "; leave it out or set it to false" if open_ended[0] in extra else ""
+        return f"the keyword {open_ended[0]} is not supported beside properties{why}"
+    if "propertyNames" in schema:  # it decides alone, whatever else is false
+        others = ("properties", "additionalProperties", "unevaluatedProperties")
+        beside = [name for name in others if name in schema and name not in extra]
+        if beside:
+            return f"the keyword propertyNames is not supported beside {beside[0]}"
+    if "patternProperties" in schema and len(open_ended) > 1:
+        return f"the keyword {open_ended[1]} is not supported beside patternProperties"
+    patterns = schema.get("patternProperties")
+    if isinstance(patterns, Mapping):
+        if len(patterns) > 1:
+            return "the keyword patternProperties is supported with one pattern only"
+        if (reason := next(filter(None, map(unenforced_pattern, patterns)), None)) is not None:
+            return reason
+    if open_ended and schema.get("minProperties", 0) != 0:
+        return f"the keyword minProperties is not supported beside {open_ended[0]}: a name could come twice"
+    return None
+
+
+def _named_types(given: Any) -> frozenset[str] | None:
+    """The types of a `type` keyword; a number may be an integer. None if it is no list of types."""
+    named = given if isinstance(given, list) else [given]
+    if not named or not all(isinstance(name, str) and name in _TYPES for name in named):
+        return None
+    return frozenset({*named, *(["integer"] if "number" in named else [])})
+
+
+def _values(schema: Schema) -> list[Any] | None:
+    """The values that a schema lists."""
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _type_of(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    if isinstance(value, int | float):
+        return "integer" if value == value // 1 else "number"
+    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+
+
+def _key(value: Any) -> Any:
+    """Equal for values that are equal in JSON, where true is not 1."""
+    if isinstance(value, list):
+        return ("array", *map(_key, value))
+    if isinstance(value, Mapping):
+        return ("object", frozenset((name, _key(inner)) for name, inner in value.items()))
+    return (isinstance(value, bool), value)
+
+
+def _required(schema: Schema) -> Iterable[str]:
+    required = schema.get("required")
+    return [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
+
+
+def _property(schema: Schema, name: str) -> Any:
+    properties = schema.get("properties")
+    return properties.get(name) if isinstance(properties, Mapping) else None

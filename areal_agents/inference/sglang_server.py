@@ -197,7 +197,7 @@ def running_sglang(
     python: str,
     model: str | Path,
     *arguments: str,
-    start_timeout_s: float = 240.0,
+    start_timeout_s: float = 600.0,
     **options: Any,
 ) -> Iterator[str]:
     """One float32 server on `model`, on a GPU where there is one; yields its URL.

@@ -21,7 +21,10 @@ from areal_agents.core.schemas import unenforced
         ({"properties": {}, "oneOf": [{}]}, "the keyword properties is not supported beside oneOf, at #"),
         ({"allOf": [{}, {}]}, "the keyword allOf is supported with one branch only, at #"),
         ({"type": "string", "format": "isbn"}, "the format 'isbn' is not supported, at #"),
-        ({"pattern": "a", "maxLength": 3}, "the keyword maxLength is not supported beside pattern, at #"),
+        (
+            {"type": "string", "pattern": "a", "maxLength": 3},
+            "the keyword maxLength is not supported beside pattern, at #",
+        ),
         (
             {"type": ["string", "null"], "format": "date", "pattern": "a"},
             "pattern is not supported beside format",

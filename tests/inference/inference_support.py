@@ -25,6 +25,7 @@ EMBEDDED = ["numba", "torch"]  # the kernels of the embedded engine
 EVERY_SERVER = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
 PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
 MOST_TRIES = 10
+PATIENCE_S = 240.0  # for what takes seconds on an idle machine; nothing waits for it to pass
 FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # those that may be paused in place
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
 

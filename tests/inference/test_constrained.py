@@ -12,7 +12,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
-from inference_support import EOS, Missed, again_if_missed, prompt_of
+from inference_support import EOS, PATIENCE_S, Missed, again_if_missed, prompt_of
 from real_tokenizers import qwen_folder
 from tokenizers import Tokenizer
 
@@ -57,7 +57,7 @@ def qwen_url(make_model: Callable[..., Path]) -> Iterator[str]:
 
 @pytest.fixture
 async def qwen(qwen_url: str) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(qwen_url, request_timeout_s=60) as engine:
+    async with SGLangEngine(qwen_url, request_timeout_s=PATIENCE_S) as engine:
         yield engine
 
 
@@ -70,7 +70,7 @@ def words_url(model_folder: Path) -> Iterator[str]:
 @pytest.fixture
 async def words(words_url: str) -> AsyncIterator[SGLangEngine]:
     """The vocabulary is w0 to w255, and w2 ends a sequence."""
-    async with SGLangEngine(words_url, request_timeout_s=60) as engine:
+    async with SGLangEngine(words_url, request_timeout_s=PATIENCE_S) as engine:
         yield engine
 
 
@@ -182,7 +182,7 @@ async def test_a_pause_leaves_a_constrained_output_as_it_is(words: SGLangEngine,
         asyncio.create_task(words.generate(f"p{i}", prompts[i], params[i], lambda piece: begun.set()))
         for i in range(5)
     ]
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), PATIENCE_S)
     for _ in range(3):
         await words.pause(mode)
         await asyncio.sleep(0.005)

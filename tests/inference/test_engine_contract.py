@@ -13,6 +13,7 @@ from inference_support import (
     EMBEDDED,
     EOS,
     EVERY_SERVER,
+    PATIENCE_S,
     PLAIN_SGLANG,
     Missed,
     Target,
@@ -45,7 +46,7 @@ STREAMED_GREEDILY = [  # a real server on a CPU heeds no seeds
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(target.url, request_timeout_s=60) as client:
+    async with SGLangEngine(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -64,7 +65,7 @@ async def running(engine: SGLangEngine) -> int:
 
 async def until_running(engine: SGLangEngine, *calls: asyncio.Task[Completion], count: int = 1) -> None:
     """Wait until `count` of these calls are being computed. Missed if they ended before that was seen."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while await running(engine) < count:
             if sum(not call.done() for call in calls) < count:
                 await asyncio.gather(*calls)  # unless they have failed
@@ -81,7 +82,7 @@ def check_aborted(completion: Completion) -> None:
 
 async def until_idle(engine: SGLangEngine) -> None:
     """Wait until nothing is being computed."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while await running(engine):
             await asyncio.sleep(0.005)
 
@@ -300,7 +301,7 @@ async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
 
     begun = asyncio.Event()
     task = asyncio.create_task(engine.generate("l2", prompt_of(30, seed=51), LONG, lambda piece: begun.set()))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), PATIENCE_S)
     if not task.cancel():
         raise Missed
     with pytest.raises(asyncio.CancelledError):
@@ -315,9 +316,9 @@ async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
         begun.set()
 
     task = asyncio.create_task(engine.generate("l3", prompt_of(30, seed=51), LONG, take))
-    await asyncio.wait_for(begun.wait(), 20)
+    await asyncio.wait_for(begun.wait(), PATIENCE_S)
     await engine.abort("l3")
-    completion = await asyncio.wait_for(task, 20)
+    completion = await asyncio.wait_for(task, PATIENCE_S)
     check_aborted(completion)
     assert 0 < len(completion) < 1900
     assert_joined(pieces, completion)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from inference_support import (
     MAX_CONTEXT,
+    PATIENCE_S,
     VOCAB,
     Target,
     load_reference,
@@ -54,7 +55,7 @@ def assert_scores(scores: PromptScores, model: PreTrainedModel, ids: TokenIds, s
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(target.url, request_timeout_s=60) as client:
+    async with SGLangEngine(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -209,7 +210,7 @@ async def test_chunks_and_caches_change_no_score_of_the_numba_kernel(model_folde
 
 async def check_chunks_and_pauses(url: str, reference: PreTrainedModel) -> None:
     """Ranges that begin around the ends of chunks of 32, then a batch that is retracted 12 times."""
-    async with SGLangEngine(url, request_timeout_s=60) as engine:
+    async with SGLangEngine(url, request_timeout_s=PATIENCE_S) as engine:
         ids = prompt_of(200, seed=93)
         for start in (1, 31, 32, 33, 34, 63, 64, 65, 66, 199):
             scores = await engine.score(f"f{start}", ids, start=start, top=3)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.sglang
 TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 LAYERS, PER_TOKEN, VOCAB = 2, 2, 1024
 PROMPT = as_token_ids(np.random.default_rng(0).integers(3, 1000, 20))
-WAIT_S = 60.0
+WAIT_S = 240.0
 
 
 def build(folder: Path, seed: int) -> Path:

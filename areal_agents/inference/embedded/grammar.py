@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from threading import Lock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from areal_agents.core.completion import Grammar
+from areal_agents.core.patterns import unenforced_pattern
 from areal_agents.core.schemas import unenforced
 from areal_agents.errors import RequestError
+from areal_agents.inference.embedded.grammar_limits import objects_of, refuse_compiled, refuse_too_large
 
 if TYPE_CHECKING:
     from xgrammar import CompiledGrammar, GrammarCompiler, GrammarMatcher
@@ -43,13 +45,14 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._compiler: GrammarCompiler | None = None
+        self._controls: np.ndarray | None = None  # [V] tokens with a control character other than a newline
         self._loading = Lock()
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> TokenMatcher:
         """A fresh matcher, at the start of `grammar`; the stop tokens end the output where it is complete.
 
-        RequestError if the grammar is malformed, has a keyword that would be ignored, or not one token can
-        begin it.
+        RequestError if the grammar is malformed or too large, has anything that would not be enforced, or not
+        one token can begin it.
         """
         stop_ids = sorted({*self._eos_ids, *stop_token_ids})
         if not stop_ids:
@@ -61,13 +64,19 @@ class Grammars:
         with self._loading:
             compiler = self._loaded(grammar.kind, stop_ids)
         try:
-            _refuse_ignored(grammar)
+            if not _is_any_json(grammar):
+                refuse_too_large(grammar)
+                _refuse_ignored(grammar)
             compiled = _compile(compiler, grammar)
+            refuse_compiled(compiled.memory_size_bytes)
         except (RuntimeError, ValueError) as error:
             raise RequestError(f"{grammar.kind} cannot be compiled: {_first_line(error)}") from error
         from xgrammar import GrammarMatcher
 
-        matcher = TokenMatcher(GrammarMatcher(compiled, override_stop_tokens=stop_ids), self._vocab_size)
+        excluded = self._controls if grammar.kind == "json_schema" else None
+        matcher = TokenMatcher(
+            GrammarMatcher(compiled, override_stop_tokens=stop_ids), self._vocab_size, excluded=excluded
+        )
         if not matcher.allowed().any():
             raise RequestError(f"no token of the vocabulary begins what the {grammar.kind} describes")
         return matcher
@@ -93,6 +102,9 @@ class Grammars:
                 vocab_size=self._vocab_size,
                 stop_token_ids=list(self._eos_ids) or stop_ids,
             )
+            # xgrammar allows them, unescaped, in a string whose length is bounded.
+            texts = vocabulary.decoded_vocab
+            self._controls = np.array([any(byte < 32 and byte != 10 for byte in text) for text in texts])
             self._compiler = GrammarCompiler(
                 vocabulary, max_threads=COMPILE_THREADS, cache_limit_bytes=CACHE_BYTES
             )
@@ -100,10 +112,19 @@ class Grammars:
 
 
 class TokenMatcher:
-    """How far one output has come in its grammar. Once submitted, it is the scheduler's thread's alone."""
+    """How far one output has come in its grammar. Once submitted, it is the scheduler's thread's alone.
 
-    def __init__(self, matcher: GrammarMatcher, vocab_size: int) -> None:
+    Args:
+        matcher: xgrammar's.
+        vocab_size: V, the width of the logits.
+        excluded: [V] tokens that are not allowed anywhere, or None.
+    """
+
+    def __init__(
+        self, matcher: GrammarMatcher, vocab_size: int, *, excluded: np.ndarray | None = None
+    ) -> None:
         self._matcher = matcher
+        self._excluded = excluded
         self._vocab_size = vocab_size
         self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
         self.stuck = False  # whether the output cannot go on
@@ -111,7 +132,8 @@ class TokenMatcher:
     def allowed(self) -> np.ndarray:
         """[V] whether each token may come next; stop tokens may where the grammar is complete."""
         self._matcher.fill_next_token_bitmask(self._mask)
-        return np.unpackbits(self._mask.view(np.uint8)[0], count=self._vocab_size, bitorder="little") != 0
+        mask = np.unpackbits(self._mask.view(np.uint8)[0], count=self._vocab_size, bitorder="little") != 0
+        return mask if self._excluded is None else mask & ~self._excluded
 
     def exclude(self, logits: Tensor) -> None:
         """Set the logits [V] of all other tokens to minus infinity, or to NaN where no token is left."""
@@ -133,17 +155,35 @@ class TokenMatcher:
         return self._matcher.is_terminated()
 
 
+def _is_any_json(grammar: Grammar) -> bool:
+    return grammar.kind == "json_schema" and grammar.text == ANY_JSON
+
+
 def _refuse_ignored(grammar: Grammar) -> None:
-    """ValueError if the schema, as JSON text, has a keyword that the compiler drops without a word."""
-    if grammar.kind != "json_schema" or grammar.text == ANY_JSON:
-        return
-    reason = unenforced(json.loads(grammar.text))
+    """ValueError if the grammar has something that the compiler drops without a word.
+
+    The schemas within a structural tag are taken as far as they are enforced: they are those of tools, whose
+    arguments are not said to fit.
+    """
+    reason = None
+    if grammar.kind == "json_schema":
+        reason = unenforced(json.loads(grammar.text))
+    elif grammar.kind == "regex":
+        reason = unenforced_pattern(grammar.text, in_json=False)
+    elif grammar.kind == "structural_tag":
+        patterns = [node.get("pattern") for node in objects_of(json.loads(grammar.text)) if _is_regex(node)]
+        reasons = (unenforced_pattern(text, in_json=False) for text in patterns if isinstance(text, str))
+        reason = next(filter(None, reasons), None)
     if reason is not None:
         raise ValueError(reason)
 
 
+def _is_regex(node: dict[str, Any]) -> bool:
+    return node.get("type") == "regex"
+
+
 def _compile(compiler: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
-    if grammar.kind == "json_schema" and grammar.text == ANY_JSON:
+    if _is_any_json(grammar):
         return compiler.compile_builtin_json_grammar()
     if grammar.kind == "json_schema":
         return compiler.compile_json_schema(grammar.text, max_whitespace_cnt=MAX_WHITESPACE)
