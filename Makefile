@@ -17,7 +17,7 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
 
-.PHONY: help setup demo test test-all test-sglang check static bench litellm sglang chaos clean
+.PHONY: help setup demo test test-all test-sglang check static bench litellm sglang chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -80,6 +80,9 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
+
+attack: setup ## Send the big, the slow, the lying and the forged to a real proxy, and print what held (about six minutes).
+	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
 	rm -rf $(VENV) $(LITELLM) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,23 @@
+"""The attacks of `make attack` whose outcome does not depend on the speed of the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_attack import attacks, main
+
+
+@pytest.mark.timeout(600)
+def test_pages_forgeries_and_lies_meet_a_defence(tmp_path: Path) -> None:
+    rows = list(attacks(tmp_path, ["web", "forged", "lying"]))
+    speed = [row for row in rows if "p99" in row.expected]  # which `make attack` looks at
+    assert [row for row in rows if not row.holds and row not in speed] == []
+    assert speed and all(row.found.startswith("0 calls failed") for row in speed)
+    assert {row.kind for row in rows} == {"web", "forged", "lying"} and len(rows) > 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_attack_meets_a_defence() -> None:
+    assert main([]) == 0
