@@ -51,11 +51,12 @@ class Reply:
 
 
 def _native(ids: list[int], triples: list[Any], spec: dict[str, Any], *, finished: bool) -> dict[str, Any]:
-    """SGLang's /generate answer; streamed pieces are cumulative, as its server sends them by default."""
+    """SGLang's /generate answer; streamed pieces are cumulative, as its server sends them by default.
+
+    What would differ from call to call, the id and the number of prompt tokens, is left out.
+    """
     meta: dict[str, Any] = {
-        "id": "stub",
         "finish_reason": {"type": "stop", "matched": ids[-1]} if finished else None,
-        "prompt_tokens": spec["prompt_tokens"],
         "completion_tokens": len(ids),
         "cached_tokens": 0,
         "weight_version": "default",
