@@ -17,7 +17,7 @@ from areal_agents.inference.pool import (
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Store
+from areal_agents.store import Conflict, Store
 from areal_agents.store.trainer_lock import TrainerLock
 
 log = logging.getLogger(__name__)
@@ -56,14 +56,9 @@ def make_pool(
     limits: PoolLimits | None = None,
 ) -> EnginePool:
     """The pool of a proxy; the caller closes it."""
-
-    def decode(ids: Sequence[int]) -> str:
-        return renderer.tokenizer.decode(list(ids))
-
     engines = [
         SGLangEngine(
             url,
-            decode=decode,
             request_timeout_s=request_timeout_s,
             update_timeout_s=_UPDATE_TIMEOUT_S,
             adapters=urls.adapters,
@@ -85,7 +80,7 @@ def make_pool(
         names=urls.engines,
         current=current,
         without_trainer=lambda: without_trainer(store),
-        decode=decode,
+        decode=lambda ids: renderer.tokenizer.decode(list(ids)),
         router=router,
         vocab_size=urls.vocab_size,
         limits=limits,
@@ -95,13 +90,18 @@ def make_pool(
 @contextlib.asynccontextmanager
 async def without_trainer(store: Store) -> AsyncIterator[bool]:
     """Whether no trainer of the store lives; then none begins within, since one that starts waits for it."""
-    with contextlib.ExitStack() as held:
-        try:
-            is_absent = await asyncio.to_thread(held.enter_context, TrainerLock(store.path).absent())
-        except OSError as error:
+    lock = TrainerLock(store.path)
+    try:
+        await asyncio.to_thread(lock.take)
+    except (Conflict, OSError) as error:
+        if isinstance(error, OSError):
             log.warning("whether a trainer lives cannot be told: %s", error)
-            is_absent = False
-        yield is_absent
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.let_go()
 
 
 def check_models(urls: Sequence[str]) -> None:

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 from areal_agents.errors import StoreError
 from areal_agents.proxy.config import ProxyConfig
@@ -59,21 +58,21 @@ class Housekeeping:
         )
         while True:
             await asyncio.sleep(interval_s)
-            await self.sweep()
+            try:
+                await self.sweep()
+            except StoreError as error:
+                _logger.warning("housekeeping: %s", error)
+            except Exception:  # ours to mend; without sweeps, episodes would stay open for good
+                _logger.exception("housekeeping has failed; the next sweep is in %g s", interval_s)
 
     async def sweep(self) -> None:
-        """Close, fail and forget what is due now. What fails is logged and tried again in the next sweep."""
-        with _logged("closing idle episodes"):
-            await self._close_idle()
-        with _logged("failing episodes without a reward"):
-            await self._fail_unrewarded()
-        with _logged("dropping abandoned groups"):
-            await self._drop_abandoned()
-        with _logged("forgetting unused episodes"):
-            self._sessions.forget_idle(_MEMORY_IDLE_S)
+        """Close, fail and forget what is due now."""
+        await self._close_idle()
+        await self._fail_unrewarded()
+        await self._drop_abandoned()
+        self._sessions.forget_idle(_MEMORY_IDLE_S)
         if self._retention is not None:
-            with _logged("giving up trained turns"):
-                await asyncio.to_thread(self._retention.go)
+            await asyncio.to_thread(self._retention.go)
 
     async def _fail_unrewarded(self) -> None:
         """By this process's own clock: the wall's may be set back or forward."""
@@ -94,8 +93,7 @@ class Housekeeping:
         for group_id, since in self._abandoned.items():
             if now - since > limit_s:
                 reason = f"no episode of it was open for {limit_s:g} s, and it is not complete"
-                # A Conflict: it was completed in the meantime.
-                with _logged(f"dropping group {group_id}"), contextlib.suppress(Conflict):
+                with contextlib.suppress(Conflict):  # it was completed in the meantime
                     await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
                     _logger.warning("group %s is dropped: %s", group_id, reason)
 
@@ -112,8 +110,7 @@ class Housekeeping:
             idle_s = now - self._last_used[episode.id]
             limit_s = self._config.implicit_idle_s if episode.is_implicit else self._config.idle_timeout_s
             if idle_s > limit_s and not self._sessions.used_since(episode.id, now - limit_s):
-                # A Conflict: sealed in the meantime, by its owner.
-                with _logged(f"closing episode {episode.id}"), contextlib.suppress(Conflict):
+                with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
                     await self._close(episode, idle_s)
 
     async def _close(self, episode: OpenEpisode, idle_s: float) -> None:
@@ -124,14 +121,3 @@ class Housekeeping:
             self._implicit.forget(episode.id)
         else:
             await self._sessions.seal(episode.id, "failed", error=f"idle for {idle_s:.0f} s")
-
-
-@contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """Log a failure within, so that it ends neither the sweep nor the sweeps to come."""
-    try:
-        yield
-    except StoreError as error:
-        _logger.warning("%s: %s", what, error)
-    except Exception:  # ours to mend; without sweeps, episodes would stay open for good
-        _logger.exception("%s has failed; the next sweep tries again", what)

@@ -1,34 +1,24 @@
 """Implicit episodes: what an agent does that only changed its base_url.
 
 A call without an episode belongs to the open implicit episode that its session header names; without
-such a header, to the one that holds the conversation which it goes on from, or the call that it repeats;
-otherwise it opens one. An episode whose only calls failed is removed.
+such a header, to the one that holds the conversation which it goes on from; otherwise it opens one.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from areal_agents.core.messages import Message, empty_history, extend_digest, history_digests
 from areal_agents.core.rollout import Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
-from areal_agents.proxy.calls import Retry
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
 from areal_agents.proxy.workers.ownership import Ownership, elsewhere
 from areal_agents.store import Conflict, EpisodeRow, NewEpisode, Store
-
-_logger = logging.getLogger(__name__)
-
-Key = TypeVar("Key", str, bytes)
-Repeats = Callable[[Session, ModelRequest], int]
 
 _HEADERS = ("session-id", "x-claude-code-session-id")
 _BY_ROOT = "root"
@@ -88,15 +78,15 @@ class ImplicitEpisodes:
         self._split = split
         self._by_name: dict[str, str] = {}  # implicit key → episode id
         self._by_conversation: dict[bytes, str] = {}  # digest of history and reply → episode id
+        self._digests: dict[str, list[bytes]] = {}  # episode id → its entries in the above
         self._by_turn: dict[str, str] = {}  # turn id → episode id
+        self._turns: dict[str, list[str]] = {}  # episode id → its turn ids in the above
         self._by_call: dict[str, str] = {}  # caller and tool-call id → episode id
-        self._by_retry_key: dict[str, str] = {}  # caller and Idempotency-Key → episode id
-        self._by_opening: dict[bytes, dict[str, None]] = {}  # digest of a first call → episode ids in order
-        self._entries: dict[str, _Entries] = {}  # episode id → what the above hold of it
+        self._calls: dict[str, list[str]] = {}  # episode id → its entries in the above
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
-        return episode_id in self._entries
+        return episode_id in self._digests
 
     async def restore(self) -> None:
         """Load the implicit episodes that an earlier process left open; of several workers, each its own."""
@@ -122,56 +112,34 @@ class ImplicitEpisodes:
             return None
         return session
 
-    async def session(
-        self, caller: Caller, name: str | None, request: ModelRequest, retry: Retry, repeats: Repeats
-    ) -> Session:
-        """The session that a bare call belongs to, opened if there is none.
-
-        Args:
-            repeats: how likely it is that a request is the retry of a call in a session; 0 if it cannot be.
-        """
+    async def session(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
+        """The session that a bare call belongs to, opened if there is none."""
         key = implicit_key(caller, name)
         async with self._opening:  # two first calls of one session must not open it twice
             found = self._by_name.get(key) if name else self._continued(caller, request)
-            if found is None and not name:
-                found = self._repeated(caller, request, retry, repeats)
             session = self._sessions.get(found) if found is not None else None
             if session is None:
                 session = await self._open(key)
                 self._remember(session)
-            if not name:
-                self._index_call(session.id, caller.identity, request.messages, retry)
         return session
 
-    def remove_if_empty(self, session: Session) -> None:
-        """Let go of an episode without a turn, in memory and in the store, unless a call of it is running.
-
-        Its calls were refused or have failed, so that there is nothing to remember it by.
-        """
-        if session.id not in self or len(session.forest) or session.is_busy:
-            return
-        self.forget(session.id)
-        self._sessions.remove(session)
-        _log_failure(self._store.remove_empty_episode(session.id), session.id)
-
-    def record(self, session: Session, caller: Caller, turn: Turn) -> None:
+    def record(self, session: Session, caller: Caller, request: ModelRequest, turn: Turn) -> None:
         """Note a turn, so that the conversation which goes on from it is recognised."""
         self._index(session.id, caller.identity, session.forest.history(turn.id), turn)
 
     def forget(self, episode_id: str) -> None:
         """Let go of an episode that is sealed."""
-        entries = self._entries.pop(episode_id, None)
-        if entries is None:
+        if episode_id not in self._digests:
             return
-        _drop(self._by_name, entries.names, episode_id)
-        _drop(self._by_turn, entries.turns, episode_id)
-        _drop(self._by_call, entries.calls, episode_id)
-        _drop(self._by_retry_key, entries.retry_keys, episode_id)
-        _drop(self._by_conversation, entries.conversations, episode_id)
-        for digest in entries.openings:
-            self._by_opening[digest].pop(episode_id, None)
-            if not self._by_opening[digest]:
-                del self._by_opening[digest]
+        for turn_id in self._turns.pop(episode_id, ()):
+            del self._by_turn[turn_id]
+        for call in self._calls.pop(episode_id, ()):
+            del self._by_call[call]
+        for digest in self._digests.pop(episode_id, ()):
+            if self._by_conversation.get(digest) == episode_id:
+                del self._by_conversation[digest]
+        for key in [key for key, held in self._by_name.items() if held == episode_id]:
+            del self._by_name[key]
 
     async def _open(self, key: str) -> Session:
         new = NewEpisode(
@@ -192,8 +160,6 @@ class ImplicitEpisodes:
         caller = str(row.implicit_key).partition("/")[0]
         for turn in turns:
             self._index(session.id, caller, session.forest.history(turn.id), turn)
-            if turn.parent is None and not is_named(str(row.implicit_key)):
-                self._index_call(session.id, caller, turn.new_messages)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
         digests = history_digests(request.messages, caller.identity)
@@ -206,78 +172,19 @@ class ImplicitEpisodes:
                     return found
         return None
 
-    def _repeated(self, caller: Caller, request: ModelRequest, retry: Retry, repeats: Repeats) -> str | None:
-        """The episode that the first attempt of a call opened.
-
-        Several agents may have begun with the same call. An Idempotency-Key tells them apart; a retry without
-        one belongs to the episode of which it is the most likely retry, and of these to the newest.
-        """
-        if retry.idempotency_key:
-            found = self._by_retry_key.get(f"{caller.identity}/{retry.idempotency_key}")
-            if found is not None:
-                return found
-        if not retry.count:
-            return None
-        opened = self._by_opening.get(history_digests(request.messages, caller.identity)[-1], {})
-        sessions = [session for id in opened if (session := self._sessions.get(id)) is not None]
-        likely = [(repeats(session, request), place) for place, session in enumerate(sessions)]
-        score, place = max(likely, default=(0, 0))
-        return sessions[place].id if score else None
-
     def _remember(self, session: Session) -> None:
-        entries = self._entries.setdefault(session.id, _Entries())
+        self._digests.setdefault(session.id, [])
         key = str(session.row.implicit_key)
         if is_named(key):
             self._by_name[key] = session.id
-            entries.names.add(key)
 
     def _index(self, episode_id: str, identity: str, history: Sequence[Message], turn: Turn) -> None:
-        entries = self._entries[episode_id]
         # Tools are left out: a conversation that changes them is still the same one.
         digest = extend_digest(history_digests(history, identity)[-1], turn.reply)
         self._by_conversation[digest] = episode_id
-        entries.conversations.add(digest)
         for call in turn.reply.tool_calls:
             self._by_call[f"{identity}/{call.id}"] = episode_id
-            entries.calls.add(f"{identity}/{call.id}")
+            self._calls.setdefault(episode_id, []).append(f"{identity}/{call.id}")
         self._by_turn[turn.id] = episode_id
-        entries.turns.add(turn.id)
-
-    def _index_call(
-        self, episode_id: str, identity: str, messages: Sequence[Message], retry: Retry | None = None
-    ) -> None:
-        """Note a call that may be sent again before it has an answer which names its episode."""
-        entries = self._entries[episode_id]
-        digest = history_digests(messages, identity)[-1]
-        self._by_opening.setdefault(digest, {})[episode_id] = None
-        entries.openings.add(digest)
-        if retry is not None and retry.idempotency_key:
-            self._by_retry_key[f"{identity}/{retry.idempotency_key}"] = episode_id
-            entries.retry_keys.add(f"{identity}/{retry.idempotency_key}")
-
-
-@dataclass(slots=True)
-class _Entries:
-    """The keys under which one episode is found."""
-
-    names: set[str] = field(default_factory=set)
-    turns: set[str] = field(default_factory=set)
-    calls: set[str] = field(default_factory=set)
-    retry_keys: set[str] = field(default_factory=set)
-    conversations: set[bytes] = field(default_factory=set)
-    openings: set[bytes] = field(default_factory=set)
-
-
-def _drop(index: dict[Key, str], keys: Iterable[Key], episode_id: str) -> None:
-    """Remove an episode's keys, but for those that name another episode by now."""
-    for key in keys:
-        if index.get(key) == episode_id:
-            del index[key]
-
-
-def _log_failure(write: Future[bool], episode_id: str) -> None:
-    def look(done: Future[bool]) -> None:
-        if (error := done.exception()) is not None:
-            _logger.error("the empty episode %s was not removed: %s", episode_id, error)
-
-    write.add_done_callback(look)
+        self._turns.setdefault(episode_id, []).append(turn.id)
+        self._digests.setdefault(episode_id, []).append(digest)

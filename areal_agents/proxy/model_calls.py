@@ -205,7 +205,7 @@ class ModelCalls:
             return response
         headers = _plain_headers(request)
         retry = _retry(headers)
-        session, asked = await self._request(request, dialect, headers, caller, body, retry)
+        session, asked = await self._request(request, dialect, headers, caller, body)
         if name := session_of(headers):
             session.main_session = session.main_session or name
             asked = replace(asked, session=name)
@@ -282,9 +282,7 @@ class ModelCalls:
             )
             if session.id in self._implicit:
                 for item in done:
-                    self._implicit.record(session, served.caller, item.turn)
-        elif session.id in self._implicit:
-            call.task.add_done_callback(lambda _: self._implicit.remove_if_empty(session))
+                    self._implicit.record(session, served.caller, served.asked, item.turn)
         if log:
             self._ended(served.record, served.started, error)
 
@@ -295,7 +293,6 @@ class ModelCalls:
         headers: Mapping[str, str],
         caller: Caller,
         body: Mapping[str, Any],
-        retry: Retry,
     ) -> tuple[Session, ModelRequest]:
         """The episode that a request belongs to, and what it asks."""
         if caller.episode_key is not None:
@@ -306,10 +303,7 @@ class ModelCalls:
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         context = self._context(headers, known)
         asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
-        if known is not None and known.id in self._implicit:  # it is still there
-            return known, asked
-        likelihood = self._completer.retries.likelihood
-        return await self._implicit.session(caller, name, asked, retry, likelihood), asked
+        return known or await self._implicit.session(caller, name, asked), asked
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:

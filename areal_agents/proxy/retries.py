@@ -82,25 +82,6 @@ class Retries:
         session.call_answered(request)
         return self._answered(session, turns[-request.choices :])
 
-    def likelihood(self, session: Session, request: ModelRequest) -> int:
-        """How likely it is that a request repeats a call of this session; 0 if it has no such call.
-
-        A call whose client has gone or was refused comes first, then one that nobody went on from: it may
-        not have reached its client.
-        """
-        key = request.key()
-        running = session.in_flight.get(key)
-        answers = self._prompts.answers(session.forest, request)
-        if session.refused[key] or any(turn.id in session.undelivered for turn in answers):
-            return 4
-        if running is not None and (running.is_abandoned or not running.has_client):
-            return 4
-        if answers and all(turn.parent is None for turn in session.forest.turns):
-            return 3
-        if running is not None:
-            return 2
-        return 1 if answers else 0
-
     def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
         """The call that had an Idempotency-Key."""
         known = session.key_of(name)

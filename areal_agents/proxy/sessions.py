@@ -147,11 +147,6 @@ class Session:
         """Whether the engine failed on a call that was never answered."""
         return bool(self._lost_calls)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call of it runs, or a turn of it is being written."""
-        return bool(self.pending_calls or self.pending_writes or self.in_flight)
-
     def refuse_if_sealed(self) -> None:
         """RequestError 409 unless the episode is open."""
         if self.status != "open":
@@ -231,11 +226,6 @@ class Sessions:
             session.end(state.status)
             self._forget(session)
         return state
-
-    def remove(self, session: Session) -> None:
-        """Drop a session from memory whose episode is removed from the store."""
-        session.end("aborted")
-        self._forget(session)
 
     def forget_idle(self, idle_s: float) -> None:
         """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""

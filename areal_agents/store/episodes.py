@@ -83,28 +83,6 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     return EpisodeRow(task_id=task.id, **row)
 
 
-def remove_empty_episode(connection: sa.Connection, episode_id: str) -> bool:
-    """Remove an open implicit episode that has neither a turn nor a reward; whether it was removed."""
-    task_uid = connection.execute(
-        sa.delete(episodes)
-        .where(
-            episodes.c.id == episode_id,
-            episodes.c.status == "open",
-            episodes.c.implicit_key.is_not(None),
-            ~sa.exists().where(turns.c.episode_id == episodes.c.id),
-            ~sa.exists().where(rewards.c.episode_id == episodes.c.id),
-        )
-        .returning(episodes.c.task_uid)
-    ).scalar_one_or_none()
-    if task_uid is None:
-        return False
-    used = sa.exists().where(episodes.c.task_uid == tasks.c.uid) | sa.exists().where(
-        groups.c.task_uid == tasks.c.uid
-    )
-    connection.execute(sa.delete(tasks).where(tasks.c.uid == task_uid, ~used))
-    return True
-
-
 def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
     """Add an encoded turn. Raises NotFound or Conflict unless its episode is open."""
     if driver_of(connection).execute(_INSERT_TURN_IF_OPEN, row).rowcount:

@@ -91,10 +91,6 @@ class Store:
         """Open an episode. Conflict if its group has no place for it."""
         return self._database.submit(lambda c: episodes.insert_episode(c, new))
 
-    def remove_empty_episode(self, episode_id: str) -> Future[bool]:
-        """Remove an open implicit episode that has neither a turn nor a reward; whether it was removed."""
-        return self._database.submit(lambda c: episodes.remove_empty_episode(c, episode_id))
-
     def add_turn(self, episode_id: str, *turns: Turn) -> Future[None]:
         """Record a turn, or siblings together: all of them or none. Conflict unless the episode is open."""
         rows = [encode_turn(episode_id, turn, time.time()) for turn in turns]

@@ -13,7 +13,6 @@ import pytest
 from store_support import complete_group
 
 from areal_agents.store import Conflict, Store
-from areal_agents.store.trainer_lock import TrainerLock
 
 TRAINER = """
 import sys, time
@@ -92,30 +91,3 @@ def test_a_closed_store_leaves_training_to_others(tmp_path: Path) -> None:
             second.become_trainer()
         first.close()
         second.become_trainer()
-
-
-def test_a_look_at_the_trainer_never_stands_in_its_way(tmp_path: Path) -> None:
-    """A proxy looks whether a trainer lives whenever an engine is behind."""
-    stop = threading.Event()
-
-    def look() -> None:
-        while not stop.is_set():
-            with TrainerLock(tmp_path / "store.db").absent():
-                time.sleep(0.002)
-            time.sleep(0.002)
-
-    looking = [threading.Thread(target=look) for _ in range(2)]
-    for thread in looking:
-        thread.start()
-    try:
-        for _ in range(100):
-            with Store.open(tmp_path / "store.db") as store:
-                store.become_trainer()
-                with TrainerLock(tmp_path / "store.db").absent() as is_absent:
-                    assert not is_absent
-    finally:
-        stop.set()
-        for thread in looking:
-            thread.join()
-    with TrainerLock(tmp_path / "store.db").absent() as is_absent:
-        assert is_absent
