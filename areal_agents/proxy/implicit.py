@@ -15,6 +15,7 @@ from areal_agents.core.messages import Message, empty_history, extend_digest, hi
 from areal_agents.core.rollout import Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
+from areal_agents.proxy.episode_index import EpisodeIndex
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.sessions import Session, Sessions
 from areal_agents.proxy.workers.ownership import Ownership, elsewhere
@@ -76,24 +77,18 @@ class ImplicitEpisodes:
         self._ownership = ownership
         self._sessions = sessions
         self._split = split
-        self._by_name: dict[str, str] = {}  # implicit key → episode id
-        self._by_conversation: dict[bytes, str] = {}  # digest of history and reply → episode id
-        self._digests: dict[str, list[bytes]] = {}  # episode id → its entries in the above
-        self._by_turn: dict[str, str] = {}  # turn id → episode id
-        self._turns: dict[str, list[str]] = {}  # episode id → its turn ids in the above
-        self._by_call: dict[str, str] = {}  # caller and tool-call id → episode id
-        self._calls: dict[str, list[str]] = {}  # episode id → its entries in the above
+        self._index = EpisodeIndex()
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
-        return episode_id in self._digests
+        return episode_id in self._index
 
     async def restore(self) -> None:
         """Load the implicit episodes that an earlier process left open; of several workers, each its own."""
         for row, turns in await asyncio.to_thread(self._store.open_implicit_episodes):
             key = home_key_of(row, turns)
             if self._ownership is None or await self._ownership.claim_at_home(key, row.id, row.owner):
-                self._load(row, turns)
+                self._hold(Session(row, turns))
 
     async def adopt(self, episode_id: str) -> None:
         """Load an implicit episode that this worker has claimed, unless it is in memory or has ended."""
@@ -102,44 +97,28 @@ class ImplicitEpisodes:
                 return
             row = await asyncio.to_thread(self._store.episode_row, episode_id)
             if row.status == "open":
-                self._load(row, await asyncio.to_thread(self._store.turns_of, episode_id))
+                self._hold(Session(row, await asyncio.to_thread(self._store.turns_of, episode_id)))
 
     def find(self, caller: Caller, name: str | None, turn_id: str | None) -> Session | None:
         """The open session that a bare call names, or that holds a turn which it refers to."""
-        found = self._by_name.get(f"{caller.identity}/{name}") if name else self._by_turn.get(turn_id or "")
+        found = self._index.latest(("name", implicit_key(caller, name)) if name else ("turn", turn_id))
         session = self._sessions.get(found) if found is not None else None
-        if session is None or str(session.row.implicit_key).partition("/")[0] != caller.identity:
-            return None
-        return session
+        return session if session is not None and _identity(session) == caller.identity else None
 
     async def session(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
         """The session that a bare call belongs to, opened if there is none."""
         key = implicit_key(caller, name)
         async with self._opening:  # two first calls of one session must not open it twice
-            found = self._by_name.get(key) if name else self._continued(caller, request)
+            found = self._index.latest(("name", key)) if name else self._continued(caller, request)
             session = self._sessions.get(found) if found is not None else None
             if session is None:
                 session = await self._open(key)
-                self._remember(session)
+                self._hold(session)
         return session
-
-    def record(self, session: Session, caller: Caller, request: ModelRequest, turn: Turn) -> None:
-        """Note a turn, so that the conversation which goes on from it is recognised."""
-        self._index(session.id, caller.identity, session.forest.history(turn.id), turn)
 
     def forget(self, episode_id: str) -> None:
         """Let go of an episode that is sealed."""
-        if episode_id not in self._digests:
-            return
-        for turn_id in self._turns.pop(episode_id, ()):
-            del self._by_turn[turn_id]
-        for call in self._calls.pop(episode_id, ()):
-            del self._by_call[call]
-        for digest in self._digests.pop(episode_id, ()):
-            if self._by_conversation.get(digest) == episode_id:
-                del self._by_conversation[digest]
-        for key in [key for key, held in self._by_name.items() if held == episode_id]:
-            del self._by_name[key]
+        self._index.forget(episode_id)
 
     async def _open(self, key: str) -> Session:
         new = NewEpisode(
@@ -154,37 +133,42 @@ class ImplicitEpisodes:
         except Conflict as error:  # another worker was first
             raise elsewhere(str(error)) from None
 
-    def _load(self, row: EpisodeRow, turns: list[Turn]) -> None:
-        session = self._sessions.add(Session(row, turns))
-        self._remember(session)
-        caller = str(row.implicit_key).partition("/")[0]
-        for turn in turns:
-            self._index(session.id, caller, session.forest.history(turn.id), turn)
+    def _hold(self, session: Session) -> None:
+        """Keep a session, and find it by what it holds and by what will be recorded in it."""
+        self._sessions.add(session)
+        self._index.begin(session.id)
+        key = str(session.row.implicit_key)
+        if is_named(key):
+            self._index.add(session.id, ("name", key))
+        for turn in session.forest.turns:
+            self._recorded(session, turn)
+        session.on_recorded = lambda turn: self._recorded(session, turn)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
+        """The episode of the latest reply in a conversation that was recorded in one."""
         digests = history_digests(request.messages, caller.identity)
         for message, digest in zip(reversed(request.messages[:-1]), reversed(digests[:-1]), strict=True):
-            if message.role == "assistant" and digest in self._by_conversation:
-                return self._by_conversation[digest]
+            if message.role == "assistant" and (found := self._index.latest(("reply", digest))) is not None:
+                return found
         for message in reversed(request.messages):
             for call in message.tool_calls:  # some clients drop the text beside calls, and none the ids
-                if (found := self._by_call.get(f"{caller.identity}/{call.id}")) is not None:
+                if (found := self._index.latest(("call", caller.identity, call.id))) is not None:
                     return found
         return None
 
-    def _remember(self, session: Session) -> None:
-        self._digests.setdefault(session.id, [])
-        key = str(session.row.implicit_key)
-        if is_named(key):
-            self._by_name[key] = session.id
-
-    def _index(self, episode_id: str, identity: str, history: Sequence[Message], turn: Turn) -> None:
+    def _recorded(self, session: Session, turn: Turn) -> None:
+        """Note a turn, so that the conversation which continues it is recognised."""
+        if session.id not in self._index:
+            return  # it was sealed meanwhile
+        identity = _identity(session)
         # Tools are left out: a conversation that changes them is still the same one.
-        digest = extend_digest(history_digests(history, identity)[-1], turn.reply)
-        self._by_conversation[digest] = episode_id
+        asked = history_digests(session.forest.history(turn.id), identity)[-1]
+        self._index.add(session.id, ("reply", extend_digest(asked, turn.reply)))
         for call in turn.reply.tool_calls:
-            self._by_call[f"{identity}/{call.id}"] = episode_id
-            self._calls.setdefault(episode_id, []).append(f"{identity}/{call.id}")
-        self._by_turn[turn.id] = episode_id
-        self._turns.setdefault(episode_id, []).append(turn.id)
-        self._digests.setdefault(episode_id, []).append(digest)
+            self._index.add(session.id, ("call", identity, call.id))
+        self._index.add(session.id, ("turn", turn.id))
+
+
+def _identity(session: Session) -> str:
+    """Which caller opened an implicit episode, as `Caller.identity`."""
+    return str(session.row.implicit_key).partition("/")[0]

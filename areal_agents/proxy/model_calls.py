@@ -208,7 +208,7 @@ class ModelCalls:
         record.repeated = call.is_repeated or call.has_client
         call.join()
         client = _Client(call, asyncio.ensure_future(_hang_up(request)))
-        served = _Served(dialect, session, caller, body, asked, record, started)
+        served = _Served(dialect, session, body, asked, record, started)
         if record.streamed and await self._opens(client):
             if call.deltas:
                 record.first_piece_s = time.monotonic() - started
@@ -259,11 +259,11 @@ class ModelCalls:
 
     def _leave(self, client: _Client, served: _Served, error: Exception | None, *, log: bool = True) -> None:
         """End a client's part in a call; what nobody got is not trained."""
-        call, session = client.call, served.session
+        call = client.call
         was_there = not client.gone.done()
         client.gone.cancel()
         if call.leave(served=was_there):
-            self._completer.retries.discard(session, call)
+            self._completer.retries.discard(served.session, call)
         if call.task.done() and not call.has_failed:
             done = call.task.result()
             served.record.turns = tuple(item.turn for item in done)
@@ -271,9 +271,6 @@ class ModelCalls:
                 done[0].prompt_tokens,
                 done[0].reused_tokens,
             )
-            if session.id in self._implicit:
-                for item in done:
-                    self._implicit.record(session, served.caller, served.asked, item.turn)
         if log:
             self._ended(served.record, served.started, error)
 
@@ -327,7 +324,6 @@ class _Served:
 
     dialect: Dialect
     session: Session
-    caller: Caller
     body: Mapping[str, Any]
     asked: ModelRequest
     record: CallRecord

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -93,6 +93,7 @@ class Session:
         # The session header of the agent itself; others are its sub-agents'.
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
+        self.on_recorded: Callable[[Turn], None] = lambda turn: None  # told of every turn of `record`
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[Hashable] = set()
 
@@ -105,6 +106,7 @@ class Session:
         """Add a turn that the store has."""
         self.forest.record(turn)
         self.sampled_tokens += len(turn.completion)
+        self.on_recorded(turn)
 
     def landed(self, names: Sequence[Hashable], call: Call) -> None:
         """Note that a call is no longer in flight."""
