@@ -19,6 +19,10 @@ class EpisodeIndex:
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._keys
 
+    def episodes(self) -> list[str]:
+        """Every episode that is held."""
+        return list(self._keys)
+
     def begin(self, episode_id: str) -> None:
         """Take keys of an episode from now on."""
         self._keys.setdefault(episode_id, set())

@@ -196,7 +196,7 @@ class ModelCalls:
             return response
         headers = _plain_headers(request)
         retry = _retry(headers)
-        session, asked = await self._request(dialect, headers, caller, body)
+        session, asked = await self._request(dialect, headers, caller, body, retry)
         if name := session_of(headers):
             session.main_session = session.main_session or name
             asked = replace(asked, session=name)
@@ -205,6 +205,8 @@ class ModelCalls:
         record.retry_count, record.label = retry.count, asked.label
         record.episode_id, record.split = session.id, session.row.split
         call = self._completer.call(session, asked, retry=retry, streamed=record.streamed)
+        if session.opening is not None:
+            call.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, call))
         record.repeated = call.is_repeated or call.has_client
         call.join()
         client = _Client(call, asyncio.ensure_future(_hang_up(request)))
@@ -275,7 +277,12 @@ class ModelCalls:
             self._ended(served.record, served.started, error)
 
     async def _request(
-        self, dialect: Dialect, headers: Mapping[str, str], caller: Caller, body: Mapping[str, Any]
+        self,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: Mapping[str, Any],
+        retry: Retry,
     ) -> tuple[Session, ModelRequest]:
         """The episode that a request belongs to, and what it asks."""
         if caller.episode_key is not None:
@@ -284,7 +291,15 @@ class ModelCalls:
         name = session_name(headers, body)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         asked = dialect.read(body, self._context(headers, known))
-        return known or await self._implicit.session(caller, name, asked), asked
+        if known is None:
+            known = await self._implicit.session(
+                caller,
+                name,
+                asked,
+                retry,
+                lambda session: self._completer.retries.repeated(session, asked, retry),
+            )
+        return known, asked
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:

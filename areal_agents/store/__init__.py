@@ -2,7 +2,7 @@
 
 from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.episodes import SealedStatus
-from areal_agents.store.errors import Conflict, NotFound, NoTurn
+from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
 from areal_agents.store.keeping import Retention
 from areal_agents.store.rewards import DEFAULT_REWARD_NAME
 from areal_agents.store.rows import (
@@ -15,6 +15,7 @@ from areal_agents.store.rows import (
     UntrainedGroup,
     VersionRow,
     WaitingGroup,
+    opened_row,
 )
 from areal_agents.store.store import Store
 
@@ -32,9 +33,11 @@ __all__ = [
     "RetainConfig",
     "Retention",
     "SealedStatus",
+    "SessionTaken",
     "Store",
     "StoreConfig",
     "VersionRow",
     "UntrainedGroup",
     "WaitingGroup",
+    "opened_row",
 ]

@@ -78,7 +78,7 @@ async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.Log
         assert [session.status for session in opened] == ["failed", "open", "finished"]
         assert store.episode_row("unrewarded").status == "failed"
     bugs = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert len(bugs) == 2 and all("episode bad" in bug.getMessage() and bug.exc_info for bug in bugs)
+    assert len(bugs) >= 2 and all("episode bad" in bug.getMessage() and bug.exc_info for bug in bugs)
 
 
 async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> None:
