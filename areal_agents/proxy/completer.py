@@ -38,8 +38,9 @@ from areal_agents.proxy.sampling import Drawing, draw
 from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
+from areal_agents.proxy.workers.ownership import elsewhere
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Conflict, Store
+from areal_agents.store import Conflict, SessionTaken, Store
 
 _COUNTED_CONTEXTS = 2  # a client that counts tokens may be over its limit, but not by any factor
 
@@ -284,12 +285,15 @@ class Completer:
         Whatever becomes of the call, turns that are in the store are remembered. The order of a session's
         forest is thus the order of its rows in the store, which `Turn.recorded_before` counts in.
         """
-        write = self._store.add_turn(session.id, *turns)
-        if self._config.durability == "batched":
+        opening = session.opening
+        write = self._store.add_turn(session.id, *turns, opening=opening)
+        if self._config.durability == "batched" and opening is None:
             session.watch_write(write, call.turn_ids)
             _remember(session, turns)
         else:
             await self._written(call, session, turns, write)
+        if opening is not None and session.limit_reached is not None:  # before the store had the episode
+            await asyncio.wrap_future(self._store.mark_limit(session.id, session.limit_reached))
 
     async def _mark_cut_off(self, session: Session, turns: Sequence[Turn], *, room: int) -> None:
         """Note a limit that cut a completion off. `room` is what the context had left for it."""
@@ -308,6 +312,7 @@ class Completer:
         def land() -> None:
             session.pending_writes -= 1
             if write.exception() is None:
+                session.opening = None
                 _remember(session, turns)
             if not landed.done():
                 landed.set_result(None)
@@ -329,13 +334,16 @@ class Completer:
             raise StoreError("the store did not take the turn in time") from None
         try:
             write.result()
+        except SessionTaken as error:  # another worker was first to open it
+            raise elsewhere(str(error)) from None
         except Conflict as error:  # sealed while this call was under way
             raise RequestError(str(error), status=409, code="episode_sealed") from None
 
     async def _mark_limit(self, session: Session, limit: str) -> None:
         if session.limit_reached is None:
             session.limit_reached = limit
-            await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
+            if session.opening is None:
+                await asyncio.wrap_future(self._store.mark_limit(session.id, limit))
 
 
 def _too_long(limit: int, tokens: int, *, exact: bool) -> RequestError:

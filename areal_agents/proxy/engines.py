@@ -17,7 +17,7 @@ from areal_agents.inference.pool import (
     refuse_other_models,
 )
 from areal_agents.rendering import ChatRenderer
-from areal_agents.store import Conflict, Store
+from areal_agents.store import Store
 from areal_agents.store.trainer_lock import TrainerLock
 
 log = logging.getLogger(__name__)
@@ -90,18 +90,13 @@ def make_pool(
 @contextlib.asynccontextmanager
 async def without_trainer(store: Store) -> AsyncIterator[bool]:
     """Whether no trainer of the store lives; then none begins within, since one that starts waits for it."""
-    lock = TrainerLock(store.path)
-    try:
-        await asyncio.to_thread(lock.take)
-    except (Conflict, OSError) as error:
-        if isinstance(error, OSError):
+    with contextlib.ExitStack() as looking:
+        try:
+            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).nobody())
+        except OSError as error:
             log.warning("whether a trainer lives cannot be told: %s", error)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.let_go()
+            alone = False
+        yield alone
 
 
 def check_models(urls: Sequence[str]) -> None:

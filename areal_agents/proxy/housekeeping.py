@@ -1,5 +1,7 @@
-"""What time does to episodes: idle ones are closed, unrewarded ones fail, unused ones leave memory,
-and of trained ones only what `store.retain` says stays."""
+"""Timeouts and idle cleanup of episodes, and what `store.retain` gives up of trained ones.
+
+An error in one episode, or in one part of a sweep, is logged and never keeps a sweep from the others.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
 
 from areal_agents.errors import StoreError
 from areal_agents.proxy.config import ProxyConfig
@@ -49,7 +52,7 @@ class Housekeeping:
         self._abandoned: dict[str, float] = {}  # groups, likewise
 
     async def run(self) -> None:
-        """Sweep until cancelled. Whatever fails in one sweep is logged, and the next one comes."""
+        """Sweep until cancelled."""
         interval_s = min(
             _SWEEP_S,
             self._config.implicit_idle_s / 2,
@@ -58,21 +61,22 @@ class Housekeeping:
         )
         while True:
             await asyncio.sleep(interval_s)
-            try:
-                await self.sweep()
-            except StoreError as error:
-                _logger.warning("housekeeping: %s", error)
-            except Exception:  # ours to mend; without sweeps, episodes would stay open for good
-                _logger.exception("housekeeping has failed; the next sweep is in %g s", interval_s)
+            await self.sweep()
 
     async def sweep(self) -> None:
-        """Close, fail and forget what is due now."""
-        await self._close_idle()
-        await self._fail_unrewarded()
-        await self._drop_abandoned()
-        self._sessions.forget_idle(_MEMORY_IDLE_S)
+        """Close, fail and forget what is due. What raises is logged, and tried again at the next sweep."""
+        with _logged("closing idle episodes"):
+            await self._close_idle()
+        with _logged("failing unrewarded episodes"):
+            await self._fail_unrewarded()
+        with _logged("dropping abandoned groups"):
+            await self._drop_abandoned()
+        with _logged("forgetting idle episodes"):
+            self._sessions.forget_idle(_MEMORY_IDLE_S)
+            self._implicit.drop_void()
         if self._retention is not None:
-            await asyncio.to_thread(self._retention.go)
+            with _logged("store.retain"):
+                await asyncio.to_thread(self._retention.go)
 
     async def _fail_unrewarded(self) -> None:
         """By this process's own clock: the wall's may be set back or forward."""
@@ -80,10 +84,12 @@ class Housekeeping:
         found = await asyncio.to_thread(self._store.unrewarded_episodes)
         self._unrewarded = {episode_id: self._unrewarded.get(episode_id, now) for episode_id in found}
         due = [episode_id for episode_id, since in self._unrewarded.items() if now - since > limit_s]
-        if not due:
-            return
-        for episode_id in await asyncio.wrap_future(self._store.fail_unrewarded(due)):
-            _logger.warning("episode %s failed: no reward within %g s", episode_id, limit_s)
+        # All are written before any is waited for, so that they share a commit.
+        writes = [(episode_id, self._store.fail_unrewarded([episode_id])) for episode_id in due]
+        for episode_id, write in writes:
+            with _logged(f"episode {episode_id}"):
+                if await asyncio.wrap_future(write):
+                    _logger.warning("episode %s failed: no reward within %g s", episode_id, limit_s)
 
     async def _drop_abandoned(self) -> None:
         """Groups whose owner has left: the gate counts them, and a trainer that waits would wait for them."""
@@ -93,7 +99,8 @@ class Housekeeping:
         for group_id, since in self._abandoned.items():
             if now - since > limit_s:
                 reason = f"no episode of it was open for {limit_s:g} s, and it is not complete"
-                with contextlib.suppress(Conflict):  # it was completed in the meantime
+                # A Conflict: it was completed in the meantime.
+                with _logged(f"group {group_id}"), contextlib.suppress(Conflict):
                     await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
                     _logger.warning("group %s is dropped: %s", group_id, reason)
 
@@ -110,7 +117,8 @@ class Housekeeping:
             idle_s = now - self._last_used[episode.id]
             limit_s = self._config.implicit_idle_s if episode.is_implicit else self._config.idle_timeout_s
             if idle_s > limit_s and not self._sessions.used_since(episode.id, now - limit_s):
-                with contextlib.suppress(Conflict):  # sealed in the meantime, by its owner
+                # A Conflict: it was sealed in the meantime, by its owner.
+                with _logged(f"episode {episode.id}"), contextlib.suppress(Conflict):
                     await self._close(episode, idle_s)
 
     async def _close(self, episode: OpenEpisode, idle_s: float) -> None:
@@ -121,3 +129,14 @@ class Housekeeping:
             self._implicit.forget(episode.id)
         else:
             await self._sessions.seal(episode.id, "failed", error=f"idle for {idle_s:.0f} s")
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log an exception of the with-block, and go on behind it: an episode that nobody sweeps stays open."""
+    try:
+        yield
+    except StoreError as error:
+        _logger.warning("housekeeping, %s: %s", what, error)
+    except Exception:
+        _logger.exception("housekeeping, %s: a bug; the next sweep tries it again", what)

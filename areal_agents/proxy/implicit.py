@@ -1,27 +1,36 @@
 """Implicit episodes: what an agent does that only changed its base_url.
 
 A call without an episode belongs to the open implicit episode that its session header names; without
-such a header, to the one that holds the conversation which it goes on from; otherwise it opens one.
+such a header, to the one that holds the conversation which it continues, or whose first call it repeats;
+otherwise it opens one. The store has an implicit episode from its first turn on: a call that is refused
+leaves nothing of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from areal_agents.core.messages import Message, empty_history, extend_digest, history_digests
 from areal_agents.core.rollout import Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
+from areal_agents.proxy.calls import Call, Retry
+from areal_agents.proxy.episode_index import EpisodeIndex
+from areal_agents.proxy.recent import Recent
 from areal_agents.proxy.request import ModelRequest
+from areal_agents.proxy.retries import Repeated
 from areal_agents.proxy.sessions import Session, Sessions
-from areal_agents.proxy.workers.ownership import Ownership, elsewhere
-from areal_agents.store import Conflict, EpisodeRow, NewEpisode, Store
+from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.store import EpisodeRow, NewEpisode, Store
 
 _HEADERS = ("session-id", "x-claude-code-session-id")
 _BY_ROOT = "root"
+_MOST_LOOKED_AT = 256  # episodes that began alike, among which a retry looks for its own
+_UNANSWERED_KEPT = 4096
 
 
 def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
@@ -76,24 +85,19 @@ class ImplicitEpisodes:
         self._ownership = ownership
         self._sessions = sessions
         self._split = split
-        self._by_name: dict[str, str] = {}  # implicit key → episode id
-        self._by_conversation: dict[bytes, str] = {}  # digest of history and reply → episode id
-        self._digests: dict[str, list[bytes]] = {}  # episode id → its entries in the above
-        self._by_turn: dict[str, str] = {}  # turn id → episode id
-        self._turns: dict[str, list[str]] = {}  # episode id → its turn ids in the above
-        self._by_call: dict[str, str] = {}  # caller and tool-call id → episode id
-        self._calls: dict[str, list[str]] = {}  # episode id → its entries in the above
+        self._index = EpisodeIndex()
+        self._unanswered: Recent[Hashable, int] = Recent(_UNANSWERED_KEPT)  # attempts without a sample
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
-        return episode_id in self._digests
+        return episode_id in self._index
 
     async def restore(self) -> None:
         """Load the implicit episodes that an earlier process left open; of several workers, each its own."""
         for row, turns in await asyncio.to_thread(self._store.open_implicit_episodes):
             key = home_key_of(row, turns)
             if self._ownership is None or await self._ownership.claim_at_home(key, row.id, row.owner):
-                self._load(row, turns)
+                self._hold(Session(row, turns))
 
     async def adopt(self, episode_id: str) -> None:
         """Load an implicit episode that this worker has claimed, unless it is in memory or has ended."""
@@ -102,89 +106,145 @@ class ImplicitEpisodes:
                 return
             row = await asyncio.to_thread(self._store.episode_row, episode_id)
             if row.status == "open":
-                self._load(row, await asyncio.to_thread(self._store.turns_of, episode_id))
+                self._hold(Session(row, await asyncio.to_thread(self._store.turns_of, episode_id)))
 
     def find(self, caller: Caller, name: str | None, turn_id: str | None) -> Session | None:
         """The open session that a bare call names, or that holds a turn which it refers to."""
-        found = self._by_name.get(f"{caller.identity}/{name}") if name else self._by_turn.get(turn_id or "")
+        found = self._index.latest(("name", implicit_key(caller, name)) if name else ("turn", turn_id))
         session = self._sessions.get(found) if found is not None else None
-        if session is None or str(session.row.implicit_key).partition("/")[0] != caller.identity:
-            return None
-        return session
+        return session if session is not None and _identity(session) == caller.identity else None
 
-    async def session(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
-        """The session that a bare call belongs to, opened if there is none."""
-        key = implicit_key(caller, name)
-        async with self._opening:  # two first calls of one session must not open it twice
-            found = self._by_name.get(key) if name else self._continued(caller, request)
+    async def session(
+        self,
+        caller: Caller,
+        name: str | None,
+        request: ModelRequest,
+        retry: Retry,
+        repeated: Callable[[Session], Repeated | None],
+    ) -> Session:
+        """The session that a bare call belongs to, opened in memory if there is none.
+
+        The caller begins a call in it without an await in between, and tells `call_ended`.
+
+        Args:
+            caller, name, request, retry: who asks, under which session name, for what, and whether again.
+            repeated: what the request repeats in a session that began with the same messages.
+        """
+        async with self._opening:  # one that is being adopted is found afterwards
+            if name:
+                found = self._index.latest(("name", implicit_key(caller, name)))
+            else:
+                found = self._continued(caller, request) or self._repeated(caller, request, retry, repeated)
             session = self._sessions.get(found) if found is not None else None
-            if session is None:
-                session = await self._open(key)
-                self._remember(session)
-        return session
+            return session or self._open(caller, name, request)
 
-    def record(self, session: Session, caller: Caller, request: ModelRequest, turn: Turn) -> None:
-        """Note a turn, so that the conversation which goes on from it is recognised."""
-        self._index(session.id, caller.identity, session.forest.history(turn.id), turn)
+    def call_ended(self, session: Session, request: ModelRequest, call: Call) -> None:
+        """Let go of an episode in which nothing is left after a call: it was refused, or its client left."""
+        if not session.is_void or session.id not in self:
+            return
+        key = (_identity(session), request.key())
+        if call.is_abandoned or session.refused[request.key()]:
+            self._unanswered.put(key, (self._unanswered.get(key) or 0) + 1)
+        self._drop(session)
+
+    def drop_void(self) -> None:
+        """Let go of the episodes without a turn in which no call is under way."""
+        for session in [self._sessions.get(episode_id) for episode_id in self._index.episodes()]:
+            if session is not None and session.is_void:
+                self._drop(session)
 
     def forget(self, episode_id: str) -> None:
         """Let go of an episode that is sealed."""
-        if episode_id not in self._digests:
-            return
-        for turn_id in self._turns.pop(episode_id, ()):
-            del self._by_turn[turn_id]
-        for call in self._calls.pop(episode_id, ()):
-            del self._by_call[call]
-        for digest in self._digests.pop(episode_id, ()):
-            if self._by_conversation.get(digest) == episode_id:
-                del self._by_conversation[digest]
-        for key in [key for key, held in self._by_name.items() if held == episode_id]:
-            del self._by_name[key]
+        self._index.forget(episode_id)
 
-    async def _open(self, key: str) -> Session:
-        new = NewEpisode(
-            id=f"implicit-{secrets.token_hex(8)}",
-            key_hash=key_hash(new_episode_key()),
-            split=self._split,
-            implicit_key=key,
-            only_one=self._ownership is not None and is_named(key),
+    def _open(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
+        key = implicit_key(caller, name)
+        session = self._sessions.begin(
+            NewEpisode(
+                id=f"implicit-{secrets.token_hex(8)}",
+                key_hash=key_hash(new_episode_key()),
+                split=self._split,
+                implicit_key=key,
+                only_one=self._ownership is not None and is_named(key),
+            )
         )
-        try:
-            return await self._sessions.open(new)
-        except Conflict as error:  # another worker was first
-            raise elsewhere(str(error)) from None
+        self._hold(session)
+        if name is None:
+            self._index.add(session.id, _opening_key(caller.identity, request.messages))
+        return session
 
-    def _load(self, row: EpisodeRow, turns: list[Turn]) -> None:
-        session = self._sessions.add(Session(row, turns))
-        self._remember(session)
-        caller = str(row.implicit_key).partition("/")[0]
-        for turn in turns:
-            self._index(session.id, caller, session.forest.history(turn.id), turn)
+    def _drop(self, session: Session) -> None:
+        self._sessions.forget(session)
+        self._index.forget(session.id)
+
+    def _repeated(
+        self,
+        caller: Caller,
+        request: ModelRequest,
+        retry: Retry,
+        repeated: Callable[[Session], Repeated | None],
+    ) -> str | None:
+        """The episode without a name that an earlier attempt at its first call opened, if any.
+
+        An attempt that got no sample has none to be repeated, though an equal call of another agent may.
+        """
+        best: tuple[Repeated, str] | None = None
+        opened = self._index.latest_first(_opening_key(caller.identity, request.messages))
+        for episode_id in itertools.islice(opened, _MOST_LOOKED_AT):
+            session = self._sessions.get(episode_id)
+            kind = repeated(session) if session is not None else None
+            if kind is not None and (best is None or kind > best[0]):
+                best = (kind, episode_id)
+        key = (caller.identity, request.key())
+        is_by_key = best is not None and best[0] is Repeated.NAMED
+        if retry.count and not is_by_key and (unanswered := self._unanswered.get(key)):
+            self._unanswered.put(key, unanswered - 1)
+            return None
+        return best[1] if best is not None else None
+
+    def _hold(self, session: Session) -> None:
+        """Keep a session, and find it by what it holds and by what will be recorded in it."""
+        self._sessions.add(session)
+        self._index.begin(session.id)
+        key = str(session.row.implicit_key)
+        if is_named(key):
+            self._index.add(session.id, ("name", key))
+        for turn in session.forest.turns:
+            self._recorded(session, turn)
+        session.on_recorded = lambda turn: self._recorded(session, turn)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
+        """The episode of the latest reply in a conversation that was recorded in one."""
         digests = history_digests(request.messages, caller.identity)
         for message, digest in zip(reversed(request.messages[:-1]), reversed(digests[:-1]), strict=True):
-            if message.role == "assistant" and digest in self._by_conversation:
-                return self._by_conversation[digest]
+            if message.role == "assistant" and (found := self._index.latest(("reply", digest))) is not None:
+                return found
         for message in reversed(request.messages):
             for call in message.tool_calls:  # some clients drop the text beside calls, and none the ids
-                if (found := self._by_call.get(f"{caller.identity}/{call.id}")) is not None:
+                if (found := self._index.latest(("call", caller.identity, call.id))) is not None:
                     return found
         return None
 
-    def _remember(self, session: Session) -> None:
-        self._digests.setdefault(session.id, [])
-        key = str(session.row.implicit_key)
-        if is_named(key):
-            self._by_name[key] = session.id
-
-    def _index(self, episode_id: str, identity: str, history: Sequence[Message], turn: Turn) -> None:
+    def _recorded(self, session: Session, turn: Turn) -> None:
+        """Note a turn, so that the conversation which continues it is recognised."""
+        if session.id not in self._index:
+            return  # it was sealed meanwhile
+        identity = _identity(session)
         # Tools are left out: a conversation that changes them is still the same one.
-        digest = extend_digest(history_digests(history, identity)[-1], turn.reply)
-        self._by_conversation[digest] = episode_id
+        asked = history_digests(session.forest.history(turn.id), identity)[-1]
+        self._index.add(session.id, ("reply", extend_digest(asked, turn.reply)))
         for call in turn.reply.tool_calls:
-            self._by_call[f"{identity}/{call.id}"] = episode_id
-            self._calls.setdefault(episode_id, []).append(f"{identity}/{call.id}")
-        self._by_turn[turn.id] = episode_id
-        self._turns.setdefault(episode_id, []).append(turn.id)
-        self._digests.setdefault(episode_id, []).append(digest)
+            self._index.add(session.id, ("call", identity, call.id))
+        self._index.add(session.id, ("turn", turn.id))
+        if turn.parent is None and not is_named(str(session.row.implicit_key)):
+            self._index.add(session.id, _opening_key(identity, turn.new_messages))
+
+
+def _opening_key(identity: str, messages: Sequence[Message]) -> Hashable:
+    """What the episodes without a name are found by that began with the same messages of the same caller."""
+    return ("opening", history_digests(messages, identity)[-1])
+
+
+def _identity(session: Session) -> str:
+    """Which caller opened an implicit episode, as `Caller.identity`."""
+    return str(session.row.implicit_key).partition("/")[0]

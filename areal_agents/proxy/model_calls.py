@@ -205,7 +205,7 @@ class ModelCalls:
             return response
         headers = _plain_headers(request)
         retry = _retry(headers)
-        session, asked = await self._request(request, dialect, headers, caller, body)
+        session, asked = await self._request(request, dialect, headers, caller, body, retry)
         if name := session_of(headers):
             session.main_session = session.main_session or name
             asked = replace(asked, session=name)
@@ -214,10 +214,12 @@ class ModelCalls:
         record.retry_count, record.label = retry.count, asked.label
         record.episode_id, record.split = session.id, session.row.split
         call = self._completer.call(session, asked, retry=retry, streamed=record.streamed)
+        if session.opening is not None:
+            call.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, call))
         record.repeated = call.is_repeated or call.has_client
         call.join()
         client = _Client(call, asyncio.ensure_future(_hang_up(request)))
-        served = _Served(dialect, session, caller, body, asked, record, started)
+        served = _Served(dialect, session, body, asked, record, started)
         if record.streamed and await self._opens(client):
             if call.deltas:
                 record.first_piece_s = time.monotonic() - started
@@ -268,11 +270,11 @@ class ModelCalls:
 
     def _leave(self, client: _Client, served: _Served, error: Exception | None, *, log: bool = True) -> None:
         """End a client's part in a call; what nobody got is not trained."""
-        call, session = client.call, served.session
+        call = client.call
         was_there = not client.gone.done()
         client.gone.cancel()
         if call.leave(served=was_there):
-            self._completer.retries.discard(session, call)
+            self._completer.retries.discard(served.session, call)
         if call.task.done() and not call.has_failed:
             done = call.task.result()
             served.record.turns = tuple(item.turn for item in done)
@@ -280,9 +282,6 @@ class ModelCalls:
                 done[0].prompt_tokens,
                 done[0].reused_tokens,
             )
-            if session.id in self._implicit:
-                for item in done:
-                    self._implicit.record(session, served.caller, served.asked, item.turn)
         if log:
             self._ended(served.record, served.started, error)
 
@@ -293,6 +292,7 @@ class ModelCalls:
         headers: Mapping[str, str],
         caller: Caller,
         body: Mapping[str, Any],
+        retry: Retry,
     ) -> tuple[Session, ModelRequest]:
         """The episode that a request belongs to, and what it asks."""
         if caller.episode_key is not None:
@@ -303,7 +303,15 @@ class ModelCalls:
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         context = self._context(headers, known)
         asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
-        return known or await self._implicit.session(caller, name, asked), asked
+        if known is None:
+            known = await self._implicit.session(
+                caller,
+                name,
+                asked,
+                retry,
+                lambda session: self._completer.retries.repeated(session, asked, retry),
+            )
+        return known, asked
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:
@@ -343,7 +351,6 @@ class _Served:
 
     dialect: Dialect
     session: Session
-    caller: Caller
     body: Mapping[str, Any]
     asked: ModelRequest
     record: CallRecord

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from concurrent.futures import Future
+from enum import IntEnum
 
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
@@ -18,13 +19,22 @@ from areal_agents.proxy.errors import as_request_error
 from areal_agents.proxy.prompts import Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.sampling import grammar_of
-from areal_agents.proxy.sessions import Session
+from areal_agents.proxy.sessions import KnownKey, Session
 from areal_agents.store import Store
 
 _logger = logging.getLogger(__name__)
 
 _HUNG_UP = "the client hung up"
 _LEAST_RETRIED = 429  # the lowest status after which clients send a request again
+
+
+class Repeated(IntEnum):
+    """Which call of an episode a request repeats; of several episodes, the one with the greatest is meant."""
+
+    RECORDED = 1  # one that was answered, in an episode with nothing else
+    UNDER_WAY = 2
+    UNDELIVERED = 3  # one that was recorded after its client had gone
+    NAMED = 4  # the one of its Idempotency-Key
 
 
 class Retries:
@@ -38,8 +48,7 @@ class Retries:
         """Note a call that is under way, under every name that a retry may use."""
         key = request.key()
         names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
-        for name in names:
-            session.in_flight[name] = call
+        session.begun(names, call)
         if retry.idempotency_key:
             session.remember_key(retry.idempotency_key, key, call.turn_ids)
 
@@ -58,6 +67,24 @@ class Retries:
                 session.undelivered.add(turn_id)
                 _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
 
+    def repeated(self, session: Session, request: ModelRequest, retry: Retry) -> Repeated | None:
+        """What a request that opens a conversation repeats in an episode that was opened by such a request.
+
+        Unlike `earlier`, it changes nothing. In an episode that has gone on, a recorded call is repeated only
+        by name: its client has the answer.
+        """
+        key, name = request.key(), retry.idempotency_key
+        known = session.key_of(name) if name else None
+        if known is not None and known.request == key and _has_sample(session, name, known):
+            return Repeated.NAMED
+        if retry.count and _running(session, key) is not None:
+            return Repeated.UNDER_WAY
+        turns = self._answers(session, request, retry)
+        if turns and all(turn.id in session.undelivered for turn in turns):
+            return Repeated.UNDELIVERED
+        has_gone_on = turns and len(session.forest) > len(self._prompts.answers(session.forest, request))
+        return Repeated.RECORDED if turns and not has_gone_on else None
+
     def earlier(self, session: Session, request: ModelRequest, retry: Retry) -> Call | None:
         """The call that a request repeats, None for a new one.
 
@@ -70,17 +97,22 @@ class Retries:
             return None
         if retry.count and (running := _running(session, request.key())) is not None:
             return running
-        if not retry.count and not session.undelivered:
+        turns = self._answers(session, request, retry)
+        if not turns:
             return None
+        session.call_answered(request)
+        return self._answered(session, turns)
+
+    def _answers(self, session: Session, request: ModelRequest, retry: Retry) -> list[Turn]:
+        """The latest recorded turns that answer a request, one per choice; [] if there are too few."""
+        if not retry.count and not session.undelivered:
+            return []
         turns = [
             turn
             for turn in self._prompts.answers(session.forest, request)
             if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
         ]
-        if len(turns) < request.choices:
-            return None
-        session.call_answered(request)
-        return self._answered(session, turns[-request.choices :])
+        return turns[-request.choices :] if len(turns) >= request.choices else []
 
     def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
         """The call that had an Idempotency-Key."""
@@ -118,6 +150,11 @@ class Retries:
 def _running(session: Session, name: Hashable) -> Call | None:
     call = session.in_flight.get(name)
     return call if call is not None and not call.is_abandoned else None
+
+
+def _has_sample(session: Session, name: str, known: KnownKey) -> bool:
+    """Whether the call that had an Idempotency-Key is under way or recorded."""
+    return _running(session, name) is not None or all(id in session.forest for id in known.turn_ids)
 
 
 def _completed(session: Session, turn: Turn) -> CompletedTurn:

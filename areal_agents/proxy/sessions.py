@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,7 +25,15 @@ from areal_agents.proxy.calls import Call
 from areal_agents.proxy.dialects.memo import MessageMemo
 from areal_agents.proxy.request import ModelRequest
 from areal_agents.proxy.seeds import Draws
-from areal_agents.store import EpisodeRow, EpisodeState, NewEpisode, NotFound, SealedStatus, Store
+from areal_agents.store import (
+    EpisodeRow,
+    EpisodeState,
+    NewEpisode,
+    NotFound,
+    SealedStatus,
+    Store,
+    opened_row,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -73,16 +81,22 @@ class Limits:
 
 
 class Session:
-    """One open episode. Lives on the event loop only."""
+    """One open episode. Lives on the event loop only.
 
-    def __init__(self, row: EpisodeRow, turns: list[Turn]) -> None:
+    With `opening` the store does not have the episode yet: it is opened with its first turn, so that an
+    episode whose calls are all refused is never written.
+    """
+
+    def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
         self.row = row
+        self.opening = opening
         self.forest = Forest(turns)
         self.limits = Limits.from_dict(row.limits)
         self.limit_reached = row.limit_reached
         self.sampled_tokens = sum(len(turn.completion) for turn in turns)
         self.status: EpisodeStatus = row.status
         self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
+        self.calls_under_way = 0  # calls that have begun and have not ended
         self.pending_calls = 0  # calls that were admitted and are not recorded yet
         self.pending_writes = 0  # writes of turns that the forest does not have yet
         self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
@@ -93,6 +107,7 @@ class Session:
         # The session header of the agent itself; others are its sub-agents'.
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
+        self.on_recorded: Callable[[Turn], None] = lambda turn: None  # told of every turn of `record`
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[Hashable] = set()
 
@@ -105,9 +120,27 @@ class Session:
         """Add a turn that the store has."""
         self.forest.record(turn)
         self.sampled_tokens += len(turn.completion)
+        self.on_recorded(turn)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether nothing is known of the episode but its id: no turn, no row in the store, no call."""
+        return (
+            self.opening is not None
+            and not len(self.forest)
+            and not self.calls_under_way
+            and not self.pending_writes
+        )
+
+    def begun(self, names: Sequence[Hashable], call: Call) -> None:
+        """Note that a call is in flight, under every name that a retry may use."""
+        self.calls_under_way += 1
+        for name in names:
+            self.in_flight[name] = call
 
     def landed(self, names: Sequence[Hashable], call: Call) -> None:
         """Note that a call is no longer in flight."""
+        self.calls_under_way -= 1
         for name in names:
             if self.in_flight.get(name) is call:
                 del self.in_flight[name]
@@ -181,6 +214,12 @@ class Sessions:
         row = await asyncio.wrap_future(self._store.open_episode(replace(new, owner=self._owner)))
         return self.add(Session(row, []))
 
+    def begin(self, new: NewEpisode) -> Session:
+        """Open an episode without a group in memory; the store opens it with its first turn."""
+        new = replace(new, owner=self._owner)
+        row = opened_row(new, index=0, task_id=new.id, created_at=time.time())
+        return self.add(Session(row, [], opening=new))
+
     async def by_key(self, key: str) -> Session:
         """The open session of a key. RequestError 401 if no episode has it, 409 if it is sealed."""
         digest = key_hash(key)
@@ -224,7 +263,7 @@ class Sessions:
         session = self._by_id.get(episode_id)
         if session is not None:
             session.end(state.status)
-            self._forget(session)
+            self.forget(session)
         return state
 
     def forget_idle(self, idle_s: float) -> None:
@@ -233,7 +272,7 @@ class Sessions:
         for session in list(self._by_id.values()):
             is_idle = session.last_used < limit and not session.pending_calls and not session.pending_writes
             if is_idle and session.row.implicit_key is None:
-                self._forget(session)
+                self.forget(session)
 
     def used_since(self, episode_id: str, since: float) -> bool:
         """Whether an episode is in memory and was called after a monotonic time, or is being called."""
@@ -261,7 +300,8 @@ class Sessions:
         if not self._loading:
             self._sealed_meanwhile.clear()
 
-    def _forget(self, session: Session) -> None:
+    def forget(self, session: Session) -> None:
+        """Drop a session from memory."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.row.key_hash, None)
 

@@ -3,7 +3,7 @@
 from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.database import store_path
 from areal_agents.store.episodes import SealedStatus
-from areal_agents.store.errors import Conflict, NotFound, NoTurn
+from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
 from areal_agents.store.keeping import Retention
 from areal_agents.store.rewards import DEFAULT_REWARD_NAME
 from areal_agents.store.rows import (
@@ -16,6 +16,7 @@ from areal_agents.store.rows import (
     UntrainedGroup,
     VersionRow,
     WaitingGroup,
+    opened_row,
 )
 from areal_agents.store.store import Store
 
@@ -33,10 +34,12 @@ __all__ = [
     "RetainConfig",
     "Retention",
     "SealedStatus",
+    "SessionTaken",
     "Store",
     "StoreConfig",
     "VersionRow",
     "UntrainedGroup",
     "WaitingGroup",
+    "opened_row",
     "store_path",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import time
 from collections.abc import Sequence
@@ -14,10 +15,10 @@ from sqlalchemy.dialects import sqlite
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.store.chunks import chunks
 from areal_agents.store.database import driver_of
-from areal_agents.store.errors import Conflict, NotFound, NoTurn
+from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
 from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.rewards import write_default_reward, write_rewards
-from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode
+from areal_agents.store.rows import LIVE, EpisodeRow, EpisodeState, NewEpisode, opened_row
 from areal_agents.store.schema import episodes, groups, leases, rewards, tasks, turns
 from areal_agents.store.versions import oldest_served
 
@@ -49,8 +50,8 @@ _UNREWARDED = sa.and_(
 def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     """Open an episode, and its group and task if they are new.
 
-    Raises Conflict if the group is full, over, of another size, task or split, if its place is held by
-    an episode that did not fail, or if it must be the only open one of its implicit key and is not.
+    Raises Conflict if the group is full, over, of another size, task or split, or if its place is held by
+    an episode that did not fail; SessionTaken if it must be the only open one of its implicit key and is not.
     """
     now = time.time()
     if new.only_one:
@@ -62,25 +63,17 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
     else:
         task_uid, task = _join_group(connection, new, now)
         index = _free_place(connection, new)
-    row: dict[str, Any] = {
-        "id": new.id,
-        "key_hash": new.key_hash,
-        "group_id": new.group_id,
-        "index": index,
-        "split": new.split,
-        "status": "open",
-        "limit_reached": None,
-        "error": None,
-        "metadata": dict(new.metadata),
-        "limits": dict(new.limits),
-        "sampling": dict(new.sampling),
-        "implicit_key": new.implicit_key,
-        "created_at": now,
-        "ended_at": None,
-        "owner": new.owner,
-    }
-    connection.execute(sa.insert(episodes).values(**row, task_uid=task_uid))
-    return EpisodeRow(task_id=task.id, **row)
+    row = opened_row(new, index=index, task_id=task.id, created_at=now)
+    values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
+    del values["task_id"]
+    connection.execute(sa.insert(episodes).values(**values, task_uid=task_uid))
+    return row
+
+
+def insert_if_missing(connection: sa.Connection, new: NewEpisode) -> None:
+    """Open an episode unless the store has it, whatever became of it; raises what `insert_episode` does."""
+    if connection.execute(sa.select(episodes.c.id).where(episodes.c.id == new.id)).first() is None:
+        insert_episode(connection, new)
 
 
 def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
@@ -208,7 +201,7 @@ def _refuse_second(connection: sa.Connection, new: NewEpisode) -> None:
         )
     ).first()
     if found is not None:
-        raise Conflict(f"episode {found.id} is open for the same session")
+        raise SessionTaken(f"episode {found.id} is open for the same session")
 
 
 def _ensure_task(connection: sa.Connection, task: Task) -> str:

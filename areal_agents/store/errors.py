@@ -13,5 +13,9 @@ class Conflict(StoreError):
     """A state transition that is not allowed: a sealed episode, a leased group, a taken place."""
 
 
+class SessionTaken(Conflict):
+    """Another open episode has the session name of an episode that was to be the only one."""
+
+
 class NoTurn(Conflict):
     """An episode that was to be finished with at least one model call has none."""

@@ -70,6 +70,28 @@ class EpisodeRow:
     owner: str | None  # the proxy worker that has it in memory
 
 
+def opened_row(new: NewEpisode, *, index: int, task_id: str, created_at: float) -> EpisodeRow:
+    """The row of an episode that has just been opened, at place `index` of its group."""
+    return EpisodeRow(
+        id=new.id,
+        key_hash=new.key_hash,
+        task_id=task_id,
+        group_id=new.group_id,
+        index=index,
+        split=new.split,
+        status="open",
+        limit_reached=None,
+        error=None,
+        metadata=dict(new.metadata),
+        limits=dict(new.limits),
+        sampling=dict(new.sampling),
+        implicit_key=new.implicit_key,
+        created_at=created_at,
+        ended_at=None,
+        owner=new.owner,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class OpenEpisode:
     """An open episode, as housekeeping looks at it."""

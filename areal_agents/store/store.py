@@ -91,11 +91,17 @@ class Store:
         """Open an episode. Conflict if its group has no place for it."""
         return self._database.submit(lambda c: episodes.insert_episode(c, new))
 
-    def add_turn(self, episode_id: str, *turns: Turn) -> Future[None]:
-        """Record a turn, or siblings together: all of them or none. Conflict unless the episode is open."""
+    def add_turn(self, episode_id: str, *turns: Turn, opening: NewEpisode | None = None) -> Future[None]:
+        """Record a turn, or siblings together: all of them or none. Conflict unless the episode is open.
+
+        `opening` is an episode that may not have been opened yet: it is opened in the same transaction if
+        the store does not have it, and then SessionTaken may be raised too.
+        """
         rows = [encode_turn(episode_id, turn, time.time()) for turn in turns]
 
         def write(connection: sa.Connection) -> None:
+            if opening is not None:
+                episodes.insert_if_missing(connection, opening)
             for row in rows:
                 episodes.insert_turn(connection, row)
 

@@ -2,6 +2,10 @@
 
 The lock is one that the system takes away with the process, however that ends; so a lease of anybody
 else is one of the dead, and is void. A clock that is set forward or back changes nothing.
+
+There are two files, always locked in the same order: first the door, by whoever takes the lock or looks
+whether somebody has it, and only for that long; then the lock itself, by a trainer for all its life. So
+somebody who looks is never mistaken for a trainer: one that begins meanwhile waits at the door.
 """
 
 from __future__ import annotations
@@ -12,13 +16,15 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from areal_agents.store.errors import Conflict
 
 _POLL_S = 0.1
+_DOOR_POLL_S = 0.01
+_LONGEST_LOOK_S = 30.0  # an engine pool looks for as long as an engine takes to resume
 
 
 class TrainerLock:
@@ -27,29 +33,38 @@ class TrainerLock:
     def __init__(self, path: Path) -> None:
         path = path.resolve()  # one lock, by whatever name the store is known
         self._path = path.with_name(path.name + ".trainer")
+        self._door = path.with_name(path.name + ".trainer-door")
         self._file: IO[str] | None = None
         self.holder = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(4)}"
 
     def take(self, wait_s: float = 0.0) -> None:
         """Take it if it is not taken yet; an earlier trainer that is ending is given `wait_s`.
 
+        Somebody who looks whether it is taken (`nobody`) is waited for in any case, for 30 s at least.
+
         Raises:
-            Conflict: another process has it; the message says which.
+            Conflict: another process has it, and the message says which; or somebody looks for too long.
         """
         if self._file is not None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = open(self._path, "a+")  # noqa: SIM115 - open for as long as it is held
-        deadline = time.monotonic() + wait_s
+        began = time.monotonic()
         try:
-            while not _locked(file):
-                if time.monotonic() >= deadline:
+            while (state := self._try(file)) != "taken":
+                waited_s = time.monotonic() - began
+                if state == "held" and waited_s >= wait_s:
                     file.seek(0)
                     raise Conflict(
                         f"{file.read().strip() or 'another process'} is training on {self._path.parent}: end "
                         "it first, or use another run folder or store"
                     )
-                time.sleep(_POLL_S)
+                if state == "looked at" and waited_s >= max(wait_s, _LONGEST_LOOK_S):
+                    raise Conflict(
+                        f"another process has locked {self._door} for {waited_s:.0f} s, as a proxy does "
+                        "while it resumes an engine: end that proxy, or try again"
+                    )
+                time.sleep(_POLL_S if state == "held" else _DOOR_POLL_S)
             file.truncate(0)
             file.write(self.holder)
             file.flush()
@@ -57,6 +72,30 @@ class TrainerLock:
             file.close()
             raise
         self._file = file
+
+    def _try(self, file: IO[str]) -> Literal["taken", "held", "looked at"]:
+        """Lock the trainer's file behind the door, or say what is in the way."""
+        with open(self._door, "a") as door:
+            if not _locked(door):
+                return "looked at"
+            return "taken" if _locked(file) else "held"
+
+    @contextmanager
+    def nobody(self) -> Iterator[bool]:
+        """Whether nobody has it; then nobody takes it within the with-block, as whoever would waits.
+
+        False also while somebody else looks or takes it. OSError if the files cannot be opened.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as looking:
+            door = looking.enter_context(open(self._door, "a"))
+            is_free = False
+            if _locked(door):
+                with open(self._path, "a+") as file:
+                    is_free = _locked(file)
+            if not is_free:
+                looking.close()
+            yield is_free
 
     @contextmanager
     def held(self, wait_s: float) -> Iterator[None]:

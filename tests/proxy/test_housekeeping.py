@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.housekeeping import Housekeeping
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.sessions import Sessions
-from areal_agents.store import NewEpisode, Store
+from areal_agents.store import EpisodeState, NewEpisode, SealedStatus, Store
 
 
 class FailingSessions(Sessions):
@@ -46,6 +47,38 @@ async def test_sweeps_go_on_after_a_bug_and_say_so(tmp_path: Path, caplog: pytes
     bug, lost = (record for record in caplog.records if record.name.endswith("housekeeping"))
     assert bug.levelname == "ERROR" and bug.exc_info is not None and "a bug" in str(bug.exc_info[1])
     assert lost.levelname == "WARNING" and "the disk is full" in lost.getMessage()
+
+
+class OneBadSessions(Sessions):
+    """Meets a bug whenever the episode "bad" is to be sealed."""
+
+    async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
+        if episode_id == "bad":
+            raise KeyError("a bug")
+        return await super().seal(episode_id, status, **how)
+
+
+async def test_one_bad_episode_stops_no_sweep(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither for the episodes after it, nor for what else a sweep does; and the log names it."""
+    config = ProxyConfig(idle_timeout_s=0.02, implicit_idle_s=0.02, reward_timeout_s=0.02)
+    with Store.open(tmp_path / "store.db") as store:
+        sessions = OneBadSessions(store)
+        implicit = ImplicitEpisodes(store, sessions, split="eval")
+        housekeeping = Housekeeping(store=store, sessions=sessions, implicit=implicit, config=config)
+        opened = [
+            await sessions.open(NewEpisode(name, f"hash of {name}", implicit_key=key))
+            for name, key in (("first", None), ("bad", "caller/root"), ("last", "caller/root"))
+        ]
+        await sessions.open(NewEpisode("unrewarded", "hash", Task("t", {}), "group", 1))
+        await sessions.seal("unrewarded", "finished")
+        await housekeeping.sweep()  # it meets the unrewarded one
+        await asyncio.sleep(0.03)
+        for _ in range(2):
+            await housekeeping.sweep()
+        assert [session.status for session in opened] == ["failed", "open", "finished"]
+        assert store.episode_row("unrewarded").status == "failed"
+    bugs = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert len(bugs) >= 2 and all("episode bad" in bug.getMessage() and bug.exc_info for bug in bugs)
 
 
 async def test_a_group_that_its_owner_has_left_is_dropped(tmp_path: Path) -> None:

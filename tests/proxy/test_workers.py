@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from openai import OpenAI
 from proxy_support import MODEL, SEARCH
+from relay_support import relay_to
 from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
 
 from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, running
@@ -403,6 +405,43 @@ def test_kill_9_during_a_forwarded_call(
     check_exact(serving, opened["id"], talk.ids)
     with Store.open(serving.store) as store:
         assert ".0." in str(store.episode_row(opened["id"]).owner)
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_lost_first_answer_is_not_drawn_again(serving: Serving, named: bool, killed: bool) -> None:
+    """The client's retry may reach the other worker, and kill -9 may have ended both in between."""
+
+    def kill_all() -> None:
+        for pid in [serving.pid(index) for index in range(2)]:
+            os.kill(pid, signal.SIGKILL)
+            wait_for(lambda pid=pid: not is_running(pid))
+
+    for index in range(3):  # some of them at home in each worker
+        question = f"where is it, {index}? {named} {killed}"
+        headers = {"session-id": question} if named else {}
+        with (
+            relay_to(serving.own[0], on_cut=kill_all if killed and index == 0 else lambda: None) as relay,
+            OpenAI(base_url=f"{relay.url}/v1", api_key="any", max_retries=2, timeout=60) as client,
+        ):
+            relay.later = serving.own[1]
+            answer = client.chat.completions.create(
+                model="p", messages=[{"role": "user", "content": question}], extra_headers=headers
+            )
+        assert relay.retry_counts == ["0", "1"]
+        assert answer.id == json.loads(relay.lost[0])["id"]
+        with Store.open(serving.store) as store:
+            assert len(store.turns_of(store.episode_of_turn(answer.id).id)) == 1
+
+
+def test_a_refused_first_call_leaves_no_episode_in_any_worker(serving: Serving) -> None:
+    before = httpx.get(f"{serving.url}/episodes").json()["episodes"]
+    for headers in ({}, {"session-id": "refused"}):
+        for url in serving.own:
+            body = {"messages": [{"role": "user", "content": "word " * 40_000}]}
+            refused = httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+            assert refused.status_code == 400, refused.text
+    assert httpx.get(f"{serving.url}/episodes").json()["episodes"] == before
 
 
 def test_sigterm_ends_all_and_a_later_run_goes_on(engine: Engine, tmp_path: Path) -> None:

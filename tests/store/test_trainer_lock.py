@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from store_support import complete_group
 
 from areal_agents.store import Conflict, Store
+from areal_agents.store.trainer_lock import TrainerLock
 
 TRAINER = """
 import sys, time
@@ -70,6 +72,48 @@ def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
         ending.join()
         assert store.return_leases(after_step=7) == 1  # of an earlier step, yet of a dead trainer
         assert store.group_counts()["complete"] == 1
+
+
+def test_a_trainer_waits_for_somebody_who_looks_whether_one_lives(tmp_path: Path) -> None:
+    """An engine pool does, every now and then, and is no trainer: the first lease never meets a Conflict."""
+    path = tmp_path / "s.db"
+    with Store.open(path) as store, ThreadPoolExecutor(1) as pool:
+        complete_group(store, "a@0", [0])
+        with TrainerLock(path).nobody() as alone:
+            assert alone
+            with TrainerLock(path).nobody() as also:
+                assert not also  # two who look do not both act
+            leasing = pool.submit(store.lease_group_ids, 1, step=1)
+            with pytest.raises(TimeoutError):
+                leasing.result(0.2)
+        assert leasing.result(10) == ["a@0"]
+        with TrainerLock(path).nobody() as alone:
+            assert not alone
+            store.close()
+            TrainerLock(path).take()  # whoever was told that a trainer lives holds up none
+
+
+def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
+    """A hundred times over, without the wait that it may give an earlier trainer."""
+    path, ended = tmp_path / "s.db", threading.Event()
+
+    def look() -> int:
+        looks = 0
+        while not ended.is_set():
+            with TrainerLock(path).nobody() as alone:
+                looks += alone
+        return looks
+
+    with ThreadPoolExecutor(2) as pool:
+        looking = [pool.submit(look) for _ in range(2)]
+        try:
+            for _ in range(100):
+                lock = TrainerLock(path)
+                lock.take()
+                lock.let_go()
+        finally:
+            ended.set()
+        assert sum(one.result() for one in looking) > 0
 
 
 def test_the_oldest_group_is_the_one_that_was_started_first_even_if_the_clock_was_set_back(
