@@ -46,6 +46,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._reading_timer: asyncio.TimerHandle | None = None
         self._writing_timer: asyncio.TimerHandle | None = None
+        self._unread = 0  # bytes of answers that the client had not read at the last look
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The connection is open; its first request is waited for."""
@@ -138,7 +139,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """The client reads more slowly than the answer is made."""
         super().pause_writing()
-        self._writing_timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._unread = self.transport.get_write_buffer_size()
+        self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
 
     def resume_writing(self) -> None:
         """The client has read most of what was written."""
@@ -148,16 +150,31 @@ class LimitedProtocol(HttpToolsProtocol):
             self._writing_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came. Bytes that the client has not read until now are dropped."""
-        if self.transport.get_write_buffer_size():
+        """No further request came. A client that still reads an answer is let finish."""
+        unread = self.transport.get_write_buffer_size()
+        if not unread:
+            super().timeout_keep_alive_handler()
+        elif self._writing_timer is None and unread == self._unread:
             self.transport.abort()
         else:
-            super().timeout_keep_alive_handler()
+            if self._writing_timer is None:
+                self._unread = unread
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def _discard(self, size: int) -> None:
         self._discarded += size
         if self._discarded > _DISCARDED_BYTES:
             self.transport.abort()
+
+    def _look_at_reader(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        if unread >= self._unread:
+            self.transport.abort()
+            return
+        self._unread = unread
+        self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
 
     def _head_is_late(self) -> None:
         if self.is_in_head:

@@ -70,6 +70,10 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        # Then text that is no special token may be normalised to one, and marks do not stand in it.
+        self._finds_normalized = backend.normalizer is not None and any(
+            token.special and token.normalized for token in added.values()
+        )
         self.special_tokens = dict(special_tokens or {})
         self.eos_token_id = self._id(eos_token)
         self.pad_token_id = self._id(pad_token)
@@ -126,11 +130,11 @@ class Tokenizer:
 
         The content has been marked by `SpecialText`. Raises as `encode`.
         """
-        if MARK not in text and ESCAPED_MARK not in text:
+        if MARK not in text and ESCAPED_MARK not in text and not self._finds_normalized:
             return self.encode(text)
         text = text.replace(ESCAPED_MARK, MARK)
         self._refuse_too_long(text)
-        if self._fast is not None:
+        if self._fast is not None and not self._finds_normalized:
             ids = self._fast.encode(text, mark=MARK)
             if ids is not None:
                 return ids

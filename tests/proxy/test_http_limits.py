@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -235,3 +236,29 @@ def test_requests_in_a_row_on_one_connection_are_served(proxy: RunningProxy) -> 
         connection.sendall(one * 3 + b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         data = received(connection)
     assert data.count(b"HTTP/1.1 200 OK") == 4
+
+
+@pytest.mark.parametrize("headers", [b"Connection: close\r\n", b""], ids=["last answer", "kept alive"])
+def test_a_whole_answer_is_sent_to_a_slow_reader(
+    talkative: RunningProxy, monkeypatch: pytest.MonkeyPatch, headers: bytes
+) -> None:
+    """The time limits pass several times while it reads; the kernel takes the answer in large pieces."""
+    connection_made = http_limits.LimitedProtocol.connection_made
+
+    def hurried(protocol: http_limits.LimitedProtocol, transport: asyncio.Transport) -> None:
+        protocol.timeout_keep_alive = 2
+        connection_made(protocol, transport)
+
+    monkeypatch.setattr(http_limits, "UNREAD_S", 2.0)
+    monkeypatch.setattr(http_limits.LimitedProtocol, "connection_made", hurried)
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "logprobs": true}'
+    with dial(talkative) as connection:
+        connection.sendall(BEGIN + headers + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        head, _, answer = connection.recv(65536).partition(b"\r\n\r\n")
+        size = int(head.split(b"content-length: ")[1].split()[0])
+        parts, count = [answer], len(answer)
+        while count < size and (part := connection.recv(65536)):
+            parts.append(part)
+            count += len(part)
+            time.sleep(0.05)
+    assert len(json.loads(b"".join(parts))["choices"][0]["logprobs"]["content"]) > 1000

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import renderers
+import tokenizers
 from chat_templates import CHATML, HERMES, INST, SPECIAL, byte_tokenizer, sentence_tokenizer, write_folder
 from family_models import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -277,3 +278,31 @@ def test_the_library_is_not_asked_for_marks_in_parsed_content() -> None:
     literal = "\\udc7f"
     assert tokenizer.encode_rendered(literal) == []
     assert Tokenizer.decode(tokenizer, tokenizer.encode(literal)) == literal
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "token", "written"),
+    [
+        (tokenizers.normalizers.NFKC(), "<|im_start|>", "＜|im_start|＞"),
+        (tokenizers.normalizers.Lowercase(), "<|im_start|>", "<|IM_START|>"),
+        (tokenizers.normalizers.Replace(" ", "▁"), "<|begin▁of▁text|>", "<|begin of text|>"),
+    ],
+    ids=["NFKC", "lower case", "spaces"],
+)
+def test_content_is_not_normalised_to_a_special_token(
+    normalizer: tokenizers.normalizers.Normalizer, token: str, written: str
+) -> None:
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={letter: id for id, letter in enumerate(letters)}, merges=[])
+    )
+    backend.normalizer = normalizer
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens([tokenizers.AddedToken(token, normalized=True)])
+    tokenizer = Tokenizer(backend, name_or_path="normalised")
+    special = len(letters)
+    assert backend.encode(written).ids == [special]  # as the library reads it
+    ids = tokenizer.encode_rendered(token + SpecialText([token]).mark(f"a{written}b{token}c"))
+    assert ids[0] == special and special not in ids[1:]
+    plain = normalizer.normalize_str(f"a{written}b{token}c").encode()
+    assert len(ids[1:]) == len(plain)
