@@ -81,7 +81,6 @@ class LimitedProtocol(HttpToolsProtocol):
         elif self._is_in_body and self._frame_bytes > MAX_HEAD_BYTES + _MOST_FRAMING * self._body_bytes:
             message = "the body of the request is mostly chunk extensions or trailers"
             self._refuse(RequestError(message, code="invalid_http"))
-            self._give_up_body()
 
     def on_message_begin(self) -> None:
         """The first byte of a request."""
@@ -129,7 +128,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """An answer was written; what is left of its request is read and dropped."""
         super().on_response_complete()
-        if self._reading_timer is not None and not self.transport.is_closing():  # the body goes on
+        if self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
 
     def send_400_response(self, msg: str) -> None:
@@ -177,7 +176,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
 
     def _head_is_late(self) -> None:
-        if self.is_in_head:
+        if self.flow.read_paused:  # it waits for us, not we for it
+            self._set_reading_timer(self.loop.call_later(HEAD_S, self._head_is_late))
+        elif self.is_in_head:
             message = f"the head of the request was not complete within {HEAD_S:g} s"
             self._refuse(RequestError(message, status=408, code="request_timeout"))
         else:
@@ -192,7 +193,6 @@ class LimitedProtocol(HttpToolsProtocol):
         if seconds * LEAST_BYTES_PER_S > self._body_bytes and not self.cycle.response_started:
             message = f"the body of the request came at less than {LEAST_BYTES_PER_S // 2**10} KiB a second"
             self._refuse(RequestError(message, status=408, code="request_timeout"))
-            self._give_up_body()
 
     def _give_up_body(self) -> None:
         """Tell whoever reads the body that no more of it comes."""
@@ -207,6 +207,15 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer, drop what is still sent for a while so that the client reads the answer, and close."""
         self._is_refused = True
         if self.transport.is_closing():
+            return
+        if self._is_in_body:
+            if self.pipeline or self.cycle.response_started:  # nothing can be said in its place
+                self.transport.abort()
+                return
+            self._give_up_body()
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # what was asked before is answered, and then it is closed
+            self._set_reading_timer(None)
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("ascii", "replace")
         body, headers = error_body(path, refusal)

@@ -262,3 +262,40 @@ def test_a_whole_answer_is_sent_to_a_slow_reader(
             count += len(part)
             time.sleep(0.05)
     assert len(json.loads(b"".join(parts))["choices"][0]["logprobs"]["content"]) > 1000
+
+
+@pytest.mark.parametrize("cut", [0, 30, -10], ids=["before the head", "in the head", "in the body"])
+def test_a_request_behind_another_has_its_own_time(
+    proxy: RunningProxy, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    """The end of an answer begins no limit for the request that follows it on the connection."""
+    monkeypatch.setattr(http_limits, "_LINGER_S", SHORT_S)
+    proxy.engine.delay_s = 0.2
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    length = b"Content-Length: %d\r\n\r\n" % len(body)
+    second = BEGIN + b"Connection: close\r\n" + length + body
+    with dial(proxy) as connection:
+        connection.sendall(BEGIN + length + body + second[:cut])
+        first = connection.recv(65536)
+        assert first.startswith(b"HTTP/1.1 200 OK")
+        time.sleep(3 * SHORT_S)
+        connection.sendall(second[cut:])
+        assert received(connection).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    "behind", [b"\0\r\n\r\n", BEGIN + b"X-A: " + b"a" * 70_000], ids=["no HTTP", "large"]
+)
+def test_what_is_refused_behind_a_request_leaves_its_answer_whole(
+    talkative: RunningProxy, caplog: pytest.LogCaptureFixture, behind: bytes
+) -> None:
+    """An answer is neither interrupted by the refusal nor taken for it; then the connection is closed."""
+    body = b'{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
+    with dial(talkative) as connection:
+        connection.sendall(BEGIN + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        begin = connection.recv(1000)
+        connection.sendall(behind)
+        answer = begin + received(connection)
+    assert answer.startswith(b"HTTP/1.1 200 OK") and answer.endswith(b"\r\n0\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
