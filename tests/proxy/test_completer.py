@@ -54,9 +54,9 @@ def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, happening: as
     """Let `happening` come while `owner.name` is running in a thread."""
     loop, original = asyncio.get_running_loop(), getattr(owner, name)
 
-    def method(*arguments: Any) -> Any:
+    def method(*arguments: Any, **options: Any) -> Any:
         loop.call_soon_threadsafe(happening.set)
-        return original(*arguments)
+        return original(*arguments, **options)
 
     monkeypatch.setattr(owner, name, method)
 
@@ -91,7 +91,8 @@ async def test_a_client_that_hangs_up_while_its_reply_is_parsed_leaves_no_turn(
     parsing = asyncio.Event()
     during(monkeypatch, renderer, "parse", parsing)
     call = begin(completer, session)
-    await parsing.wait()
+    async with asyncio.timeout(10):
+        await parsing.wait()
     await hang_up(completer, session, call)
     assert call.task.cancelled()
     assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.pending_calls == 0
@@ -103,7 +104,8 @@ async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_re
     recording = asyncio.Event()
     during(monkeypatch, store, "add_turn", recording)
     call = begin(completer, session)
-    await recording.wait()
+    async with asyncio.timeout(10):
+        await recording.wait()
     await hang_up(completer, session, call)
     await until(lambda: bool(session.undelivered))
     await until(lambda: store.load_episode("e").turns[0].discarded != "")

@@ -34,6 +34,7 @@ from hypothesis import strategies as st
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import ObservedEngine
 
+import areal_agents.proxy
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.rendering import ChatRenderer
 
@@ -357,6 +358,7 @@ def test_bodies_that_are_no_json(running: RunningProxy, body: bytes) -> None:
 
 ADMIN, PROJECT = "admin-secret", "project-secret"
 PROTOCOL = Path(__file__).parents[2] / "docs" / "protocol.md"
+PROXY = Path(areal_agents.proxy.__file__).parent
 GRAMMAR = settings(STEADY, max_examples=250)
 LONG_GRAMMAR = settings(
     deadline=None, database=None, max_examples=2500, suppress_health_check=list(HealthCheck)
@@ -373,6 +375,12 @@ def documented_codes() -> set[str]:
     """The error codes of docs/protocol.md."""
     table = PROTOCOL.read_text().partition("| status | codes |")[2].partition("\n\n")[0]
     return set(re.findall(r"`([a-z_]+)`", table))
+
+
+def test_every_error_code_is_documented() -> None:
+    sources = "".join(path.read_text() for path in PROXY.rglob("*.py"))
+    used = set(re.findall(r'\bcode="([a-z_]+)"', sources))
+    assert len(used) > 30 and used <= documented_codes(), used - documented_codes()
 
 
 def bearer(key: str) -> dict[str, str]:
