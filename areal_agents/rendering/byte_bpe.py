@@ -35,8 +35,8 @@ def _byte_letters() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
 
 
-_LETTERS = _byte_letters()
-_BYTES = {letter: byte for byte, letter in enumerate(_LETTERS)}
+BYTE_LETTERS = _byte_letters()  # by byte
+_BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 
 
 class ByteBpe:
@@ -136,7 +136,7 @@ def proven_byte_bpe(backend: tokenizers.Tokenizer, tables: Tables) -> ByteBpe | 
         tables: of the same file. Their ranks are used up.
     """
     model = backend.model
-    tokens = ("".join(_LETTERS[byte] for byte in raw) for raw in tables.ranks)
+    tokens = ("".join(BYTE_LETTERS[byte] for byte in raw) for raw in tables.ranks)
     if not tables.takes_whole and any(len(model.tokenize(token)) != 1 for token in tokens):
         return None
     encoding = tiktoken.Encoding(

@@ -19,7 +19,7 @@ from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
 from areal_agents.rendering.byte_bpe import Tables, proven_byte_bpe, tables_of
 from areal_agents.rendering.marked_library import MarkedLibrary
 from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
-from areal_agents.rendering.token_lengths import characters_per_token
+from areal_agents.rendering.token_bounds import TokenBound
 
 _LONG = 20_000  # characters; while the library encodes a longer text, other threads run
 _ALWAYS_COUNTED = 50_000  # characters; a prompt up to here is encoded and counted, whatever its limit
@@ -47,15 +47,14 @@ class Tokenizer:
         unk_token: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
         tables: Tables | None = None,
-        characters_per_token: tuple[int, int] | None = None,
+        bound: TokenBound | None = None,
     ) -> None:
         """Wrap the library's tokenizer.
 
         Args:
             special_tokens: see the attribute.
             tables: what a faster encoding is made of; it is taken if it is proven to be equal.
-            characters_per_token: the most characters that a token stands for, of an ASCII text and of any;
-                None if that is not known.
+            bound: a bound on the number of tokens of a string that is not encoded; None if there is none.
         """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
@@ -63,7 +62,7 @@ class Tokenizer:
         backend.no_padding()
         self._fast = None if tables is None else proven_byte_bpe(backend, tables)
         self._marked: MarkedLibrary | None = None
-        self._characters_per_token = characters_per_token
+        self._bound = bound
         self._limit = threading.local()
         self.name_or_path = name_or_path
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -88,9 +87,9 @@ class Tokenizer:
             raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
         try:
             settings = json.loads(file.read_text(encoding="utf-8"))
-            tables, lengths = tables_of(settings), characters_per_token(settings)
-            del settings  # much memory, and the library takes as much for a moment
+            tables = tables_of(settings)
             backend = tokenizers.Tokenizer.from_file(str(file))
+            bound = TokenBound.of(settings, backend)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
         names = _special_tokens(folder)
@@ -100,7 +99,7 @@ class Tokenizer:
             name_or_path=str(folder),
             special_tokens=names,
             tables=tables,
-            characters_per_token=lengths,
+            bound=bound,
             **known,
         )
 
@@ -151,15 +150,17 @@ class Tokenizer:
     def limited(self, tokens: int) -> Iterator[None]:
         """Refuse texts of this thread that together cannot fit `tokens` tokens, before they are encoded.
 
-        Where the tokenizer has no bound of characters per token, or the texts are short, they are encoded,
-        and the caller counts their tokens.
+        Where the tokenizer has no `TokenBound`, or the texts are short, they are encoded, and the caller
+        counts their tokens.
         """
-        # The formats of the `renderers` library pass nothing to `encode` but a text.
-        self._limit.tokens, self._limit.ascii, self._limit.other = tokens, 0, 0
+        # The formats of the `renderers` library pass nothing to `encode` but a string.
+        self._limit.tokens, self._limit.at_least = tokens, 0
+        self._limit.characters, self._limit.short = 0, []
         try:
             yield
         finally:
             self._limit.tokens = None
+            self._limit.short = []
 
     def _marked_library(self) -> MarkedLibrary:
         if self._marked is None:
@@ -169,18 +170,17 @@ class Tokenizer:
     def _refuse_too_long(self, text: str) -> None:
         limit = self._limit
         tokens = getattr(limit, "tokens", None)
-        if tokens is None or self._characters_per_token is None:
+        if tokens is None or self._bound is None:
             return
-        if text.isascii():
-            limit.ascii += len(text)
-        else:
-            limit.other += len(text) - text.count(MARK)
-        if limit.ascii + limit.other <= _ALWAYS_COUNTED:
+        limit.characters += len(text)
+        limit.short.append(text)
+        if limit.characters <= _ALWAYS_COUNTED:
             return
-        per_ascii, per_other = self._characters_per_token
-        at_least = limit.ascii // per_ascii + limit.other // per_other
-        if at_least > tokens:
-            raise PromptTooLong(at_least)
+        for part in limit.short:
+            limit.at_least += self._bound.at_least(part, enough=tokens - limit.at_least)
+            if limit.at_least > tokens:
+                raise PromptTooLong(limit.at_least)
+        limit.short = []
 
     def _refuse_too_many(self, count: int) -> None:
         tokens = getattr(self._limit, "tokens", None)

@@ -14,15 +14,21 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+import tokenizers
 from proxy_support import MODEL, RunningProxy, ScriptedEngine, running_proxy
+from real_tokenizers import qwen_folder
 
 from areal_agents.core.messages import Message
 from areal_agents.errors import PromptTooLong, RequestError
 from areal_agents.proxy.values import _PART, refuse_many_values
-from areal_agents.rendering import ChatRenderer, Tokenizer
-from areal_agents.rendering.token_lengths import characters_per_token
+from areal_agents.rendering import ChatRenderer, Tokenizer, token_bounds
+from areal_agents.rendering.token_bounds import TokenBound
 
 MIB = 2**20
+ADDED = {
+    "id": 0, "content": "<s>", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+    "special": True,
+}  # fmt: skip
 
 
 def values_in(value: Any) -> int:
@@ -74,16 +80,82 @@ def test_a_constant_that_json_has_not_is_named_wherever_it_stands(proxy: Running
             assert answer.json()["error"]["code"] == "not_finite"
 
 
-def test_the_bound_of_a_text_holds_for_every_text() -> None:
-    tokenizer = Tokenizer.from_folder(MODEL)
-    bound = characters_per_token(json.loads((MODEL / "tokenizer.json").read_text()))
+def tokenizer_with(**change: Any) -> tuple[tokenizers.Tokenizer, TokenBound | None]:
+    """The model's tokenizer with other settings, and its bound."""
+    settings = json.loads((MODEL / "tokenizer.json").read_text()) | change
+    backend = tokenizers.Tokenizer.from_str(json.dumps(settings))
+    return backend, TokenBound.of(settings, backend)
+
+
+def replacing(pattern: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": pattern}, "content": content}
+
+
+def forms(*names: str) -> dict[str, Any]:
+    return {"type": "Sequence", "normalizers": [{"type": name} for name in names]}
+
+
+def byte_fallback() -> dict[str, Any]:
+    """A vocabulary as SentencePiece makes one, for the model that takes bytes where it knows no character."""
+    tokens = [*(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", *"abcdefgh", "漢", "ab", "\u2581\u2581"]
+    merges = [["a", "b"], ["\u2581", "\u2581"]]
+    vocab = {token: number for number, token in enumerate(tokens)}
+    return {"type": "BPE", "vocab": vocab, "merges": merges, "byte_fallback": True}
+
+
+TOKENIZERS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    **{form: {"normalizer": {"type": form}} for form in ("NFC", "NFD", "NFKC", "NFKD")},
+    "replaced": {"normalizer": {"type": "Sequence", "normalizers": [replacing("ab", "c"), {"type": "NFC"}]}},
+    "removed": {"normalizer": replacing("a", "")},
+    "Llama": {
+        "model": byte_fallback(),
+        "pre_tokenizer": None,
+        "normalizer": {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replacing(" ", "\u2581")],
+        },
+        "decoder": None,
+    },
+    "Metaspace": {
+        "model": byte_fallback(),
+        "pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first"},
+        "decoder": None,
+    },
+}
+HARD_ALPHABETS = [
+    "a", " ", "ab ", "e\u0301\u0323", "漢🙂", "\u212a\u037e\u1fef", "\u2126\u0314\u0342\u0345\u1faf",
+    "\u1112\u1161\u11ab", "\ufb03\ufdfa\U0001d400\uff21", "0123 \n\t", "<|im_end|>\u0338", "the cat ",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_no_string_has_fewer_tokens_than_its_bound(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, bound = tokenizer_with(**TOKENIZERS[name])
     assert bound is not None
-    for seed in range(300):
+    monkeypatch.setattr(token_bounds, "_SLICE", 1_500)  # cuts fall within characters that belong together
+    tightest = 0.0
+    for seed in range(150):
         rng = random.Random(seed)
-        alphabet = rng.choice(["a", " ", "ab ", "e\u0301\u0323", "漢🙂", "the cat "])
-        text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(1, 400)))
-        text = text * rng.randrange(1, 20)
-        assert len(tokenizer.encode(text)) >= len(text) / bound[0 if text.isascii() else 1]
+        letters = rng.choice(HARD_ALPHABETS) + rng.choice(["", "", "x", "\u0301", "<|im_end|>"])
+        string = "".join(rng.choice(letters) for _ in range(rng.randrange(1, 400))) * rng.randrange(1, 20)
+        if seed % 5 == 0:
+            string = letters * (len(string) // len(letters) + 1)
+        at_least = bound.at_least(string, enough=10**9)
+        count = len(backend.encode(string, add_special_tokens=False).ids)
+        assert at_least <= count, (string, at_least, count)
+        tightest = max(tightest, at_least / max(count, 1))
+        stopped = bound.at_least(string, enough=at_least // 2)
+        assert min(at_least, at_least // 2 + 1) <= stopped <= at_least
+    assert tightest > 0.5
+
+
+def test_the_bound_of_characters_outside_the_vocabulary_is_tight() -> None:
+    qwen = Tokenizer.from_folder(qwen_folder())
+    with qwen.limited(40_960), pytest.raises(PromptTooLong):
+        qwen.encode("\U0001f600" * 50_001)
+    with qwen.limited(40_960), pytest.raises(PromptTooLong):
+        qwen.encode("a" * 2_000_000)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +163,31 @@ def test_the_bound_of_a_text_holds_for_every_text() -> None:
     [
         {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
         {"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}},
+        {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
-        {"added_tokens": [{"id": 0, "content": "<s>", "rstrip": True}]},
-        {"model": {"type": "WordLevel", "vocab": {}}},
+        {"pre_tokenizer": {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "never"}},
+        {"added_tokens": [{**ADDED, "rstrip": True}]},
+        {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}},
     ],
-    ids=lambda change: next(iter(change)),
+    ids=lambda change: "-".join(str(value)[:24] for value in change.values()),
 )
 def test_a_tokenizer_that_may_drop_text_has_no_bound(change: dict[str, Any]) -> None:
-    settings = json.loads((MODEL / "tokenizer.json").read_text())
-    assert characters_per_token({**settings, **change}) is None
+    assert tokenizer_with(**change)[1] is None
 
 
 def test_what_cannot_fit_is_refused_and_what_fits_is_not(renderer: ChatRenderer) -> None:
-    per_ascii = characters_per_token(json.loads((MODEL / "tokenizer.json").read_text()))
-    assert per_ascii is not None
+    bound = tokenizer_with()[1]
+    assert bound is not None
+    per_letter = int(bound.most[0])
     long = Message("user", "a" * 60_000)
     ids = renderer.render([long])
     assert renderer.render([long], most_tokens=len(ids)).tolist() == ids.tolist()
     with pytest.raises(PromptTooLong) as refused:
-        renderer.render([long], most_tokens=60_000 // per_ascii[0] - 1)
+        renderer.render([long], most_tokens=60_000 // per_letter - 1)
     assert refused.value.at_least <= len(ids)
     many = [Message("user", "a" * 20_000) for _ in range(5)]  # each fits
     with pytest.raises(PromptTooLong):
-        renderer.render(many, most_tokens=100_000 // per_ascii[0] - 1)
+        renderer.render(many, most_tokens=100_000 // per_letter - 1)
     assert len(renderer.render([Message("user", "a" * 40_000)], most_tokens=1)) > 1  # the caller counts
     renderer.render([long])  # without a limit again
 
