@@ -19,8 +19,9 @@ from pathlib import Path
 RUN_MARK = "AREAL_AGENTS_PROCESS"  # of a process of a run; the value is its log file
 AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # of an agent's process, within one of a run
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
-_MOST_ROUNDS = 5
+_LEFTOVERS_S = 5.0  # longest search in seconds for processes that are being started meanwhile
 _PROC = Path("/proc")
+_STAT_ENV_END = 51 - 3  # of the fields of /proc/PID/stat behind the command, see proc(5)
 
 logger = logging.getLogger(__name__)
 
@@ -28,22 +29,24 @@ logger = logging.getLogger(__name__)
 def end_leftovers(variable: str, mark: str) -> int:
     """Kill every process whose environment has `variable` = `mark`, except this one.
 
-    Processes that they start meanwhile are found too.
+    Processes that they start meanwhile are found too. The search ends when a look at all processes finds no
+    further one and none whose environment cannot be told yet, or after five seconds.
 
     Returns:
         How many there were.
     """
     wanted = f"{variable}={mark}".encode()
     ended: set[int] = set()
-    for _ in range(_MOST_ROUNDS):
-        found = _marked(wanted) - ended
-        for pid in found:
+    deadline = time.monotonic() + _LEFTOVERS_S
+    while True:
+        found, starting = _marked(wanted)
+        new = found - ended
+        for pid in new:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or another user's
                 os.kill(pid, signal.SIGKILL)
-        if not found:
-            break
-        ended |= found
-    return len(ended)
+        ended |= new
+        if not (new or starting) or time.monotonic() > deadline:
+            return len(ended)
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -102,12 +105,26 @@ def read_line(fd: int, *, timeout_s: float) -> str:
     return read.partition(b"\n")[0].decode(errors="replace")
 
 
-def _marked(wanted: bytes) -> set[int]:
-    found = set()
+def _marked(wanted: bytes) -> tuple[set[int], bool]:
+    """The processes with an environment variable, and whether some process has no environment yet."""
+    found, starting = set(), False
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # another user's, or gone
-            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+            environment = (entry / "environ").read_bytes()
+            if wanted in environment.split(b"\0"):
                 found.add(int(entry.name))
-    return found
+            starting = starting or (not environment and _is_starting(entry))
+    return found, starting
+
+
+def _is_starting(process: Path) -> bool:
+    """Whether a process without an environment is in the middle of `execve`, which has yet to write it.
+
+    Zombies and kernel threads have no program, and one that was started with an empty environment has an
+    address for it. OSError if it is gone.
+    """
+    fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
+    (process / "exe").readlink()
+    return fields[_STAT_ENV_END] == b"0"

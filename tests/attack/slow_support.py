@@ -65,7 +65,7 @@ def slow(server: Server, neighbour: Neighbour, *, longest_s: float = LONGEST_S) 
     yield _flooded(server, neighbour, "headers without an end", flood + b"a\r\n", many * 1000, HEAD_MB, 1)
     chunk = f"{MIB:x}\r\n".encode() + b" " * MIB + b"\r\n"
     endless = (typed + "Transfer-Encoding: chunked\r\n\r\n").encode()
-    yield _flooded(server, neighbour, "a chunked body without an end", endless, chunk, 256, 40)
+    yield _flooded(server, neighbour, "a chunked body without an end", endless, chunk, 256, 96)
     yield _unread(server, neighbour, head)
 
 
