@@ -7,9 +7,7 @@ stream was asked for.
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
-import sys
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +31,7 @@ from areal_agents.proxy.dialects.base import Dialect, ReadContext
 from areal_agents.proxy.dialects.chat import ChatDialect
 from areal_agents.proxy.dialects.completions import Completions
 from areal_agents.proxy.dialects.memo import MessageMemo
-from areal_agents.proxy.dialects.messages import BUILDING, Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.messages import Messages, count_answer, read_for_counting
 from areal_agents.proxy.dialects.responses import ResponsesDialect
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
 from areal_agents.proxy.fields import ignored_fields
@@ -153,7 +151,6 @@ class ModelCalls:
 
     async def count_tokens(self, request: Request) -> Response:
         """POST /v1/messages/count_tokens."""
-        await _load_building()
         try:
             caller = self._auth.identify(request)
             body = await self._bodies.object(request)
@@ -173,8 +170,6 @@ class ModelCalls:
 
     def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            if dialect is _MESSAGES:
-                await _load_building()
             record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
             started = time.monotonic()
             try:
@@ -355,12 +350,6 @@ class _Served:
     asked: ModelRequest
     record: CallRecord
     started: float
-
-
-async def _load_building() -> None:
-    """Load what writes Anthropic's answers, at the first call that needs it and beside the event loop."""
-    if BUILDING not in sys.modules:
-        await asyncio.to_thread(importlib.import_module, BUILDING)
 
 
 def _plain_headers(request: Request) -> dict[str, str]:

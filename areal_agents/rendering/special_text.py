@@ -9,6 +9,7 @@ marks: see `Tokenizer.encode_rendered`. Invariant: a marked text without its mar
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,9 +21,12 @@ from areal_agents.errors import ConfigError, RenderingError
 MARK = "\udc7f"
 ESCAPED_MARK = "\\udc7f"  # as JSON with ASCII characters only writes it
 
-_PART = 65_536  # characters searched at a time: a search holds the interpreter's lock
-_LITERAL = re.compile(r'"(?:[^"\\]|\\.)*"')  # a string in JSON
-_UNIT = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.|.", re.DOTALL)  # one character in it
+# How much is searched or joined at a time, because either holds the interpreter's lock.
+_PART = 65_536  # characters searched for tokens
+_WINDOW = 1_048_576  # characters searched for the beginnings of tokens
+_PIECES = 65_536  # strings joined
+_TO_QUOTE = re.compile(r'(?:[^"\\]++|\\.)*+')  # within a string of JSON, up to where it ends
+_ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.")  # of one character in it
 
 
 class SpecialText:
@@ -88,7 +92,7 @@ class SpecialText:
             json.loads(text)
         except (ValueError, RecursionError):  # nested too deeply for whoever would read it as JSON
             return self.mark(text)
-        return self._mark_tokens(_LITERAL.sub(lambda found: self._mark_literal(found[0]), text))
+        return self._mark_tokens(_joined(self._marked_literals(text)))
 
     def mark_value(self, value: Any) -> Any:
         """A value of JSON's types with every string in it marked, names included; itself if none is."""
@@ -107,10 +111,7 @@ class SpecialText:
         """A mark behind the first character of every special token in the text."""
         if not self._may_have_tokens(text):
             return text
-        cuts = [0, *(start + 1 for start in self._starts(text)), len(text)]
-        if len(cuts) == 2:
-            return text
-        return MARK.join([text[start:end] for start, end in zip(cuts, cuts[1:], strict=False)])
+        return _with_marks(text, (start + 1 for start in self._starts(text)))
 
     def _mark_ends(self, text: str) -> str:
         """Marks where what stands before or behind the text could make it part of a special token.
@@ -145,16 +146,30 @@ class SpecialText:
             return False
         return any(head[:i] in self._ends for i in range(1, len(head) + 1))
 
+    def _marked_literals(self, text: str) -> Iterator[str]:
+        """The parts of a JSON text in order: its strings, marked, and what stands between them."""
+        end = 0
+        while (start := text.find('"', end)) >= 0:
+            yield text[end:start]
+            end = _literal_end(text, start)
+            yield self._mark_literal(text[start:end])
+        yield text[end:]
+
     def _mark_literal(self, literal: str) -> str:
         value = json.loads(literal, strict=False)
         marked = self.mark(value)
-        if marked is value or marked == value:
+        if len(marked) == len(value):
             return literal
-        units = iter(_UNIT.findall(literal[1:-1]))
-        return '"' + "".join(MARK if char == MARK else next(units) for char in marked) + '"'
+        if "\\" not in literal:
+            return f'"{marked}"'
+        return _with_marks(literal, _places_in_literal(literal, marked))
 
     def _may_have_tokens(self, text: str) -> bool:
-        return any(opening in text for opening in self._openings)
+        return any(
+            text.find(opening, start, start + _WINDOW + 1) >= 0  # an opening has two characters
+            for start in range(0, len(text), _WINDOW)
+            for opening in self._openings
+        )
 
     def _starts(self, text: str) -> Iterator[int]:
         """Where special tokens stand in a text, overlapping ones too."""
@@ -177,6 +192,54 @@ def strings_in(value: Any) -> Iterator[str]:
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item
+
+
+def _with_marks(text: str, places: Iterable[int]) -> str:
+    """The text with a mark before each of the characters at these indices, which ascend."""
+
+    def pieces() -> Iterator[str]:
+        end = 0
+        for place in places:
+            yield text[end:place]
+            yield MARK
+            end = place
+        yield text[end:]
+
+    return _joined(pieces())
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """All pieces in one string, joined by parts, because a join holds the interpreter's lock."""
+    parts = []
+    while some := list(itertools.islice(pieces, _PIECES)):
+        parts.append("".join(some))
+    return "".join(parts)
+
+
+def _literal_end(text: str, start: int) -> int:
+    """The index behind the string of a JSON text that begins at `start`."""
+    at = start + 1
+    while True:
+        found = _TO_QUOTE.match(text, at, at + _PART)
+        assert found is not None
+        at = found.end()
+        if text[at] == '"':
+            return at + 1
+
+
+def _places_in_literal(literal: str, marked: str) -> Iterator[int]:
+    """Where the marks of a string's value belong in the JSON of that string."""
+    place, done = 1, 0
+    while (mark := marked.find(MARK, done)) >= 0:
+        characters = mark - done
+        while (escape := literal.find("\\", place, place + characters)) >= 0:
+            found = _ESCAPE.match(literal, escape)
+            assert found is not None
+            characters -= escape - place + 1
+            place = found.end()
+        place += characters
+        yield place
+        done = mark + 1
 
 
 def _is(one: Any, other: Any) -> bool:

@@ -96,6 +96,19 @@ def _conversation(count: int, words: int) -> bytes:
     return _json(messages=[{"role": roles[i % 2], "content": f"{i} " * words} for i in range(count)])
 
 
+def _called(arguments: str) -> bytes:
+    """A conversation in which a tool was called with these arguments."""
+    call = {"id": "call_0", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return _json(
+        max_tokens=8,
+        messages=[
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_0", "content": "found"},
+        ],
+    )
+
+
 def _image() -> bytes:
     url = "data:image/png;base64," + "A" * (30 * MIB)
     part = {"type": "image_url", "image_url": {"url": url}}
@@ -118,6 +131,18 @@ BODIES: list[tuple[str, str, Callable[[], bytes]]] = [
     ("random words that nearly fit", CHAT, lambda: _chat(_words(100_000))),
     ("four-byte characters", CHAT, lambda: _chat("𓀀" * (7 * MIB))),
     ("special tokens", CHAT, lambda: _chat("<|im_end|>" * (3 * MIB))),
+    ("a call's arguments of words", CHAT, lambda: _called('{"a": "' + "hello you " * (3 * MIB) + '"}')),
+    ("a call's arguments of numbers", CHAT, lambda: _called("[" + "1," * (14 * MIB) + "1]")),
+    (
+        "a call's arguments of special tokens",
+        CHAT,
+        lambda: _called('{"a": "' + "<|im_end|>" * (2 * MIB) + '"}'),
+    ),
+    (
+        "a call's arguments of special tokens and escapes",
+        CHAT,
+        lambda: _called('{"a": "' + r"<|im_end|>\n" * (2 * MIB) + '"}'),
+    ),
     ("a tool schema", CHAT, lambda: _chat("hi", tools=_tools(1, 130_000))),
     ("many tools", CHAT, lambda: _chat("hi", tools=_tools(3000, 50))),
     ("an output schema", CHAT, _schema),

@@ -145,6 +145,7 @@ async def test_stop_tokens_of_the_request_end_a_complete_output_and_no_other(qwe
     assert ends & {TOOL_CALL, TOOL_CALL_END}
 
 
+@again_if_missed
 async def test_the_text_of_incremental_chunks_joined_is_the_text(qwen_url: str) -> None:
     """Random tokens of Qwen's vocabulary hold many halves of characters."""
     body = {
@@ -160,7 +161,8 @@ async def test_the_text_of_incremental_chunks_joined_is_the_text(qwen_url: str) 
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     assert sum((chunk["output_ids"] for chunk in chunks), []) == whole["output_ids"]
     assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks][-1] == 200
-    assert len(chunks) > 2
+    if len(chunks) <= 2:  # the reader of a stalled machine finds many steps' tokens in one chunk
+        raise Missed
 
 
 MANY_WORDS = Grammar("regex", "(w[3-9]){200}")

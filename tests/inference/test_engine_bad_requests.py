@@ -182,6 +182,7 @@ async def wait_for_load(engine: SGLangEngine, running: int, clients: Sequence[so
         await asyncio.sleep(0.005)
 
 
+@again_if_missed
 async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
     body = {
         "input_ids": prompt_of(20).tolist(),
@@ -195,7 +196,9 @@ async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
-    assert lengths == sorted(lengths) and len(chunks) > 2
+    if len(chunks) <= 2:  # the reader of a stalled machine finds many steps' tokens in one chunk
+        raise Missed
+    assert lengths == sorted(lengths)
     assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     for name in ("output_token_logprobs", "weight_versions", "finish_reason"):

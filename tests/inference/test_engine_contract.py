@@ -252,6 +252,7 @@ async def test_a_stop_string_ends_and_is_included_in_the_ids(engine: SGLangEngin
     [*((kernel, t) for kernel in EMBEDDED for t in (0.0, 0.8)), *STREAMED_GREEDILY],
     indirect=["target"],
 )
+@again_if_missed
 async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
     engine: SGLangEngine, target: Target, temperature: float
 ) -> None:
@@ -260,7 +261,8 @@ async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
     whole = await engine.generate("w", prompt, params)
     pieces: list[TokenChunk] = []
     streamed = await engine.generate("s", prompt, params, pieces.append)
-    assert len(pieces) > 2
+    if len(pieces) <= 2:  # the reader of a stalled machine finds many steps' tokens in one piece
+        raise Missed
     assert_joined(pieces, streamed)
     exact = (await engine.model_info()).kernel == "numba"
     assert_equal(streamed, whole, atol=0.0 if exact else 1e-5)

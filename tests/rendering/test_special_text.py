@@ -7,17 +7,20 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import renderers
 import tokenizers
 from chat_templates import CHATML, HERMES, INST, SPECIAL, byte_tokenizer, sentence_tokenizer, write_folder
 from family_models import SPECIAL_TOKENS, tiny_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import ConfigError, RenderingError
-from areal_agents.rendering import ChatRenderer, Tokenizer
+from areal_agents.rendering import ChatRenderer, Tokenizer, special_text
 from areal_agents.rendering.special_text import MARK, SpecialText
 
 # Values stand unquoted in these, so that a name or a value could be completed to a special token.
@@ -264,6 +267,47 @@ def test_a_json_text_keeps_its_form_and_its_value() -> None:
     assert json.loads(marked) == found.mark_value(json.loads(written))
     assert found.count_json(written) == 3
     assert found.mark_json("<|a|> {") == f"<{MARK}|a|> {{"
+
+
+_JSON_STRINGS = st.lists(
+    st.sampled_from(
+        [
+            "<|a|>",
+            "<|",
+            "a",
+            "|>",
+            "🙂|",
+            "🙂",
+            "b",
+            "y<",
+            "<tool>",
+            "\\n",
+            '"',
+            "\\",
+            "é",
+            "\ud83d",
+            "\\udc7f",
+        ]
+    )
+).map("".join)
+_JSON_VALUES = st.recursive(
+    _JSON_STRINGS | st.integers() | st.none(),
+    lambda inner: st.lists(inner) | st.dictionaries(_JSON_STRINGS, inner),
+)
+
+
+@given(_JSON_VALUES, st.booleans(), st.sampled_from([None, 2]), st.integers(1, 5))
+def test_parts_of_any_size_mark_a_json_text_alike(
+    value: Any, ascii_only: bool, indent: int | None, size: int
+) -> None:
+    """Read as JSON it is the marked value, and without its marks it is the text, wherever a part ends."""
+    found = SpecialText(["<|a|>", "🙂|", "<tool>"])
+    written = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
+    whole = found.mark_json(written)
+    assert whole.replace(MARK, "") == written
+    assert json.loads(whole) == found.mark_value(value)
+    with mock.patch.multiple(special_text, _PART=size + 1, _WINDOW=size, _PIECES=size):
+        assert found.mark_json(written) == whole
 
 
 def test_what_cannot_be_kept_apart_is_refused() -> None:

@@ -7,7 +7,6 @@ chat template does: `thinking` in a request neither starts nor stops it.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,12 +16,11 @@ from pydantic_core import PydanticSerializationError
 from areal_agents.errors import RequestError
 from areal_agents.proxy.dialects.base import ReadContext, StreamWriter
 from areal_agents.proxy.dialects.building import event, to_json
+from areal_agents.proxy.dialects.messages_building import MessageStream, count_json, message
 from areal_agents.proxy.dialects.messages_reading import named_turn, read_request
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.rendering import Tokenizer
 
-# Writes with Anthropic's types, which take a second and 40 MB to load: not without such clients.
-BUILDING = "areal_agents.proxy.dialects.messages_building"
 _TYPES = {
     401: "authentication_error",
     402: "billing_error",
@@ -52,9 +50,8 @@ class Messages:
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
         """The JSON of Anthropic's Message. RequestError 502 if a call's input is nested too deeply."""
-        building = importlib.import_module(BUILDING)
         try:
-            return to_json(building.message(body, done[0], tokenizer))
+            return to_json(message(body, done[0], tokenizer))
         except PydanticSerializationError as error:
             raise RequestError(
                 f"the reply's tool call cannot be written: {error}", status=502, code="unwritable_reply"
@@ -69,7 +66,7 @@ class Messages:
         tokenizer: Tokenizer,
     ) -> StreamWriter:
         """A writer of Anthropic's events."""
-        return importlib.import_module(BUILDING).MessageStream(body, turn_ids[0], tokenizer, self.error)
+        return MessageStream(body, turn_ids[0], tokenizer, self.error)
 
     def error(self, refusal: RequestError) -> bytes:
         """An error in Anthropic's form, which has no field for the parameter: the message names it."""
@@ -84,7 +81,7 @@ def read_for_counting(body: Mapping[str, Any], context: ReadContext) -> ModelReq
 
 def count_answer(tokens: int) -> bytes:
     """The JSON of the answer of `/v1/messages/count_tokens`: `tokens` is the length of the prompt."""
-    return importlib.import_module(BUILDING).count_json(tokens)
+    return count_json(tokens)
 
 
 def _words(refusal: RequestError) -> str:
