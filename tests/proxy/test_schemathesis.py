@@ -28,7 +28,7 @@ def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
         yield proxy
 
 
-# Not with `parametrize` of schemathesis: pytest 9.2 gives its tests one id, and pytest-xdist then runs the last.
+# Not `schema.parametrize`: with pytest 9.2 its tests share one id, and pytest-xdist runs only the last one.
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
 def test_every_operation(
     operation: APIOperation, running: RunningProxy, caplog: pytest.LogCaptureFixture
