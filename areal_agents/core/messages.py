@@ -54,8 +54,7 @@ class Message:
             raise ValueError(f"role must be one of {get_args(Role)}, got {self.role!r}")
         if self.role != "assistant" and (self.tool_calls or self.reasoning):
             raise ValueError(f"only an assistant message has tool calls or reasoning, got role {self.role!r}")
-        key = canonical_key(self).encode(errors="surrogatepass")
-        object.__setattr__(self, "digest", hashlib.blake2b(key, digest_size=16).digest())
+        object.__setattr__(self, "digest", _digest(self))
 
     def to_dict(self) -> dict[str, Any]:
         """A plain JSON-serialisable form without the empty fields; `from_dict` reverses it."""
@@ -96,6 +95,16 @@ def canonical_key(message: Message) -> str:
         return f"{message.role}\0{message.content.strip()}"
     calls = [(call.name, _canonical_arguments(call.arguments)) for call in message.tool_calls]
     return _to_json([message.role, message.content.strip(), calls])
+
+
+def _digest(message: Message) -> bytes:
+    """Of the canonical key, [16]."""
+    if message.tool_calls:
+        key = canonical_key(message).encode(errors="surrogatepass")
+        return hashlib.blake2b(key, digest_size=16).digest()
+    digest = hashlib.blake2b(f"{message.role}\0".encode(), digest_size=16)  # by parts: content may be long
+    digest.update(message.content.strip().encode(errors="surrogatepass"))
+    return digest.digest()
 
 
 def reasoning_conflicts(replayed: Message, recorded: Message) -> bool:

@@ -120,28 +120,26 @@ class SpecialText:
         special token, only those with a single character around them count: templates write `<{{ key }}>`,
         but they also look for `name` and `object`, which no mark may stand in.
         """
-        said = text.strip()
-        if not said:
+        start, end = _without_space(text)
+        if start == end or not self._longest:
             return text
-        inside = said in self._framed
-        if inside or self._ends_open(said):
-            at = len(text.rstrip())
-            text = text[:at] + MARK + text[at:]
-        if inside or self._begins_closed(said):
-            at = len(text) - len(text.lstrip())
-            text = text[:at] + MARK + text[at:]
+        head = text[start : min(end, start + self._longest - 1)]
+        tail = text[max(start, end - self._longest + 1) : end]
+        inside = end - start < self._longest and text[start:end] in self._framed
+        if inside or self._ends_open(tail):
+            text = text[:end] + MARK + text[end:]
+        if inside or self._begins_closed(head):
+            text = text[:start] + MARK + text[start:]
         return text
 
-    def _ends_open(self, said: str) -> bool:
+    def _ends_open(self, tail: str) -> bool:
         """Whether an end of the text is the beginning of a special token."""
-        end = said[1 - self._longest :] if self._longest > 1 else ""
-        if self._first.isdisjoint(end):
+        if self._first.isdisjoint(tail):
             return False
-        return any(end[i:] in self._beginnings for i in range(len(end)))
+        return any(tail[i:] in self._beginnings for i in range(len(tail)))
 
-    def _begins_closed(self, said: str) -> bool:
+    def _begins_closed(self, head: str) -> bool:
         """Whether a beginning of the text is the end of a special token."""
-        head = said[: self._longest - 1] if self._longest > 1 else ""
         if self._last.isdisjoint(head):
             return False
         return any(head[:i] in self._ends for i in range(1, len(head) + 1))
@@ -214,6 +212,19 @@ def _joined(pieces: Iterator[str]) -> str:
     while some := list(itertools.islice(pieces, _PIECES)):
         parts.append("".join(some))
     return "".join(parts)
+
+
+def _without_space(text: str) -> tuple[int, int]:
+    """Where the text without the whitespace around it begins and ends; the text is not copied."""
+    start, end = 0, len(text)
+    while start < end and (part := text[start : start + _PART]).isspace():
+        start += len(part)
+    if start == end:
+        return end, end
+    start += len(part) - len(part.lstrip())
+    while (part := text[max(start, end - _PART) : end]).isspace():
+        end -= len(part)
+    return start, end - len(part) + len(part.rstrip())
 
 
 def _literal_end(text: str, start: int) -> int:

@@ -60,9 +60,9 @@ def slow(server: Server, neighbour: Neighbour, *, longest_s: float = LONGEST_S) 
             closed == CROWD and p99 <= P99_MS and not failed,
         )
     flood = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-A: "
-    yield _flooded(server, neighbour, f"one header of {HEAD_MB} MB", flood, b"a" * MIB, HEAD_MB, 1)
+    yield _flooded(server, neighbour, f"one header of {HEAD_MB} MB", flood, b"a" * MIB, HEAD_MB, 65)
     many = b"X-A: " + b"a" * 1000 + b"\r\n"
-    yield _flooded(server, neighbour, "headers without an end", flood + b"a\r\n", many * 1000, HEAD_MB, 1)
+    yield _flooded(server, neighbour, "headers without an end", flood + b"a\r\n", many * 1000, HEAD_MB, 65)
     chunk = f"{MIB:x}\r\n".encode() + b" " * MIB + b"\r\n"
     endless = (typed + "Transfer-Encoding: chunked\r\n\r\n").encode()
     yield _flooded(server, neighbour, "a chunked body without an end", endless, chunk, 256, 96)
@@ -94,7 +94,10 @@ def _drip(url: str, begin: bytes, longest_s: float, drop: bytes = b"a") -> Ended
 def _flooded(
     server: Server, neighbour: Neighbour, name: str, begin: bytes, part: bytes, limit_mb: int, most_mb: int
 ) -> Row:
-    """Send without an end; the row holds if the server stops reading early and says why."""
+    """Send without an end; the row holds if the server stops reading early.
+
+    After its answer it discards up to 64 MiB more, so that the client can read the answer.
+    """
     cpu, began, taken = server.cpu_s(), time.monotonic(), 0
     said = b""
     with dial(server.url) as connection:
@@ -108,21 +111,25 @@ def _flooded(
             pass  # refused: that is what should happen
         with contextlib.suppress(OSError):
             said = connection.recv(65536)
-    ended = time.monotonic()
+    ended, cpu = time.monotonic(), server.cpu_s() - cpu
     p99, _, failed = neighbour.during(began, ended)
     status = said.split(b" ", 2)[1].decode() if said.startswith(b"HTTP/") else "no answer"
     return Row(
         "slow",
         name,
         f"refused within {most_mb} MiB and what the sockets buffer; neighbour's p99 ≤ {P99_MS:g} ms",
-        f"{status} after {taken / MIB:.0f} MiB in {ended - began:.1f} s, {server.cpu_s() - cpu:.1f} s of CPU "
+        f"{status} after {taken / MIB:.0f} MiB in {ended - began:.1f} s, {cpu:.1f} s of CPU "
         f"(the neighbour's calls included); p99 {p99:.0f} ms",
         taken <= (most_mb + 12) * MIB and p99 <= P99_MS and not failed,
     )
 
 
 def _unread(server: Server, neighbour: Neighbour, head: str) -> Row:
-    """Streams whose client never reads."""
+    """Streams whose client never reads.
+
+    Until they are full, the generations of so many callers share the cores with the neighbour, as those of
+    honest callers would: its p99 is shown, and it must not fail.
+    """
     body = json.dumps({"messages": [{"role": "user", "content": "Go on."}], "stream": True}).encode()
     request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     before, _ = server.memory_mb()
@@ -138,9 +145,9 @@ def _unread(server: Server, neighbour: Neighbour, head: str) -> Row:
     return Row(
         "slow",
         f"{CROWD} streams that are never read",
-        f"less than {MEMORY_MB:g} MB; neighbour's p99 ≤ {P99_MS:g} ms",
+        f"less than {MEMORY_MB:g} MB; no call of the neighbour fails",
         f"{now - before:+.0f} MB; p99 {p99:.0f} ms",
-        now - before <= MEMORY_MB and p99 <= P99_MS and not failed,
+        now - before <= MEMORY_MB and not failed,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from typing import Any
 
@@ -101,6 +102,12 @@ def test_arguments_nested_beyond_reason_are_no_error() -> None:
     assert canonical_key(Message("assistant", tool_calls=(ToolCall("", "f", text),)))
     closed = "[" * 5_000 + "]" * 5_000
     assert canonical_key(Message("assistant", tool_calls=(ToolCall("", "f", closed),)))
+
+
+@given(messages)
+def test_a_digest_is_that_of_the_canonical_key(message: Message) -> None:
+    key = canonical_key(message).encode(errors="surrogatepass")
+    assert message.digest == hashlib.blake2b(key, digest_size=16).digest()
 
 
 @given(st.lists(messages, max_size=6), texts)
