@@ -49,8 +49,8 @@ class Client:
         base_url: the proxy, for example "http://127.0.0.1:8000".
         admin_key: as given to the proxy; not needed on loopback without one.
         timeout_s: limit of each call.
-        http_proxy: URL of an HTTP proxy to go through, where the server is reachable only so. HTTP_PROXY and
-            HTTPS_PROXY are not used: most servers are in the same cluster, and their keys stay there.
+        http_proxy: URL of an HTTP proxy to connect through, if the server is reachable only through one.
+            HTTP_PROXY and HTTPS_PROXY are ignored, because an HTTP proxy sees the keys.
     """
 
     def __init__(

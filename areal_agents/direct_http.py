@@ -1,9 +1,9 @@
-"""HTTP between the processes of a run: its clients, and the environment of child processes that use others.
+"""HTTP clients for calls between the processes of a run, and NO_PROXY for child processes with other clients.
 
-These calls never go through a proxy of the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): it cannot reach
-loopback and cluster addresses, and it would see episode keys. Certificates of the environment (SSL_CERT_FILE,
-SSL_CERT_DIR) are used as usual. Every httpx client of this package is made here; aiohttp uses no proxy of the
-environment by default.
+These calls never go through a proxy named by the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): it cannot
+reach loopback and cluster addresses, and it would see episode keys. Certificates named by the environment
+(SSL_CERT_FILE, SSL_CERT_DIR) are used as usual. Every httpx client of this package is made here; aiohttp
+ignores these proxies by default.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def direct_client(
     connect_retries: int = 0,
     http_proxy: str | None = None,
 ) -> httpx.Client:
-    """A client that connects to the server itself.
+    """A client that connects to the server directly.
 
     Args:
         timeout_s: limit in seconds of connecting, of each read and of each write.
-        base_url: what relative URLs are joined to.
+        base_url: the URL to which relative URLs are joined.
         headers: sent with every request.
-        connect_retries: how often connecting is tried again; a request is never sent twice.
-        http_proxy: URL of an HTTP proxy that the user asks for by name.
+        connect_retries: how often a failed connection attempt is repeated; a request is never sent twice.
+        http_proxy: URL of an HTTP proxy that the user named explicitly.
     """
     transport = httpx.HTTPTransport(retries=connect_retries, proxy=http_proxy)
     return httpx.Client(

@@ -49,10 +49,10 @@ class RenderingError(ArealAgentsError):
 
 
 class PromptTooLong(RenderingError):
-    """A prompt of more tokens than its limit, found out before all of it was encoded.
+    """A prompt with more tokens than its limit, detected before all of it was encoded.
 
     Args:
-        at_least: a lower bound of its tokens, above the limit.
+        at_least: a lower bound on the number of its tokens, above the limit.
     """
 
     def __init__(self, at_least: int) -> None:

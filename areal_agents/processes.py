@@ -1,8 +1,8 @@
-"""How processes are ended: the process itself, its group, and what it left in sessions of its own.
+"""Ends processes: the process itself, its group, and the processes that it left in other sessions.
 
-A process has ended when it has exited, whoever else holds its pipes, and every wait has a limit. Each process
-gets a mark in its environment, which whatever it starts inherits; so leftovers are found even in other
-sessions, unless they were started with an environment of their own. Where there is no /proc, none is found.
+A process counts as ended when it has exited, even if other processes hold its pipes, and every wait has a
+limit. Each process gets a mark in its environment, which its children inherit. Leftovers are thus found even
+in other sessions, unless they were started with a new environment. Without /proc, none is found.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ logger = logging.getLogger(__name__)
 def end_leftovers(variable: str, mark: str) -> int:
     """Kill every process whose environment has `variable` = `mark`, except this one.
 
-    Processes that they start meanwhile are found too. The search ends when a look at all processes finds no
-    further one and none whose environment cannot be told yet, or after five seconds.
+    Processes that these start meanwhile are found too. The search ends when a scan of all processes finds no
+    further one and none whose environment is not readable yet, or after five seconds.
 
     Returns:
-        How many there were.
+        The number of processes that were killed.
     """
     wanted = f"{variable}={mark}".encode()
     ended: set[int] = set()
@@ -50,7 +50,7 @@ def end_leftovers(variable: str, mark: str) -> int:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the process group that `pid` leads, if any of it is left."""
+    """Send a signal to the process group that `pid` leads, if any member is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
@@ -72,7 +72,7 @@ def end_process(process: subprocess.Popen[bytes] | subprocess.Popen[str], *, gra
     finally:
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
-                with contextlib.suppress(BrokenPipeError):  # what it did not read
+                with contextlib.suppress(BrokenPipeError):  # unread input
                     pipe.close()
 
 
@@ -87,12 +87,12 @@ def kill_process(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> in
 
 
 def warn_unkillable(pid: int) -> None:
-    """Say that a process has not exited in time after SIGKILL."""
+    """Log that a process has not exited in time after SIGKILL."""
     logger.warning("process %d has not exited within %g s of SIGKILL; it is left behind", pid, KILL_S)
 
 
 def read_line(fd: int, *, timeout_s: float) -> str:
-    """The first line that a pipe gives; what has come of it if the pipe ends, or does not give it in time."""
+    """The first line from a pipe, or the part of it that came before the pipe closed or the timeout."""
     deadline = time.monotonic() + timeout_s
     read = b""
     with selectors.DefaultSelector() as selector:
@@ -106,7 +106,7 @@ def read_line(fd: int, *, timeout_s: float) -> str:
 
 
 def _marked(wanted: bytes) -> tuple[set[int], bool]:
-    """The processes with an environment variable, and whether some process has no environment yet."""
+    """The ids of processes with an environment variable, and whether one has no environment yet."""
     found, starting = set(), False
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():

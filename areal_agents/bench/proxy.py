@@ -84,8 +84,8 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
 
     Raises:
         ConfigError: the vocabulary's package is missing.
-        EngineError: a server does not start, or a figure would rest on calls that failed; what could be
-            measured is printed before.
+        EngineError: a server does not start, or a figure would include failed calls; all other figures are
+            printed before.
     """
     counts = counts or (QUICK if quick else FULL)
     folder = qwen_folder()
@@ -108,7 +108,7 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
 
 
 class UnsoundFigure(EngineError):
-    """Calls that a figure is a mean of have failed."""
+    """Some of the calls that a figure averages have failed."""
 
 
 class Bench:
@@ -357,7 +357,7 @@ def _refuse_failures(name: str, calls: Sequence[Call], tally: Tally, before: int
     if failed := tally.failures - before:
         seen = f"; the first failures: {tally.examples}" if tally.examples else ""
         raise UnsoundFigure(
-            f"{failed} of {len(calls)} timed calls to {name} failed: a figure would rest on failures{seen}"
+            f"{failed} of {len(calls)} timed calls to {name} failed, so no figure is given{seen}"
         )
 
 

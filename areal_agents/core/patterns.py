@@ -1,18 +1,18 @@
-"""Which regular expressions constrained decoding holds an output to.
+"""Which regular expressions constrained decoding enforces.
 
-xgrammar reads ECMA-262 patterns, but it drops lookaheads and anchors, takes unknown escapes for the letter
+xgrammar reads ECMA-262 patterns, but it ignores lookaheads and anchors, reads an unknown escape as the letter
 itself, and matches the raw text of a JSON string, in which quotes, backslashes and control characters are
-escaped. A pattern that it would get wrong is refused. What is left is matched against the whole text, which
-is stricter than the search that JSON Schema describes.
+escaped. A pattern that it would get wrong is refused. All other patterns are matched against the whole
+string, which is stricter than the search that JSON Schema describes.
 """
 
 from __future__ import annotations
 
 import re
 
-MOST_REPEATS = 128  # a count in braces, within JSON; xgrammar refuses more
-MOST_EXPANDED = 2_000  # characters with all counts written out; far above, xgrammar lets quotes pass
-MOST_GROUPS = 32  # groups within groups
+MOST_REPEATS = 128  # a repetition count, within JSON; xgrammar refuses more
+MOST_EXPANDED = 2_000  # characters with repetitions written out; far above, xgrammar admits quotes
+MOST_GROUPS = 32  # nested groups
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d+)(?:,(\d*))?\})")
 _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
 _GROUPS = {
@@ -27,11 +27,11 @@ _CODES = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\
 
 
 def unenforced_pattern(pattern: str, *, in_json: bool = True) -> str | None:
-    """What in the pattern an output would not be held to; None if all of it is enforced.
+    """Describes the first construct of a pattern that would not be enforced; None if all of it is.
 
     Args:
         pattern: a regular expression.
-        in_json: it describes a JSON string, rather than the text of the output itself.
+        in_json: whether it describes a JSON string rather than the output itself.
     """
     reader = _Reader(pattern, in_json=in_json)
     try:
@@ -42,7 +42,7 @@ def unenforced_pattern(pattern: str, *, in_json: bool = True) -> str | None:
 
 
 class _Unenforced(Exception):
-    """Names the construct."""
+    """A construct that would not be enforced; the message names it."""
 
 
 class _Reader:
@@ -53,7 +53,7 @@ class _Reader:
         self._in_json = in_json
         self._at = 0
         self._depth = 0
-        self._sizes = [0]  # characters of the pattern, and of each open group, with the counts written out
+        self._sizes = [0]  # characters of the pattern and of each open group, with repetitions written out
 
     def read(self) -> None:
         while self._at < len(self._text):
@@ -80,7 +80,7 @@ class _Reader:
                 self._quantifier()
 
     def _anchor(self, before: str, between: str) -> None:
-        """One at an end of the pattern, or of an alternative of the whole, changes nothing."""
+        """An anchor, which is redundant at either end of the pattern or of a top-level alternative."""
         if self._depth or (before and not before.endswith(between)):
             raise _Unenforced(f"the anchor {self._text[self._at]!r} at {self._at}")
         self._at += 1
@@ -97,7 +97,7 @@ class _Reader:
         if named is None:
             rest = self._text[self._at :]
             kind = next(
-                (name for start, name in _GROUPS.items() if rest.startswith(start)), "a group of kind"
+                (name for start, name in _GROUPS.items() if rest.startswith(start)), "a group of the kind"
             )
             raise _Unenforced(f"{kind} '({rest[:3]}' at {self._at - 1}")
         self._at = named.end()
@@ -113,7 +113,7 @@ class _Reader:
         self._at += 1
 
     def _character(self, *, in_class: bool, negated: bool) -> None:
-        """A literal or an escape. A class leaves out by itself what a JSON string would escape."""
+        """A literal or an escape. In classes, xgrammar itself excludes what a JSON string escapes."""
         start = self._at
         char = self._text[start]
         self._at += 1
@@ -123,11 +123,11 @@ class _Reader:
             raise _Unenforced(f"{char!r} at {start}, which a JSON string escapes,")
 
     def _escape(self, start: int, *, negated: bool) -> str:
-        """The character that an escape stands for; "" if it is a class."""
+        """The character that an escape stands for; "" for a character class."""
         char = self._text[self._at : self._at + 1]
         self._at += 1
         if char == "S" or (char == "s" and negated):
-            raise _Unenforced(f"'\\S' or its like at {start}, which lets Unicode's spaces pass,")
+            raise _Unenforced(f"'\\S' or a negated '\\s' at {start}, which would admit Unicode white space,")
         if char in _CLASSES and char:
             return ""
         if char in _CONTROLS and char:
@@ -137,14 +137,14 @@ class _Reader:
             self._at = code.end()
             number = int(next(digits for digits in code.groups() if digits), 16)
             if number > 0x10FFFF or 0xD800 <= number < 0xE000:
-                raise _Unenforced(f"the code of no character at {start}")
+                raise _Unenforced(f"a code that is not a character at {start}")
             return chr(number)
         if not char or char.isalnum() or ord(char) > 127:
             raise _Unenforced(f"the escape '\\{char}' at {start}")
         return char
 
     def _quantifier(self, size: int = 1) -> None:
-        """What may follow `size` characters."""
+        """The quantifier, if any, after an item of `size` characters."""
         found = _QUANTIFIER.match(self._text, self._at)
         counts = [int(count[:6]) for count in found.groups() if count] if found is not None else []
         self._sizes[-1] += size * max([*counts, 1])
@@ -155,7 +155,7 @@ class _Reader:
         if self._in_json and any(count > MOST_REPEATS for count in counts):
             raise _Unenforced(f"a count above {MOST_REPEATS} at {self._at}")
         self._at = found.end()
-        if self._text[self._at : self._at + 1] == "?":  # lazy, which describes the same texts
+        if self._text[self._at : self._at + 1] == "?":  # lazy: matches the same strings
             self._at += 1
         if _QUANTIFIER.match(self._text, self._at):
             raise _Unenforced(f"a quantifier of a quantifier at {self._at}")

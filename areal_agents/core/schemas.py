@@ -1,8 +1,8 @@
-"""Which JSON schemas constrained decoding holds an output to.
+"""Which JSON schemas constrained decoding enforces.
 
-xgrammar drops some keywords without a word, and an output that is said to fit must fit; so each keyword is
-either enforced where it stands or refused, as the table in docs/engines.md says. Keywords that JSON Schema
-does not define, and annotations such as `title`, describe nothing and pass.
+xgrammar silently ignores some keywords, but an output under a schema must be valid; so each keyword is either
+enforced where it stands or refused, as the table in docs/engines.md says. Keywords that JSON Schema does not
+define, and annotations such as `title`, constrain nothing and are accepted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _STRING_FORMATS = frozenset(
         *("time", "uri", "uri-reference", "uri-template", "uuid"),
     }
 )
-# Of these, a text is held to one alone.
+# xgrammar enforces only one of these on a string.
 _STRING_RULES = (("format",), ("pattern",), ("minLength", "maxLength"))
-# Where one of these stands, what stands beside it is dropped.
+# xgrammar ignores what stands beside one of these.
 _BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
 _VALUES = ("const", "enum")
 _OF_TYPE = {
@@ -59,18 +59,18 @@ _ONE = (
 )
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-_DEEPEST = 16  # branches within branches that are looked into for what they have in common,
-_MOST_LOOKS = 20_000  # and so many in all
+_DEEPEST = 16  # levels of nested branches that are compared
+_MOST_LOOKS = 20_000  # comparisons in all
 _MOST_EXCLUSIVE = 64  # branches of a oneOf, each of which is compared with all others
 
 
 def unenforced(schema: Any) -> str | None:
-    """What in the schema an output would not be held to, and where; None if all of it is enforced."""
+    """Describes the first part of a schema that would not be enforced; None if all of it is."""
     return _Document(schema).unenforced()
 
 
 class _Document:
-    """A schema with what its references name."""
+    """A schema and the definitions that its references name."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -85,7 +85,7 @@ class _Document:
         return None
 
     def _subschemas(self) -> Iterator[tuple[str, Schema, bool]]:
-        """(where, schema, whether it is of the names of properties) for all that there is, data left out."""
+        """(where, schema, whether it describes property names) of every subschema, without data."""
         left: list[tuple[str, Any, bool]] = [("#", self._root, False)]
         named: set[str] = set()
         while left:
@@ -112,7 +112,7 @@ class _Document:
         if ignored:
             return f"the keyword {ignored[0]} is not supported"
         if "$id" in schema and where != "#":
-            return "the keyword $id is supported at the top only"
+            return "the keyword $id is supported only at the top level"
         for choices in (_BRANCHES, _VALUES):
             chosen = [name for name in choices if name in schema]
             if chosen and (beside := sorted(_RULES & schema.keys() - {chosen[0]})):
@@ -122,12 +122,12 @@ class _Document:
         return self._of_type(schema, names=names)
 
     def _of_branches(self, schema: Schema, name: str) -> str | None:
-        """What is wrong with a schema that is one of several, or a reference, or lists its values."""
+        """What is not enforced of a schema with the keyword `name` of _BRANCHES or _VALUES."""
         branches = schema[name]
         if name == "$ref" and self._target(branches) is None:
             return f"the $ref {branches!r} is not supported: name a part of the same schema, as in #/$defs/x"
         if name in ("anyOf", "oneOf", "allOf", "enum") and not (isinstance(branches, list) and branches):
-            return f"the keyword {name} needs a list of one or more"
+            return f"the keyword {name} needs a non-empty list"
         if name == "allOf" and len(branches) > 1:
             return "the keyword allOf is supported with one branch only"
         if name == "oneOf" and not self._exclusive(branches):
@@ -141,16 +141,17 @@ class _Document:
                 return f"the type {schema['type']!r} is not supported"
             if held is None or not held <= allowed:
                 return (
-                    f"the keyword type is not supported beside {name} unless all that it allows has that type"
+                    f"the keyword type is not supported beside {name} unless all values that {name} allows "
+                    "have that type"
                 )
         return None
 
     def _of_type(self, schema: Schema, *, names: bool) -> str | None:
-        """What is wrong with a schema of one or more types; one for the names of properties is a string."""
+        """What is not enforced of a schema of one or more types; property names have the type string."""
         given = schema.get("type", ["string"] if names else None)
         used = {kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()}
         if given is None:
-            # Only these say the type by themselves.
+            # Only these keywords imply a type.
             if used <= {"object"} and ("properties" in schema or not used):
                 given = ["object"]
             elif used == {"array"} and schema.keys() & {"items", "prefixItems"}:
@@ -166,7 +167,7 @@ class _Document:
         return reason or (_of_object(schema) if "object" in types else None)
 
     def _target(self, reference: Any) -> Schema | bool | None:
-        """What a reference names; None unless it is a part of this schema, in a form that is enforced."""
+        """The target of a reference; None unless it is a part of this schema, in a supported form."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             return None
         if "~" in reference or "%" in reference:
@@ -179,7 +180,7 @@ class _Document:
         return found if isinstance(found, Mapping | bool) else None
 
     def _types(self, schema: Any, depth: int = 0) -> frozenset[str] | None:
-        """Types that hold all values of the schema, integers as "integer"; None if not known."""
+        """The types of all values of a schema, integers as "integer"; None if not known."""
         if not isinstance(schema, Mapping) or self._too_much(depth):
             return None
         if (values := _values(schema)) is not None:
@@ -195,12 +196,12 @@ class _Document:
         return frozenset({"object"}) if "properties" in schema else None
 
     def _exclusive(self, branches: list[Any]) -> bool:
-        """Whether no value can fit two of the branches."""
+        """Whether no value can match two of the branches."""
         few = len(branches) <= _MOST_EXCLUSIVE
         return few and all(self._exclude(one, other) for one, other in combinations(branches, 2))
 
     def _exclude(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Whether no value can fit both schemas, as far as their types and listed values tell."""
+        """Whether the types and listed values of two schemas prove that no value matches both."""
         if one is False or other is False:
             return True
         if self._too_much(depth):
@@ -227,12 +228,12 @@ class _Document:
         )
 
     def _too_much(self, depth: int) -> bool:
-        """Whether to look no further: branches of branches grow without bound."""
+        """Whether to stop comparing: nested branches can grow without bound."""
         self._looks += 1
         return depth > _DEEPEST or self._looks > _MOST_LOOKS
 
     def _followed(self, schema: Any) -> Any:
-        """The schema that a chain of references ends in."""
+        """The schema at the end of a chain of references."""
         for _ in range(_DEEPEST):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
@@ -255,7 +256,7 @@ def _of_object(schema: Schema) -> str | None:
     missing = sorted(str(name) for name in {*_required(schema)} - {*declared})
     if missing:
         return f"the keyword required names {missing[0]!r}, which properties does not have"
-    # Another property could be one of these by another spelling ("\\u0061" for "a"), or by its pattern.
+    # A further property could repeat one of these in another spelling ("\\u0061" for "a"), or by its pattern.
     extra = [
         name
         for name in ("additionalProperties", "unevaluatedProperties")
@@ -265,7 +266,7 @@ def _of_object(schema: Schema) -> str | None:
     if open_ended and declared:
         why = "; leave it out or set it to false" if open_ended[0] in extra else ""
         return f"the keyword {open_ended[0]} is not supported beside properties{why}"
-    if "propertyNames" in schema:  # it decides alone, whatever else is false
+    if "propertyNames" in schema:  # xgrammar then ignores the others, even if they are false
         others = ("properties", "additionalProperties", "unevaluatedProperties")
         beside = [name for name in others if name in schema and name not in extra]
         if beside:
@@ -279,7 +280,7 @@ def _of_object(schema: Schema) -> str | None:
         if (reason := next(filter(None, map(unenforced_pattern, patterns)), None)) is not None:
             return reason
     if open_ended and schema.get("minProperties", 0) != 0:
-        return f"the keyword minProperties is not supported beside {open_ended[0]}: a name could come twice"
+        return f"the keyword minProperties is not supported beside {open_ended[0]}: a name could occur twice"
     return None
 
 
@@ -292,7 +293,7 @@ def _named_types(given: Any) -> frozenset[str] | None:
 
 
 def _values(schema: Schema) -> list[Any] | None:
-    """The values that a schema lists."""
+    """The values that const or enum lists; None without either."""
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
@@ -307,7 +308,7 @@ def _type_of(value: Any) -> str:
 
 
 def _key(value: Any) -> Any:
-    """Equal for values that are equal in JSON, where true is not 1."""
+    """A hashable key, equal for values that are equal in JSON, where true is not 1."""
     if isinstance(value, list):
         return ("array", *map(_key, value))
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""What an engine's answer may be, given what it was asked: tokens, logprobs, versions and the way it ends.
+"""Checks an engine's answer against its request: tokens, logprobs, versions and finish reason.
 
 An answer that contradicts itself or the request is refused with EngineError before anything of it is
-recorded. The checks accept everything that SGLang 0.5 and the embedded engine do on purpose; docs/engines.md
+recorded. The checks accept everything that SGLang 0.5 and the embedded engine do by design; docs/engines.md
 lists them.
 """
 
@@ -20,8 +20,8 @@ from areal_agents.core.completion import FinishReason, SamplingParams
 from areal_agents.errors import EngineError, shown
 from areal_agents.inference.engine import MOST_LOGPROB, version_from_wire
 
-# exp(-1000) is 0 in float64: no sampler can draw a token that is less likely. Servers write about -1e30 or
-# the lowest float32 for a token that is excluded.
+# exp(-1000) is 0 in float64, so no sampler can sample a less likely token. For an excluded token, servers
+# write about -1e30 or the lowest float32.
 LEAST_LOGPROB = -1000.0
 _NAMES_ITS_ENDS = ("config.json", "generation_config.json")
 _MESSAGE_END = "<|eom_id|>"  # SGLang ends a completion at this token wherever a tokenizer has it
@@ -32,14 +32,14 @@ class Asked:
     """The request that an answer is checked against.
 
     Attributes:
-        sampling: as it was sent.
-        vocab_size: ids are below it.
+        sampling: the sampling parameters as they were sent.
+        vocab_size: every token id is below it.
         prompt_tokens: P, the length of the prompt; None: not checked.
         rid: the id that the answer must carry where it carries one; "" for any.
-        most_tokens: the length, prompt and completion together, from which on the server may end a completion
-            with "length" although fewer than `max_new_tokens` were sampled; None where that is not known.
-        end_ids: the tokens at which the served model ends by itself; None where they are not known.
-        decode: the text of token ids, with which the claim of a stop string is checked; None: it is believed.
+        most_tokens: the length of prompt and completion together at which the server may end a completion
+            with "length" before `max_new_tokens` were sampled; None if it is not known.
+        end_ids: the tokens at which the served model ends by itself; None if they are not known.
+        decode: the text of token ids, to check a claimed stop string; None: the claim is accepted.
     """
 
     sampling: SamplingParams
@@ -53,17 +53,17 @@ class Asked:
     def check_meta(self, meta: Mapping[str, Any], reason: FinishReason | None) -> None:
         """EngineError if an answer belongs to another request. `reason` is None before the last chunk."""
         if self.rid and meta.get("id", self.rid) != self.rid:
-            raise EngineError(
-                f"/generate answered the request {shown(meta['id'])} where {self.rid!r} was asked"
-            )
+            raise EngineError(f"/generate answered request {shown(meta['id'])}, expected {self.rid!r}")
         if meta.get("index", 0) != 0:
             raise EngineError(
-                f"/generate answered with the choice {shown(meta['index'])} of a request for one"
+                f"/generate answered with choice {shown(meta['index'])} of a request for one choice"
             )
         # SGLang replaces the prompt of a request that it aborts because it does not fit.
         counted = meta.get("prompt_tokens", self.prompt_tokens)
         if reason != "abort" and self.prompt_tokens is not None and counted != self.prompt_tokens:
-            raise EngineError(f"/generate counts {shown(counted)} prompt tokens of {self.prompt_tokens}")
+            raise EngineError(
+                f"/generate counts {shown(counted)} prompt tokens, expected {self.prompt_tokens}"
+            )
 
     def check_tokens(self, before: int | None, ids: Sequence[int], total: int) -> None:
         """EngineError unless `ids`, the last of `total`, may follow `before`, the token before them."""
@@ -85,13 +85,13 @@ class Asked:
                 raise EngineError(f"/generate sampled tokens after {end}, which ends the completion")
 
     def check_end(self, ids: Sequence[int], reason: FinishReason, matched: Any) -> None:
-        """EngineError unless a completion `ids` may end so; `matched` is what SGLang names for a stop."""
+        """EngineError unless `ids` may end for `reason`; `matched` is the stop that SGLang names."""
         if reason == "length":
             self._check_length(len(ids))
         elif reason == "stop" and not self._may_stop(ids, matched):
             last = f"the token {ids[-1]}" if ids else "nothing"
             raise EngineError(
-                f"/generate stopped at {shown(matched)} after {len(ids)} tokens, and the last is {last}: "
+                f"/generate stopped at {shown(matched)} after {len(ids)} tokens, the last being {last}: "
                 "that is neither a stop token nor a stop string of the request"
             )
 
@@ -101,7 +101,7 @@ class Asked:
         if self.prompt_tokens + count < self.most_tokens:
             raise EngineError(
                 f"/generate ended at its limit after {count} tokens: {self.sampling.max_new_tokens} were "
-                f"asked for, and with the prompt's {self.prompt_tokens} there was room for {self.most_tokens}"
+                f"requested, and {self.most_tokens} would fit, {self.prompt_tokens} of the prompt included"
             )
 
     def _may_stop(self, ids: Sequence[int], matched: Any) -> bool:
@@ -127,12 +127,12 @@ class Asked:
 
 
 def check_logprobs(values: Iterable[Any]) -> None:
-    """EngineError for a value that is no logprob of a sampled token: a finite number, at most 0."""
+    """EngineError unless all values are logprobs of sampled tokens, from LEAST_LOGPROB to 0."""
     for value in values:
         if type(value) is float and LEAST_LOGPROB <= value <= MOST_LOGPROB:
             continue
         if type(value) not in (float, int) or not isfinite(value):
-            raise EngineError(f"/generate answered with {shown(value)}, which is no logprob")
+            raise EngineError(f"/generate answered with {shown(value)}, which is not a logprob")
         if not LEAST_LOGPROB <= value <= MOST_LOGPROB:
             raise EngineError(
                 f"/generate answered with {shown(value)} as the logprob of a token that it sampled; "
@@ -143,11 +143,12 @@ def check_logprobs(values: Iterable[Any]) -> None:
 def checked_spans(spans: Any, count: int, *, aborted: bool = False) -> list[tuple[int, int]]:
     """[(version, end), ...] of SGLang's spans [{"version", "start", "end"}] over `count` tokens.
 
-    EngineError unless they follow each other from 0 to `count` without a gap, and their versions do not
-    descend: weights are never swapped back. A server that was `aborted` may name more tokens than it sent.
+    EngineError unless they follow each other from 0 to `count` without a gap, and their versions never
+    decrease: weights are never swapped back. If the request was `aborted`, they may count more tokens than
+    the server sent.
     """
     if not isinstance(spans, list):
-        raise _wrong_spans(spans, "are no list")
+        raise _wrong_spans(spans, "are not a list")
     found: list[tuple[int, int]] = []
     before = 0
     for span in spans:
@@ -177,7 +178,7 @@ def end_ids_of(folder: str | Path) -> frozenset[int] | None:
     """The tokens at which servers end a completion of the model in `folder`, whatever the request says.
 
     These are the end-of-sequence ids of config.json and generation_config.json, and the tokenizer's
-    end-of-sequence token. None if the folder is not readable from here, or does not say them all.
+    end-of-sequence token. None if the folder is not readable from here, or does not name them all.
     """
     root, found = Path(folder), set[int]()
     if not all((root / name).is_file() for name in ("config.json", "tokenizer_config.json")):

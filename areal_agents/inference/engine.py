@@ -34,9 +34,9 @@ class ModelInfo:
     `max_context` bounds prompt plus completion, in tokens. `kernel` names what computes, where the engine
     says so. `experts` is None of a model without experts, or whose folder is not readable from here.
     `workers` is the number of its tensor-parallel processes, `architecture` the model type of its config
-    where the engine names it. `room` is the length, prompt and completion together, at which it may end a
-    completion before `max_new_tokens`, and `end_ids` the tokens at which it ends one whatever the request
-    says; None where they are not known.
+    where the engine names it. `room` is the length of prompt and completion together at which the engine may
+    end a completion before `max_new_tokens`; `end_ids` are the tokens at which it ends one whatever the
+    request says. Both are None if they are not known.
     """
 
     model_path: str

@@ -1,4 +1,4 @@
-"""Ports for servers that other processes open: chosen here, and kept from everybody else until then."""
+"""Reserves ports for servers that other processes will start."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _HOLDS = sys.platform == "linux"  # elsewhere a bound socket excludes the server
 
 @contextmanager
 def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[tuple[int, ...]]:
-    """That many different free TCP ports of `host`, for the length of a with-block.
+    """Reserve `count` different free TCP ports of `host` for the length of a with-block.
 
-    A port that was merely found free could be gone by the time its server has started. Here each is held by a
-    bound socket that does not listen: nobody else who looks for a free port gets it, and a server that sets
-    SO_REUSEADDR, as every server here does, can listen on it, again after a restart too. Systems other than
-    Linux refuse the server in that case, so that nothing is held there and a short race remains.
+    A port that was merely found free could be taken before its server starts. Here each port is held by a
+    bound socket that does not listen: no other program that looks for a free port gets it, and a server that
+    sets SO_REUSEADDR, as every server here does, can listen on it, even again after a restart. Systems other
+    than Linux would refuse that server, so no port is held there and a short race remains.
 
     Raises:
-        ConfigError: there are not so many free ports.
+        ConfigError: there are fewer free ports.
     """
     with ExitStack() as held:
         ports: list[int] = []
@@ -35,14 +35,14 @@ def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[tuple[int, .
                 held.enter_context(holder)
                 ports.append(port)
         if len(ports) < count:
-            raise ConfigError(f"no {count} ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}")
+            raise ConfigError(f"fewer than {count} ports from {_PORTS[0]} to {_PORTS[-1]} are free on {host}")
         if not _HOLDS:
             held.close()
         yield tuple(ports)
 
 
 def _hold(host: str, port: int) -> socket.socket | None:
-    """A socket bound to the port that lets a server listen there; None if somebody has the port."""
+    """A bound socket that still lets a server listen on the port; None if the port is in use."""
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         holder.bind((host, port))  # without SO_REUSEADDR: fails beside any other socket, bound or listening

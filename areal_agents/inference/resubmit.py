@@ -20,7 +20,7 @@ def rid_of(rid: str, attempt: int) -> str:
 
 
 def is_garbage(error: Exception | None) -> bool:
-    """Whether an attempt failed because of what an engine answered, and not because it was lost or behind."""
+    """Whether an attempt failed because of an invalid answer, not because the engine was lost or behind."""
     others = EngineUnavailable | EngineRejected | OldVersion
     return isinstance(error, EngineError) and not isinstance(error, others)
 
@@ -28,7 +28,7 @@ def is_garbage(error: Exception | None) -> bool:
 async def stalled(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
     """Count an attempt that ended early, and wait before the next one if it brought no token.
 
-    EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was garbage.
+    EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was invalid.
     """
     if brought:
         return 0

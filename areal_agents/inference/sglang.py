@@ -343,10 +343,10 @@ class SGLangEngine(SGLangControl):
 
 
 def _room(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
-    """The length at which the server may end a completion early; None where it does not say enough.
+    """The length in tokens at which the server may end a completion early; None if not known.
 
-    A server that states its context length itself, as the embedded engine does, ends there. SGLang ends two
-    tokens earlier, or where its key-value cache is full: it keeps two pages and a token of that free.
+    A server that reports its context length in /model_info, as the embedded engine does, ends there. SGLang
+    ends two tokens earlier, or when its key-value cache is full, where two pages and a token stay free.
     """
     if info.get("context_length"):
         return context

@@ -1,7 +1,7 @@
 """SGLang's /generate JSON and this package's types: sampling parameters out, completions in.
 
-Invariant: whatever the form, an answer becomes a Completion only if its ids, logprobs and versions agree, and
-if they are ones that the request can have; see `answers`.
+Invariant: whatever its form, an answer becomes a Completion only if its ids, logprobs and versions agree with
+each other and with the request; see `answers`.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def completion_from_wire(
 ) -> Completion:
     """A /generate answer as a Completion; `routing` says which routed experts were asked for.
 
-    EngineError if ids, logprobs and versions do not fit together, or are no answer to `asked`; EngineRejected
-    or EngineUnavailable if the answer says that the request was refused or failed.
+    EngineError if ids, logprobs and versions do not agree with each other or with `asked`; EngineRejected or
+    EngineUnavailable if the answer says that the request was refused or failed.
     """
     meta = meta_of(answer)
     reason = finish_reason_of(meta)
@@ -127,8 +127,8 @@ class StreamedCompletion:
     def feed(self, event: bytes) -> TokenChunk | None:
         """Take one event's data; the tokens that are new in it, None if there are none.
 
-        EngineError if it does not continue what came before, or is no answer to what was asked;
-        EngineRejected or EngineUnavailable if it tells of an error.
+        EngineError if it does not continue the earlier chunks or does not agree with the request;
+        EngineRejected or EngineUnavailable if it reports an error.
         """
         if self.finished:
             raise EngineError("/generate streamed a chunk after the one that ended the completion")
@@ -160,7 +160,7 @@ class StreamedCompletion:
             for named, version in zip(self._named, versions.tolist(), strict=True):
                 if named not in (UNSURE, version):
                     raise EngineError(
-                        f"/generate streamed a token of version {named}, and called it {version} at the end"
+                        f"/generate streamed a token of version {named}, which the last chunk calls {version}"
                     )
             return Completion(
                 token_ids=self._ids,  # type: ignore[arg-type]
@@ -216,12 +216,14 @@ class StreamedCompletion:
         return new
 
     def _check_repeated(self, triples: list[Any], output_ids: Sequence[int] | None) -> None:
-        """EngineError if a cumulative chunk has other tokens or logprobs in place of ones sent before."""
+        """EngineError if a cumulative chunk changes tokens or logprobs that were sent before."""
         known = len(self._ids)
         repeated = self._sent if self._sent else list(zip(self._logprobs, self._ids, strict=True))
         before = triples[:known] if self._sent else [(triple[0], triple[1]) for triple in triples[:known]]
         if before != repeated or (output_ids is not None and list(output_ids[:known]) != self._ids):
-            raise EngineError(f"/generate streamed other tokens in place of the {known} that it had sent")
+            raise EngineError(
+                f"/generate changed some of the {known} tokens or logprobs that it had streamed"
+            )
         self._sent = triples
 
     def _new_versions(

@@ -51,8 +51,8 @@ def create_app(
 ) -> ASGIApp:
     """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards.
 
-    `observer` is told of every model call when it has ended. `retention` gives trained turns up as time goes
-    by.
+    `observer` is called with every model call that has ended. `retention` removes trained turns as
+    `store.retain` says.
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
     app, _ = _app_of(parts, observer, retention)
@@ -68,7 +68,7 @@ def create_worker_app(
     workers: Workers,
     retention: Retention | None = None,
 ) -> WorkerDoor:
-    """`create_app` for one process of several on one store; it forwards what belongs to another."""
+    """`create_app` for one of several processes on one store; it forwards the requests of the others."""
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
     app, calls = _app_of(parts, None, retention)
     ownership = parts.ownership
@@ -88,7 +88,6 @@ def create_worker_app(
         app,
         workers=workers,
         placement=placement,
-        anthropic=calls.dialects["/v1/messages"],
         max_body_bytes=parts.bodies.max_bytes,
     )
 
@@ -115,9 +114,9 @@ def _app_of(
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What the routes share; one of each in an app.
+    """The objects that the routes share.
 
-    `workers` and `ownership` are there together, or neither.
+    Either both `workers` and `ownership` are given, or neither.
     """
 
     store: Store
@@ -209,7 +208,7 @@ class _Parts:
     def lifespan(
         self, housekeeping: Housekeeping
     ) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
-        """What begins before the first request and ends after the last."""
+        """The app's lifespan: starts background work, and ends it after the last request."""
 
         @contextlib.asynccontextmanager
         async def living(app: Starlette) -> AsyncIterator[None]:
@@ -227,7 +226,7 @@ class _Parts:
 
 
 def _each_of(*observers: Observer | None) -> Observer:
-    """An observer that tells those that there are."""
+    """One observer that calls all those given."""
     told = [observer for observer in observers if observer is not None]
 
     def observe(record: CallRecord) -> None:

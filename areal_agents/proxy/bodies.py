@@ -1,8 +1,7 @@
-"""Request bodies: bounded in size and in the number of JSON values; large ones are read off the event loop.
+"""Request bodies: limited in size and in JSON values; large ones are parsed off the event loop.
 
-Nothing that is done to a body may keep other calls waiting. What Python runs by itself lets other threads run
-every millisecond, and what runs in C, which does not, is bounded by the number of values: parsing a body
-takes as long as its values are many, wherever they are in it.
+Work on one body must not delay other calls. Python code lets other threads run every millisecond. C code does
+not, so its time is bounded by the number of JSON values, to which the time of parsing is proportional.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from areal_agents.proxy.values import refuse_many_values
 T = TypeVar("T")
 
 _JSON = "application/json"
-_LARGE_BYTES = 65_536  # a body from here on is read in a thread
-_HUGE_BYTES = 2**20  # after a body from here on, freed memory is given back
+_LARGE_BYTES = 65_536  # bodies of this size or more are parsed on the thread
+_HUGE_BYTES = 2**20  # after bodies of this size or more, freed memory is returned to the system
 _GIVE_BACK_AFTER_S = 1.0
 
 
@@ -37,7 +36,7 @@ class Bodies:
         self._max_values = max_values
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bodies")
         self._giving_back: asyncio.TimerHandle | None = None
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc alone
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
 
     def close(self) -> None:
         """Stop the thread."""
@@ -49,13 +48,12 @@ class Bodies:
         """The JSON object in the body of a request; {} for an empty body.
 
         Args:
-            max_bytes: a limit other than the app's.
+            max_bytes: a limit other than the app's, in bytes.
 
         Raises:
-            RequestError: 413 for a body that is too large or has too many values, 415 for one that is
-                compressed or that its Content-Type calls something else than JSON, 400 for one that is no
-                JSON object.
-            ClientGone: the client hangs up meanwhile.
+            RequestError: 413 if the body is too large or has too many values, 415 if it is compressed or its
+                Content-Type is not JSON, 400 if it is not a JSON object.
+            ClientGone: the client disconnected before the end of the body.
         """
         body = await _received(request, self.max_bytes if max_bytes is None else max_bytes)
         request.state.body_bytes = len(body)
@@ -67,13 +65,13 @@ class Bodies:
         return data
 
     async def off_loop(self, request: Request, work: Callable[[], T]) -> T:
-        """Do what takes as long as a request's body is large: here if it is small, else in the thread."""
+        """Run work whose time grows with the body of `request`; for a large body, on the thread."""
         if getattr(request.state, "body_bytes", 0) < _LARGE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def done_with(self, request: Request) -> None:
-        """Give the memory back that a huge body and what was made of it took, soon after it is freed."""
+        """Return the memory that a huge body took to the system, soon after it is freed."""
         if self._trim is None or getattr(request.state, "body_bytes", 0) < _HUGE_BYTES:
             return
         if self._giving_back is None:
@@ -86,7 +84,7 @@ class Bodies:
 
     def _collect(self) -> None:
         assert self._trim is not None
-        gc.collect(1)  # what a refused request left in the cycles of its exception
+        gc.collect(1)  # the exception of a refused request is part of a reference cycle
         self._trim(0)
 
     def _parse(self, body: bytearray) -> Any:
@@ -104,14 +102,14 @@ async def _received(request: Request, max_bytes: int) -> bytearray:
     kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
     if kind not in ("", _JSON) and not kind.endswith("+json"):
         raise RequestError(
-            f"the body must be JSON, and Content-Type says {kind}; send Content-Type: {_JSON}",
+            f"the body must be JSON, got Content-Type: {kind}; send Content-Type: {_JSON}",
             status=415,
             code="unsupported_media_type",
         )
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
-    body = bytearray()  # which grows without being copied as a whole
+    body = bytearray()  # grows without copying all of it
     try:
         async for chunk in request.stream():
             body += chunk
@@ -123,7 +121,7 @@ async def _received(request: Request, max_bytes: int) -> bytearray:
 
 
 def refuse_depth(body: dict[str, Any]) -> None:
-    """RequestError 400 for JSON that is nested more deeply than it can be written again."""
+    """RequestError 400 if the JSON is nested too deeply to be serialised again."""
     try:
         orjson.dumps(body)
     except orjson.JSONEncodeError:
@@ -131,7 +129,7 @@ def refuse_depth(body: dict[str, Any]) -> None:
 
 
 def _refuse_constant(text: str, at: int) -> None:
-    """Python clients write NaN and Infinity, which no JSON has: say so, instead of "unexpected character"."""
+    """RequestError 400 for NaN and Infinity, which Python clients write, with a message that names them."""
     for name in ("NaN", "Infinity"):
         if text.startswith(name, at):
             _not_finite("-" + name if text[at - 1 : at] == "-" else name)

@@ -1,9 +1,9 @@
-"""Refuses what a web page in somebody's browser sends.
+"""Refuses requests that web pages make from a browser.
 
 A browser runs the scripts of every page that its user opens, and such a script can send requests to this
-machine. A page whose own name was made to point here (DNS rebinding) could also read the answers; the Host
-header gives it away. What a page sends to another site than its own carries an Origin or a Sec-Fetch-Site
-header, which scripts cannot set. Clients that are no browsers send neither.
+machine. If the page's own host name resolves to this machine (DNS rebinding), the script can also read the
+responses; the Host header shows that. Requests to another site than the page's own carry an Origin or a
+Sec-Fetch-Site header, which scripts cannot set. Clients that are not browsers send neither.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.errors import error_body
 
-_SAFE = ("GET", "HEAD")  # change nothing, and the page cannot read the answer
+_SAFE = ("GET", "HEAD")  # they change nothing, and the page cannot read the response
 _OWN_SITE = ("same-origin", "none")
 
 
 class BrowserGuard:
-    """An app that serves only requests for a known host that no foreign page has sent.
+    """ASGI middleware that refuses requests for unknown hosts and from web pages of another origin.
 
-    Without an admin key every caller on this machine is trusted, so the Host header must be a name of it.
-    With a key a page can do nothing, and any name is served unless `allowed_hosts` is set.
+    Without an admin key every caller on this machine is trusted, so the Host header must name this machine.
+    With a key a page can do nothing, and the Host header is checked only if `allowed_hosts` is set.
     """
 
     def __init__(self, app: ASGIApp, config: ProxyConfig) -> None:
@@ -60,16 +60,16 @@ class BrowserGuard:
                 site = value.decode("latin-1").lower()
         if host is not None and self._checks_host and not self._is_known(_name_of(host)):
             return RequestError(
-                f"this proxy is not known as {_name_of(host)!r}; if that is a name of this machine, start "
-                "the proxy with it in allowed_hosts",
+                f"{_name_of(host)!r} in the Host header is not a known name of this proxy; if it is one, "
+                "start the proxy with it in proxy.allowed_hosts",
                 status=403,
                 code="unknown_host",
             )
         foreign = origin is not None and not self._is_own(origin, host)
         if foreign or (site is not None and site not in _OWN_SITE and scope["method"] not in _SAFE):
             return RequestError(
-                f"web pages of another origin ({origin or site}) may not call this proxy; if this is a page "
-                "of yours, start the proxy with its host in allowed_hosts",
+                f"web pages of another origin ({origin or site}) may not call this proxy; if the page is "
+                "yours, start the proxy with its host in proxy.allowed_hosts",
                 status=403,
                 code="cross_origin",
             )
@@ -82,7 +82,7 @@ class BrowserGuard:
             address = ipaddress.ip_address(name)
         except ValueError:
             return False
-        return address.is_loopback or self._is_everywhere  # no page has an address as its name
+        return address.is_loopback or self._is_everywhere  # DNS rebinding needs a name, not an address
 
     def _is_own(self, origin: str, host: str | None) -> bool:
         scheme, _, netloc = origin.partition("://")
@@ -92,7 +92,7 @@ class BrowserGuard:
 
 
 def _name_of(host: str) -> str:
-    """The host without its port."""
+    """The host name or address in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

@@ -42,7 +42,7 @@ from areal_agents.proxy.workers.ownership import elsewhere
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, SessionTaken, Store
 
-_COUNTED_CONTEXTS = 2  # a client that counts tokens may be over its limit, but not by any factor
+_COUNTED_CONTEXTS = 2  # tokens are counted for prompts of up to this many context lengths
 
 
 class Completer:
@@ -92,7 +92,7 @@ class Completer:
     async def count_tokens(self, forest: Forest, request: ModelRequest) -> int:
         """Length of the prompt that a request would have after the recorded turns of `forest`.
 
-        RequestError as for a call, of a prompt that is several times as long as the context.
+        RequestError as for a call if the prompt is longer than `_COUNTED_CONTEXTS` context lengths.
         """
         model = await self.model_info()
         limit = min(bound for bound in (model.max_context, self._config.context_length) if bound is not None)
@@ -347,7 +347,7 @@ class Completer:
 
 
 def _too_long(limit: int, tokens: int, *, exact: bool) -> RequestError:
-    """The refusal of a prompt with that many tokens, or, unless `exact`, with at least as many."""
+    """The refusal of a prompt of `tokens` tokens or, unless `exact`, of at least that many."""
     count = f"{tokens} tokens" if exact else f"at least {tokens} tokens"
     return RequestError(
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {count}. "

@@ -1,4 +1,4 @@
-"""What may be set about the proxy: who may call, how much, and how episodes are drawn and closed."""
+"""Settings of the proxy: who may call, how much, and how episodes are sampled and closed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProxyConfig(BaseModel):
     def _keys_are_keys(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         for key in (value,) if isinstance(value, str) else value or ():
             if not key or key.startswith("ep-"):
-                raise ValueError("a key is a text that does not begin with ep-, as episodes' keys do")
+                raise ValueError("a key must be a non-empty string that does not begin with ep-")
         return value
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
@@ -43,8 +43,8 @@ class ProxyConfig(BaseModel):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="More names of this proxy that a Host or Origin header may have. Without an admin key, "
-        "only these, loopback, `host` and the host of `public_url` are served.",
+        description="Further host names that a Host or Origin header may have. Without an admin key, only "
+        "these, loopback, `host` and the host of `public_url` are served.",
     )
     admin_key: str | None = Field(
         default=None, min_length=1, description="Key of the control API; may be absent on loopback only."
@@ -62,15 +62,15 @@ class ProxyConfig(BaseModel):
 
     special_tokens_in_content: Literal["text", "parse"] = Field(
         default="text",
-        description="What special tokens that messages and tools spell out become: 'text', their characters; "
-        "'parse', the tokens themselves, as on plain servers, so that a web page can forge a system turn.",
+        description="How special tokens that messages and tools spell out are encoded: 'text', as their "
+        "characters; 'parse', as the special tokens, like plain servers, so that web pages can forge turns.",
     )
 
     max_body_mb: float = Field(default=32.0, gt=0, description="Largest request body, in MiB.")
     max_json_values: int = Field(
         default=250_000,
         ge=1,
-        description="Most JSON values in a request body: numbers, texts, names, objects and lists.",
+        description="Most JSON values in a request body: numbers, strings, names, objects and arrays.",
     )
     max_messages: int = Field(default=4096, ge=1, description="Most messages in one request.")
     max_concurrent: int = Field(default=256, ge=1, description="Model calls in the engine at a time.")

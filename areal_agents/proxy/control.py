@@ -33,7 +33,7 @@ _CONTROL_BODY_BYTES = 8 * 2**20
 class Control:
     """The routes of the control API over one store and the sessions of this process.
 
-    `new_key` draws the keys of the episodes that are opened here.
+    `new_key` makes the keys of the episodes that are opened here.
     """
 
     def __init__(

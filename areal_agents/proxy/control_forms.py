@@ -23,7 +23,7 @@ from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 _LARGEST_REWARD = 1e12
 _MOST_PLACES = 65_536  # of a group
 _SCOPES = ("episode", "turn", "branch")
-_MOST_REWARDS = 10_000  # of one request: all are written at once, and other writes wait
+_MOST_REWARDS = 10_000  # of one request: all are written in one transaction, for which other writes wait
 
 
 def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
@@ -69,7 +69,7 @@ def _task(value: Any) -> Task | None:
     if isinstance(task_id, int) and not isinstance(task_id, bool):
         task_id = str(task_id)
     if not isinstance(task_id, str) or not task_id:
-        raise RequestError(f"task.id must be a text or an integer, got {shown(task_id)}", param="task.id")
+        raise RequestError(f"task.id must be a string or an integer, got {shown(task_id)}", param="task.id")
     return Task(task_id, task_input)
 
 
@@ -131,9 +131,11 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
     completion_id = body.get("completion_id")
     scope = body.get("scope", "turn" if completion_id else "episode")
     if not isinstance(name, str) or not name:
-        raise RequestError(f"name must be a text, got {shown(name)}", param="name")
+        raise RequestError(f"name must be a string, got {shown(name)}", param="name")
     if completion_id is not None and (not isinstance(completion_id, str) or not completion_id):
-        raise RequestError(f"completion_id must be a text, got {shown(completion_id)}", param="completion_id")
+        raise RequestError(
+            f"completion_id must be a string, got {shown(completion_id)}", param="completion_id"
+        )
     if scope not in _SCOPES or (scope == "episode") == bool(completion_id):
         raise RequestError(
             f"scope must be one of {_SCOPES} and fit completion_id, got {shown(scope)}", param="scope"

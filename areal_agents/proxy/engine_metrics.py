@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from areal_agents.inference.pool import EnginePool
 
 _COUNTERS = (
-    ("failovers", "Calls that went on after their engine was lost or answered garbage."),
+    ("failovers", "Calls that went on after their engine was lost or gave invalid answers."),
     ("continued", "Calls that went on after their engine had aborted them."),
     ("resubmitted_tokens", "Sampled tokens that were sent to an engine again, for the rest."),
     ("catch_ups", "Engines that were brought to the current version."),

@@ -1,7 +1,7 @@
-"""The keys by which open episodes are found: names, conversations, turns and tool calls.
+"""An index of open episodes by the keys that identify them: session names, conversations, turns, tool calls.
 
-Adding a key twice is the same as adding it once, two episodes may share a key, and forgetting one of them
-leaves the other one's keys alone.
+Adding a key twice is the same as adding it once. Two episodes may share a key, and forgetting one of them
+does not change the keys of the other.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ class EpisodeIndex:
         return episode_id in self._keys
 
     def episodes(self) -> list[str]:
-        """Every episode that is held."""
+        """The ids of all indexed episodes."""
         return list(self._keys)
 
     def begin(self, episode_id: str) -> None:
-        """Take keys of an episode from now on."""
+        """Index an episode, without keys at first."""
         self._keys.setdefault(episode_id, set())
 
     def add(self, episode_id: str, key: Hashable) -> None:
-        """Note a key of an episode, which becomes the latest that has it. KeyError if it is not held."""
+        """Add a key to an episode, which becomes the latest with that key. KeyError if it is not indexed."""
         self._keys[episode_id].add(key)
         holders = self._episodes.setdefault(key, {})
         holders.pop(episode_id, None)
         holders[episode_id] = None
 
     def latest(self, key: Hashable) -> str | None:
-        """The episode that was given a key last, None if no episode has it."""
+        """The episode to which a key was added last; None if no episode has it."""
         return next(self.latest_first(key), None)
 
     def latest_first(self, key: Hashable) -> Iterator[str]:
-        """The episodes that have a key."""
+        """The episodes that have a key, the one to which it was added last first."""
         return reversed(self._episodes.get(key, {}))
 
     def forget(self, episode_id: str) -> None:
-        """Let go of an episode and of its keys. Nothing happens if it is not held."""
+        """Remove an episode and its keys. Does nothing if it is not indexed."""
         for key in self._keys.pop(episode_id, ()):
             holders = self._episodes[key]
             del holders[episode_id]

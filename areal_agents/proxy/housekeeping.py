@@ -1,6 +1,6 @@
-"""Timeouts and idle cleanup of episodes, and what `store.retain` gives up of trained ones.
+"""Timeouts and idle cleanup of episodes, and the removal of trained turns by `store.retain`.
 
-An error in one episode, or in one part of a sweep, is logged and never keeps a sweep from the others.
+An error in one episode, or in one part of a sweep, is logged and does not keep the sweep from the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Housekeeping:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Close, fail and forget what is due. What raises is logged, and tried again at the next sweep."""
+        """Close, fail and forget what is due. Errors are logged, and the next sweep tries again."""
         with _logged("closing idle episodes"):
             await self._close_idle()
         with _logged("failing unrewarded episodes"):
@@ -84,7 +84,7 @@ class Housekeeping:
         found = await asyncio.to_thread(self._store.unrewarded_episodes)
         self._unrewarded = {episode_id: self._unrewarded.get(episode_id, now) for episode_id in found}
         due = [episode_id for episode_id, since in self._unrewarded.items() if now - since > limit_s]
-        # All are written before any is waited for, so that they share a commit.
+        # All writes are submitted before any is awaited, so that they share a commit.
         writes = [(episode_id, self._store.fail_unrewarded([episode_id])) for episode_id in due]
         for episode_id, write in writes:
             with _logged(f"episode {episode_id}"):
@@ -133,10 +133,10 @@ class Housekeeping:
 
 @contextlib.contextmanager
 def _logged(what: str) -> Iterator[None]:
-    """Log an exception of the with-block, and go on behind it: an episode that nobody sweeps stays open."""
+    """Log an exception of the with-block and continue: without sweeps, episodes would stay open for good."""
     try:
         yield
     except StoreError as error:
         _logger.warning("housekeeping, %s: %s", what, error)
     except Exception:
-        _logger.exception("housekeeping, %s: a bug; the next sweep tries it again", what)
+        _logger.exception("housekeeping, %s: a bug; the next sweep tries again", what)

@@ -1,7 +1,8 @@
-"""uvicorn's HTTP protocol with limits on what a connection may cost before anybody is asked for a key.
+"""uvicorn's HTTP protocol with limits on slow and oversized requests, which apply before any key is checked.
 
-A request's head has a largest size and a longest time, its body a least speed, and an answer a longest time
-in which the client reads nothing. A connection that exceeds one is answered where possible, and closed.
+The head of a request is limited in size and in time, its body has a minimum speed, and a client may leave a
+response unread only for a limited time. A connection that exceeds a limit gets an error response if one can
+still be sent, and is closed.
 """
 
 from __future__ import annotations
@@ -16,40 +17,40 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 2**10
-HEAD_S = 60.0  # from the connection, or from a request's first byte, to the last byte of its head
-BODY_GRACE_S = 30.0  # after the head, in which a body may be slower than the least speed
+HEAD_S = 60.0  # from opening the connection, or from the first byte of a request, to the end of its head
+BODY_GRACE_S = 30.0  # after the head, during which a body may be slower than LEAST_BYTES_PER_S
 LEAST_BYTES_PER_S = 16 * 2**10
-UNREAD_S = 120.0  # in which a client may read nothing of an answer
-_DISCARDED_BYTES = 64 * 2**20  # of what a client still sends after it was refused; then the connection is cut
-_LINGER_S = 5.0
-_LOOK_S = 5.0  # how often the speed of a body is looked at
-_MOST_FRAMING = 9  # bytes around each byte of a body, as in chunks of one byte
+UNREAD_S = 120.0  # for which a client may read nothing of a response
+_DISCARDED_BYTES = 64 * 2**20  # read and dropped after a refusal, before the connection is aborted
+_LINGER_S = 5.0  # for which a refused client may go on sending, so that it reads the refusal
+_LOOK_S = 5.0  # interval between checks of the speed of a body
+_MOST_FRAMING = 9  # bytes received per byte of a body
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection under limits. The arguments are those that uvicorn gives.
+    """The protocol of one connection. The arguments are those that uvicorn passes.
 
     Attributes:
-        is_in_head: whether a request has begun whose head is not complete.
+        is_in_head: whether the head of a request has begun and is not complete.
     """
 
     def __init__(self, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)
         self.is_in_head = False
         self._is_in_body = False
-        self._requests_read = 0  # whole ones, of the last bytes read
+        self._requests_read = 0  # complete ones, in the latest bytes read
         self._head_bytes = 0
-        self._frame_bytes = 0  # of a body with what stands around it
+        self._frame_bytes = 0  # of a body with its chunk framing
         self._body_bytes = 0
         self._body_began = 0.0
         self._discarded = 0
         self._is_refused = False
         self._reading_timer: asyncio.TimerHandle | None = None
         self._writing_timer: asyncio.TimerHandle | None = None
-        self._unread = 0  # bytes of answers that the client had not read at the last look
+        self._unread = 0  # bytes of responses that the client had not read at the latest check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection is open; its first request is waited for."""
+        """The connection is open: start the time limit of its first request."""
         super().connection_made(transport)
         self._reading_timer = self.loop.call_later(HEAD_S, self._head_is_late)
 
@@ -90,7 +91,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the head, or a trailer after a chunked body, which is dropped."""
+        """A header of the head, or a trailer after a chunked body; trailers are dropped."""
         if self.is_in_head:
             super().on_header(name, value)
 
@@ -98,7 +99,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """The last byte of a request's head."""
         self.is_in_head = False
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:  # all of it came at once
+        if size > MAX_HEAD_BYTES:  # all of it arrived at once
             self._refuse_head()
             return
         self._is_in_body = True
@@ -126,17 +127,17 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """An answer was written; what is left of its request is read and dropped."""
+        """A response was written; the rest of its request is read and dropped."""
         super().on_response_complete()
         if self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, in the form of every other error."""
+        """Refuse malformed HTTP with an error in the form of every other error."""
         self._refuse(RequestError(msg, code="invalid_http"))
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the answer is made."""
+        """The client reads more slowly than the response is produced."""
         super().pause_writing()
         self._unread = self.transport.get_write_buffer_size()
         self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
@@ -149,7 +150,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._writing_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came. A client that still reads an answer is let finish."""
+        """No further request came. A client that is still reading a response may finish."""
         unread = self.transport.get_write_buffer_size()
         if not unread:
             super().timeout_keep_alive_handler()
@@ -176,7 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
 
     def _head_is_late(self) -> None:
-        if self.flow.read_paused:  # it waits for us, not we for it
+        if self.flow.read_paused:  # the server is not reading, so the client is not late
             self._set_reading_timer(self.loop.call_later(HEAD_S, self._head_is_late))
         elif self.is_in_head:
             message = f"the head of the request was not complete within {HEAD_S:g} s"
@@ -186,16 +187,16 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _look_at_speed(self) -> None:
         self._reading_timer = self.loop.call_later(_LOOK_S, self._look_at_speed)
-        if self.flow.read_paused:  # it waits for us, not we for it
+        if self.flow.read_paused:  # the server is not reading, so the client is not slow
             self._body_began += _LOOK_S
             return
         seconds = time.monotonic() - self._body_began - BODY_GRACE_S
         if seconds * LEAST_BYTES_PER_S > self._body_bytes and not self.cycle.response_started:
-            message = f"the body of the request came at less than {LEAST_BYTES_PER_S // 2**10} KiB a second"
+            message = f"the body of the request arrived at less than {LEAST_BYTES_PER_S // 2**10} KiB/s"
             self._refuse(RequestError(message, status=408, code="request_timeout"))
 
     def _give_up_body(self) -> None:
-        """Tell whoever reads the body that no more of it comes."""
+        """Report to the reader of the body that the client has disconnected."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()
 
@@ -204,17 +205,17 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refuse(RequestError(message, status=431, code="request_head_too_large"))
 
     def _refuse(self, refusal: RequestError) -> None:
-        """Answer, drop what is still sent for a while so that the client reads the answer, and close."""
+        """Send the refusal, drop what the client still sends for a while so that it reads it, and close."""
         self._is_refused = True
         if self.transport.is_closing():
             return
         if self._is_in_body:
-            if self.pipeline or self.cycle.response_started:  # nothing can be said in its place
+            if self.pipeline or self.cycle.response_started:  # it would be read as another response
                 self.transport.abort()
                 return
             self._give_up_body()
         elif self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # what was asked before is answered, and then it is closed
+            self.cycle.keep_alive = False  # closed after the response to the earlier request
             self._set_reading_timer(None)
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("ascii", "replace")

@@ -1,9 +1,9 @@
-"""Implicit episodes: what an agent does that only changed its base_url.
+"""Implicit episodes: those of agents that call the model without opening an episode first.
 
-A call without an episode belongs to the open implicit episode that its session header names; without
-such a header, to the one that holds the conversation which it continues, or whose first call it repeats;
-otherwise it opens one. The store has an implicit episode from its first turn on: a call that is refused
-leaves nothing of it.
+A call without an episode key belongs to the open implicit episode that its session header names; without
+such a header, to the one with the conversation that the call continues, or whose first call it repeats;
+otherwise it opens one. An implicit episode is written to the store with its first turn, so a refused call
+leaves no episode.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from areal_agents.store import EpisodeRow, NewEpisode, Store
 
 _HEADERS = ("session-id", "x-claude-code-session-id")
 _BY_ROOT = "root"
-_MOST_LOOKED_AT = 256  # episodes that began alike, among which a retry looks for its own
-_UNANSWERED_KEPT = 4096
+_MOST_LOOKED_AT = 256  # episodes with the same first messages, among which a retry is looked for
+_UNANSWERED_KEPT = 4096  # keys of requests
 
 
 def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
@@ -43,7 +43,7 @@ def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | N
 
 
 def implicit_key(caller: Caller, name: str | None) -> str:
-    """What the store knows the implicit episodes of a caller and a session name by."""
+    """The key under which the store has the implicit episodes of a caller and a session name."""
     return f"{caller.identity}/{name or _BY_ROOT}"
 
 
@@ -53,10 +53,10 @@ def is_named(key: str) -> bool:
 
 
 def home_key(key: str, messages: Sequence[Message]) -> bytes:
-    """What decides which worker has an implicit episode: the same for all calls of a conversation.
+    """The key that selects the worker of an implicit episode; all calls of a conversation have the same.
 
-    With a session name the name does; else the messages before the first reply, which stay while the
-    conversation goes on.
+    It is made of the session name if there is one, else of the messages before the first reply, which do not
+    change while the conversation continues.
     """
     if is_named(key):
         return key.encode()
@@ -73,9 +73,9 @@ def home_key_of(row: EpisodeRow, turns: Sequence[Turn]) -> bytes:
 
 
 class ImplicitEpisodes:
-    """The open implicit episodes: by session name, and by each conversation that they hold.
+    """The open implicit episodes, found by session name or by the conversations that they contain.
 
-    Callers are told apart: the same session name under another key is another episode.
+    Callers are kept apart: the same session name under another key is another episode.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ImplicitEpisodes:
         return episode_id in self._index
 
     async def restore(self) -> None:
-        """Load the implicit episodes that an earlier process left open; of several workers, each its own."""
+        """Load the implicit episodes that an earlier process left open; a worker loads only its own."""
         for row, turns in await asyncio.to_thread(self._store.open_implicit_episodes):
             key = home_key_of(row, turns)
             if self._ownership is None or await self._ownership.claim_at_home(key, row.id, row.owner):
@@ -109,7 +109,7 @@ class ImplicitEpisodes:
                 self._hold(Session(row, await asyncio.to_thread(self._store.turns_of, episode_id)))
 
     def find(self, caller: Caller, name: str | None, turn_id: str | None) -> Session | None:
-        """The open session that a bare call names, or that holds a turn which it refers to."""
+        """The open session that a call without an episode key names, or whose turn it refers to."""
         found = self._index.latest(("name", implicit_key(caller, name)) if name else ("turn", turn_id))
         session = self._sessions.get(found) if found is not None else None
         return session if session is not None and _identity(session) == caller.identity else None
@@ -122,15 +122,19 @@ class ImplicitEpisodes:
         retry: Retry,
         repeated: Callable[[Session], Repeated | None],
     ) -> Session:
-        """The session that a bare call belongs to, opened in memory if there is none.
+        """The session that a call without an episode key belongs to, opened in memory if there is none.
 
-        The caller begins a call in it without an await in between, and tells `call_ended`.
+        The function that calls this one must begin the call without an await in between, and must report its
+        end to `call_ended`.
 
         Args:
-            caller, name, request, retry: who asks, under which session name, for what, and whether again.
-            repeated: what the request repeats in a session that began with the same messages.
+            caller: whose key the call has.
+            name: the session name of the call, or None.
+            request: what the call asks for.
+            retry: whether the client marked the call as a retry.
+            repeated: returns what the request repeats in a session that began with the same messages.
         """
-        async with self._opening:  # one that is being adopted is found afterwards
+        async with self._opening:  # wait for `adopt`, whose episode may be the one
             if name:
                 found = self._index.latest(("name", implicit_key(caller, name)))
             else:
@@ -139,7 +143,7 @@ class ImplicitEpisodes:
             return session or self._open(caller, name, request)
 
     def call_ended(self, session: Session, request: ModelRequest, call: Call) -> None:
-        """Let go of an episode in which nothing is left after a call: it was refused, or its client left."""
+        """Drop an episode that is empty after its call, which was refused or whose client disconnected."""
         if not session.is_void or session.id not in self:
             return
         key = (_identity(session), request.key())
@@ -148,13 +152,13 @@ class ImplicitEpisodes:
         self._drop(session)
 
     def drop_void(self) -> None:
-        """Let go of the episodes without a turn in which no call is under way."""
+        """Drop the episodes that have neither a turn nor a running call."""
         for session in [self._sessions.get(episode_id) for episode_id in self._index.episodes()]:
             if session is not None and session.is_void:
                 self._drop(session)
 
     def forget(self, episode_id: str) -> None:
-        """Let go of an episode that is sealed."""
+        """Drop an episode that is sealed."""
         self._index.forget(episode_id)
 
     def _open(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
@@ -184,9 +188,9 @@ class ImplicitEpisodes:
         retry: Retry,
         repeated: Callable[[Session], Repeated | None],
     ) -> str | None:
-        """The episode without a name that an earlier attempt at its first call opened, if any.
+        """The episode without a session name that an earlier attempt at the same first call opened, if any.
 
-        An attempt that got no sample has none to be repeated, though an equal call of another agent may.
+        An earlier attempt without a sample has nothing to repeat, even if an equal call of another agent has.
         """
         best: tuple[Repeated, str] | None = None
         opened = self._index.latest_first(_opening_key(caller.identity, request.messages))
@@ -203,7 +207,7 @@ class ImplicitEpisodes:
         return best[1] if best is not None else None
 
     def _hold(self, session: Session) -> None:
-        """Keep a session, and find it by what it holds and by what will be recorded in it."""
+        """Index a session by the turns that it has and by those that will be recorded in it."""
         self._sessions.add(session)
         self._index.begin(session.id)
         key = str(session.row.implicit_key)
@@ -214,19 +218,19 @@ class ImplicitEpisodes:
         session.on_recorded = lambda turn: self._recorded(session, turn)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
-        """The episode of the latest reply in a conversation that was recorded in one."""
+        """The episode that recorded the latest known reply of a conversation."""
         digests = history_digests(request.messages, caller.identity)
         for message, digest in zip(reversed(request.messages[:-1]), reversed(digests[:-1]), strict=True):
             if message.role == "assistant" and (found := self._index.latest(("reply", digest))) is not None:
                 return found
         for message in reversed(request.messages):
-            for call in message.tool_calls:  # some clients drop the text beside calls, and none the ids
+            for call in message.tool_calls:  # some clients drop the text, but none the ids
                 if (found := self._index.latest(("call", caller.identity, call.id))) is not None:
                     return found
         return None
 
     def _recorded(self, session: Session, turn: Turn) -> None:
-        """Note a turn, so that the conversation which continues it is recognised."""
+        """Index a turn, so that a conversation that continues it is recognised."""
         if session.id not in self._index:
             return  # it was sealed meanwhile
         identity = _identity(session)
@@ -241,10 +245,10 @@ class ImplicitEpisodes:
 
 
 def _opening_key(identity: str, messages: Sequence[Message]) -> Hashable:
-    """What the episodes without a name are found by that began with the same messages of the same caller."""
+    """The key of episodes without a session name that began with these messages of this caller."""
     return ("opening", history_digests(messages, identity)[-1])
 
 
 def _identity(session: Session) -> str:
-    """Which caller opened an implicit episode, as `Caller.identity`."""
+    """The `Caller.identity` of the caller that opened an implicit episode."""
     return str(session.row.implicit_key).partition("/")[0]

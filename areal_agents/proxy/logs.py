@@ -22,7 +22,7 @@ LogFormat = Literal["text", "json"]
 
 _logger = logging.getLogger(__name__)
 _PACKAGE = "areal_agents"
-_OTHERS = ("uvicorn", "asyncio", "py.warnings")  # that write in this process too
+_OTHERS = ("uvicorn", "asyncio", "py.warnings")  # further loggers of this process
 _KEY = re.compile(r"\bep-[A-Za-z0-9_-]{16,}")
 _CALL = "call"  # the attributes that our records may carry
 _EXTRAS = ("episode_id", "turn_ids")
@@ -40,8 +40,10 @@ def log_call(record: CallRecord) -> None:
 
 @contextlib.contextmanager
 def logging_as(log_format: LogFormat, stream: TextIO | None = None) -> Iterator[None]:
-    """Write the records of this package and of the server to `stream`, by default standard error, inside the
-    block."""
+    """Within the with-block, write the log records of this package and of the HTTP server to `stream`.
+
+    The default is standard error.
+    """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
     loggers = [logging.getLogger(name) for name in (_PACKAGE, *_OTHERS)]

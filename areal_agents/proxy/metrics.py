@@ -55,7 +55,7 @@ class Metrics:
         self._reused = self._counter("reused_prompt_tokens", "Prompt tokens that were recorded ids.")
         self._turns = self._counter("turns", "Turns that were recorded.")
         self._as_text = self._counter(
-            "special_tokens_as_text", "Special tokens that content spelled out and prompts have as text."
+            "special_tokens_as_text", "Special tokens in content that were encoded as text."
         )
         self._version = Gauge(
             "areal_agents_policy_version", "Latest that a reply was seen to have.", registry=self._registry

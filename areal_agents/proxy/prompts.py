@@ -83,7 +83,7 @@ class Prompts:
         """The prompt of a request after the turns of `forest`.
 
         Args:
-            most_tokens: a prompt that is much longer may be refused before it is encoded.
+            most_tokens: a limit; a much longer prompt may be refused before it is encoded.
 
         Raises:
             PromptTooLong: it has more than `most_tokens`.
@@ -108,7 +108,7 @@ class Prompts:
         )
 
     async def grammar(self, request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
-        """What the reply must match; see `grammar_of`."""
+        """The grammar that the reply must match; see `grammar_of`."""
         written = 0.0 if request.output is None else len(request.output.text)
         if request.calls == "required":
             written += self._tools_size(request)
@@ -129,7 +129,7 @@ class Prompts:
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
         """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it.
 
-        Very long work has a thread of its own: one after the other, and nothing shorter waits behind it.
+        Very long work runs on a separate thread, one item at a time, so that shorter work never waits for it.
         """
         if estimate_ms < _INLINE_MS:
             return work()
@@ -156,7 +156,7 @@ class Prompts:
         return self._with_options.put(key, made)
 
     def _tools_size(self, request: ModelRequest) -> float:
-        """About how many characters a request's tools are written with; infinite for very many."""
+        """The approximate size of a request's tools in characters; infinite if they are very large."""
         if not request.tools:
             return 0
         known = self._tools_sizes.get(request.tools_id)
@@ -310,7 +310,7 @@ def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
 
 
 def _size(tools: Sequence[dict[str, Any]]) -> float:
-    """About how many characters tools are written with; infinite where they are very many."""
+    """The approximate size of tools in characters; infinite above _COUNTED_CHARACTERS."""
     size, waiting = 0, list[Any](tools)
     while waiting:
         item = waiting.pop()

@@ -21,7 +21,7 @@ from areal_agents.rendering import ChatRenderer, Delta
 
 _TEXTS_KEPT = 1_000  # of replies, by turn
 _CUT = "\ufffd"  # what the bytes of an unfinished character decode to
-_DECODED_ANYHOW = 50_000  # tokens of a prompt, whatever its limit
+_DECODED_ANYHOW = 50_000  # tokens; prompts up to this length are decoded whatever the limit
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 
 
@@ -51,8 +51,8 @@ class RawPrompts:
     def encode(self, raw: str | tuple[int, ...], *, most_tokens: int) -> tuple[TokenIds, Message]:
         """[N] the ids of a prompt or of its end, and the message that stands for it.
 
-        PromptTooLong for one of more tokens, which may be found out before it is encoded; never for one that
-        is not very long.
+        PromptTooLong for a prompt of more than `most_tokens`, possibly before it is encoded; never for a
+        short one.
         """
         tokenizer = self._renderer.tokenizer
         if isinstance(raw, str):

@@ -85,7 +85,7 @@ class ModelRequest:
 
 
 def _digest(raw: str | tuple[int, ...] | None) -> tuple[str, bytes] | None:
-    """What stands for a raw prompt in a key that is kept: the prompt itself may be large."""
+    """A digest of a raw prompt for keys that are kept, since the prompt itself may be large."""
     if raw is None:
         return None
     data = raw.encode(errors="surrogatepass") if isinstance(raw, str) else np.asarray(raw, np.int64).tobytes()

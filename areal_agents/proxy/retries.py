@@ -1,7 +1,7 @@
-"""Which earlier call a request repeats: one that is under way, or a recorded one whose answer was lost.
+"""Finds the earlier call that a request repeats: one under way, or a recorded one whose response was lost.
 
 The same request without a sign of a retry is a second sample. So is the retry of an attempt that was refused:
-it has no sample yet, though an equal call beside it may have.
+that attempt has no sample, even if an equal call has one.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _LEAST_RETRIED = 429  # the lowest status after which clients send a request aga
 
 
 class Repeated(IntEnum):
-    """Which call of an episode a request repeats; of several episodes, the one with the greatest is meant."""
+    """The kind of call that a request repeats in an episode; of several episodes, the greatest wins."""
 
-    RECORDED = 1  # one that was answered, in an episode with nothing else
-    UNDER_WAY = 2
-    UNDELIVERED = 3  # one that was recorded after its client had gone
-    NAMED = 4  # the one of its Idempotency-Key
+    RECORDED = 1  # a recorded call of an episode that has no other turns
+    UNDER_WAY = 2  # a call that is still running
+    UNDELIVERED = 3  # a call that was recorded after its client had disconnected
+    NAMED = 4  # the call with the same Idempotency-Key
 
 
 class Retries:
-    """Finds the calls that requests repeat. What it knows lives in the sessions and in the store."""
+    """Finds the calls that requests repeat. All state is in the sessions and in the store."""
 
     def __init__(self, store: Store, prompts: Prompts) -> None:
         self._store = store
@@ -61,17 +61,17 @@ class Retries:
         call.task.add_done_callback(landed)
 
     def discard(self, session: Session, call: Call) -> None:
-        """Note that nobody got the turns of a call that was recorded; a retry may still fetch them."""
+        """Mark the turns of a recorded call as undelivered; a retry may still fetch them."""
         for turn_id in call.turn_ids:
             if turn_id in session.forest and turn_id not in session.undelivered:
                 session.undelivered.add(turn_id)
                 _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
 
     def repeated(self, session: Session, request: ModelRequest, retry: Retry) -> Repeated | None:
-        """What a request that opens a conversation repeats in an episode that was opened by such a request.
+        """What a request repeats in an episode that was opened with the same messages.
 
-        Unlike `earlier`, it changes nothing. In an episode that has gone on, a recorded call is repeated only
-        by name: its client has the answer.
+        Unlike `earlier`, it changes nothing. In an episode that has continued, only an Idempotency-Key
+        repeats a delivered call, because its client has the response.
         """
         key, name = request.key(), retry.idempotency_key
         known = session.key_of(name) if name else None
@@ -130,7 +130,7 @@ class Retries:
         return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
 
     def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
-        """Whether a reply keeps to what a request asks, which may not be what it was drawn for."""
+        """Whether a reply satisfies a request that may differ from the one for which it was sampled."""
         limit, sampling = request.wish.max_tokens, turn.sampling
         return (
             (limit is None or len(turn.completion) <= limit)

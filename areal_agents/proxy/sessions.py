@@ -83,8 +83,8 @@ class Limits:
 class Session:
     """One open episode. Lives on the event loop only.
 
-    With `opening` the store does not have the episode yet: it is opened with its first turn, so that an
-    episode whose calls are all refused is never written.
+    With `opening` the episode is not in the store yet. It is written with its first turn, so that an episode
+    whose calls are all refused is never written.
     """
 
     def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
@@ -107,7 +107,7 @@ class Session:
         # The session header of the agent itself; others are its sub-agents'.
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
-        self.on_recorded: Callable[[Turn], None] = lambda turn: None  # told of every turn of `record`
+        self.on_recorded: Callable[[Turn], None] = lambda turn: None  # called with every recorded turn
         self._keys: OrderedDict[str, KnownKey] = OrderedDict()
         self._lost_calls: set[Hashable] = set()
 
@@ -124,7 +124,7 @@ class Session:
 
     @property
     def is_void(self) -> bool:
-        """Whether nothing is known of the episode but its id: no turn, no row in the store, no call."""
+        """Whether the episode is empty: no turn, no row in the store, no running call, no pending write."""
         return (
             self.opening is not None
             and not len(self.forest)
@@ -215,7 +215,7 @@ class Sessions:
         return self.add(Session(row, []))
 
     def begin(self, new: NewEpisode) -> Session:
-        """Open an episode without a group in memory; the store opens it with its first turn."""
+        """Open an episode without a group, in memory only; it is written to the store with its first turn."""
         new = replace(new, owner=self._owner)
         row = opened_row(new, index=0, task_id=new.id, created_at=time.time())
         return self.add(Session(row, [], opening=new))

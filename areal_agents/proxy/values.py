@@ -1,4 +1,4 @@
-"""How many values a JSON text has, found without parsing it: what parsing takes follows from their number."""
+"""Counts the values of a JSON text without parsing it: the cost of parsing grows with their number."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _TO_QUOTE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # within a string, up
 def refuse_many_values(body: bytes | bytearray, most: int) -> None:
     """RequestError 413 if a JSON text has more than `most` values and names.
 
-    Every value but the first one follows a comma, a colon or an opening bracket, and every name stands
-    before a colon. So these are counted, outside of strings.
+    Every value but the first follows a comma, a colon or an opening bracket, and every name precedes a colon.
+    The function therefore counts these characters outside of strings.
     """
     parts = range(0, len(body), _PART)
     if sum(body.count(mark, start, start + _PART) for start in parts for mark in _COUNTED) < most:
@@ -36,7 +36,7 @@ def refuse_many_values(body: bytes | bytearray, most: int) -> None:
 
 
 def _end_of_string(body: bytes | bytearray, start: int) -> int:
-    """The index behind the quote that ends a string whose text begins at `start`."""
+    """The index after the closing quote of a string whose content begins at `start`."""
     while start < len(body):
         found = _TO_QUOTE.match(body, start, start + _PART)
         assert found is not None

@@ -58,10 +58,10 @@ class ByteBpe:
         self._drops_some = not all(self._gives_back(text) for text in samples_of_classes())
 
     def encode(self, text: str, *, mark: str = "") -> list[int] | None:
-        """The ids of `text`, or None for a text that is the library's to encode.
+        """The ids of `text`, or None if the library has to encode it.
 
         Args:
-            mark: a text that keeps added tokens from being found, and is removed before the rest is encoded.
+            mark: a string that hides the added tokens in which it stands, and is removed before encoding.
         """
         plain = text.replace(mark, "") if mark else text
         if len(plain) > _MAX_CHARACTERS or not self._is_normal(plain):

@@ -51,7 +51,7 @@ class ChatRenderer:
     ) -> None:
         """Wrap a format that is already made; `from_folder` and `from_config` make one.
 
-        With `special_text`, which the format must have been made for, special tokens in content are text.
+        With `special_text`, which the format must have been made for, special tokens in content stay text.
         """
         self.tokenizer = tokenizer
         self.family = family
@@ -149,10 +149,10 @@ class ChatRenderer:
             messages: at least one.
             tools: OpenAI chat function tools.
             generation_prompt: False ends after the last message, for example to compare renderings.
-            most_tokens: a longer prompt may be refused before it is encoded.
+            most_tokens: a limit; a longer prompt may be refused before it is encoded.
 
         Raises:
-            PromptTooLong: it is longer than `most_tokens`. A prompt that is not very long is never refused.
+            PromptTooLong: it is longer than `most_tokens`. Short prompts are never refused.
             RenderingError: no message, or a conversation that the family cannot express.
         """
         if not messages:
@@ -183,7 +183,7 @@ class ChatRenderer:
         before a new user turn), or the completion goes on after the end of its turn.
 
         Args:
-            most_tokens: more new tokens than these may be refused with PromptTooLong, as by `render`.
+            most_tokens: a limit of the new tokens; more may be refused with PromptTooLong, as by `render`.
         """
         prompt = self._tail(prompt_ids)
         completion = np.asarray(completion_ids).tolist()
@@ -249,7 +249,7 @@ class ChatRenderer:
     def special_tokens_as_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> int:
-        """How many special tokens messages and tools spell out that rendering keeps as text."""
+        """The number of special tokens that messages and tools spell out and that are rendered as text."""
         found = self._special_text
         if found is None:
             return 0
@@ -263,7 +263,7 @@ class ChatRenderer:
     def _content(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools as a format takes them. RenderingError for text that no tokenizer encodes."""
+        """Messages and tools in the form of a `ChatFormat`. RenderingError for a lone surrogate."""
         if self._special_text is None:
             return [_to_library(message) for message in messages], list(tools) or None
         plain = [_marked(_to_library(message), self._special_text) for message in messages]
@@ -296,7 +296,7 @@ def _to_library(message: Message) -> dict[str, Any]:
 
 
 def _marked(message: dict[str, Any], special_text: SpecialText) -> dict[str, Any]:
-    """A message with all that it says marked; its role is not what a client says freely."""
+    """A message with marks in all its strings but the role, which the client does not choose freely."""
     for key in ("content", "reasoning_content", "tool_call_id", "name"):
         if key in message:
             message[key] = special_text.mark(message[key])

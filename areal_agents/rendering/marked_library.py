@@ -1,8 +1,8 @@
-"""The `tokenizers` library on marked text: special tokens of the template, and none of the content.
+"""Encodes marked text with the `tokenizers` library: only the template's special tokens become single ids.
 
-The library finds every special token of a text or none. Here each goes by a name that no content can spell,
-and in a marked text the special tokens that are not marked are written by these names. What the content
-spells out is then ordinary text to the library, with the same neighbours, normalizer and merges.
+The library finds either every special token of a string or none. Here each is renamed to a secret name, which
+no content can spell out, and the unmarked special tokens of a marked text are replaced by these names. What
+the content spells out is then ordinary text to the library, with the same neighbors, normalizer and merges.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class MarkedLibrary:
     """Encodes marked texts. Stateless after construction, so threads may share it."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
-        """Copy a tokenizer under other names; the two share the vocabulary.
+        """Copy a tokenizer with renamed special tokens; the two share the vocabulary.
 
         Raises:
-            ConfigError: the copy encodes the template's special tokens otherwise, or its model makes a
-                special token of ordinary text.
+            ConfigError: the copy encodes the template's special tokens differently, or its model turns
+                ordinary text into a special token.
         """
         self._backend = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
@@ -35,7 +35,7 @@ class MarkedLibrary:
         if backend.pre_tokenizer is not None:
             self._backend.pre_tokenizer = backend.pre_tokenizer
         added = sorted(backend.get_added_tokens_decoder().items())
-        secret = secrets.token_hex(16)  # nobody can write what nobody knows
+        secret = secrets.token_hex(16)  # unknown to the author of any content
         self._names = {
             token.content: f"{secret}i{token_id}e" if token.special else token.content
             for token_id, token in added
@@ -68,7 +68,7 @@ class MarkedLibrary:
         return [known.get(token_id, token_id) for token_id in encoding.ids]
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """The text in pieces, its special tokens by their names."""
+        """The pieces of the text, with the names of its special tokens in their place."""
         start = 0
         while start < len(text):
             end = start + _PART

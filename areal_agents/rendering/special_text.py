@@ -1,10 +1,10 @@
-"""Special tokens that are written out in content, kept apart from those that a template writes.
+"""Tells special tokens that content spells out from those that a template writes.
 
 A prompt is rendered as text, or in pieces of text, before it is encoded, and the tokenizer cannot tell
-`<|im_start|>` in a web page from `<|im_start|>` in the template. So before rendering, content is marked: a
-`MARK` stands inside every special token that the content spells out, and at an end of the content where the
-template's text could complete one. The tokenizer takes no marked text for a special token, and removes the
-marks: see `Tokenizer.encode_rendered`. Invariant: a marked text without its marks is the text.
+`<|im_start|>` in a web page from `<|im_start|>` in the template. So content is marked before rendering: a
+`MARK` is inserted into every special token that the content spells out, and at an end of the content where
+the template's text could complete one. The tokenizer does not recognise a special token with a mark in it,
+and removes the marks: see `Tokenizer.encode_rendered`. Invariant: removing the marks restores the text.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.")  # of on
 
 
 class SpecialText:
-    """Marks and counts the special tokens that content spells out. Stateless, so threads may share it."""
+    """Marks and counts the special tokens that content spells out. Immutable, so threads may share it."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        """Take the texts of the special tokens. ConfigError for one of a single character."""
+        """`tokens` are the texts of the special tokens. ConfigError if one is a single character."""
         longest_first = sorted(set(tokens), key=lambda token: (-len(token), token))
         if longest_first and len(longest_first[-1]) < 2:
             raise ConfigError(
@@ -64,7 +64,7 @@ class SpecialText:
         return count
 
     def count_json(self, text: str) -> int:
-        """The same for a JSON value as text, as it reads; a text that is no JSON is counted as it stands."""
+        """As `count`, for the strings of a JSON text; a text that is not JSON is counted as a whole."""
         if not self._may_have_tokens(text) and "\\u" not in text:
             return 0
         try:
@@ -74,7 +74,7 @@ class SpecialText:
         return sum(map(self.count, strings_in(value)))
 
     def mark(self, text: str) -> str:
-        """The text with its marks. RenderingError for a lone surrogate, which is no text."""
+        """The text with marks. RenderingError for a lone surrogate, which no tokenizer encodes."""
         if MARK in text:
             raise RenderingError("the text has a lone surrogate, which no tokenizer encodes")
         text = self._mark_tokens(text)
@@ -95,7 +95,7 @@ class SpecialText:
         return self._mark_tokens(_joined(self._marked_literals(text)))
 
     def mark_value(self, value: Any) -> Any:
-        """A value of JSON's types with every string in it marked, names included; itself if none is."""
+        """A JSON value with all its strings marked, names included; the same object if no mark is needed."""
         if isinstance(value, str):
             return self.mark(value)
         if isinstance(value, list | tuple):
@@ -170,7 +170,7 @@ class SpecialText:
         )
 
     def _starts(self, text: str) -> Iterator[int]:
-        """Where special tokens stand in a text, overlapping ones too."""
+        """The start positions of all special tokens in a text, overlapping ones too."""
         for part in range(0, len(text), _PART):
             end = part + _PART
             for found in self._any_token.finditer(text, part, end + self._longest - 1):
@@ -179,7 +179,7 @@ class SpecialText:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string in a value of JSON's types, names included, in no certain order."""
+    """Every string in a JSON value, names included, in no particular order."""
     waiting = [value]
     while waiting:
         item = waiting.pop()

@@ -140,7 +140,7 @@ def template_sources(path: str | Path) -> dict[str, str]:
         return {str(entry["name"]): str(entry["template"]) for entry in value}
     except (TypeError, KeyError) as error:
         raise ConfigError(
-            f"chat_template of {folder} must be a text or a list of objects with name and template"
+            f"chat_template of {folder} must be a string or a list of objects with name and template"
         ) from error
 
 

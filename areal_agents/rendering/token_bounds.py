@@ -21,7 +21,7 @@ _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 _ALL_BYTES = 256
 _SLICE = 65_536  # characters that are looked at in one step; other threads run between two steps
-_MOST_PATTERN = 16  # characters of a string that a normalizer replaces or adds
+_MOST_PATTERN = 16  # longest string, in characters, that a supported normalizer replaces or inserts
 # A normalizer that is given slices instead of the whole string can differ in the characters around a cut. A
 # composition joins at most four code points (Unicode's FAQ on normalization: no canonical decomposition is
 # longer than that of U+1F82), and a replacement concerns at most `_MOST_PATTERN` characters of four bytes.
@@ -31,7 +31,7 @@ _UNSURE_BYTES_AT_ADDED = 32
 
 
 def _byte_classes() -> np.ndarray:
-    """[256] the class of each byte of UTF-8."""
+    """[256] the class of each byte in UTF-8."""
     classes = np.zeros(_ALL_BYTES, np.int64)
     for byte in range(_ALL_BYTES):
         letter = chr(byte)
@@ -51,12 +51,13 @@ class TokenBound:
     """Bounds the number of tokens of strings from below. Safe to share between threads.
 
     Attributes:
-        most: [classes] the most bytes of each class that one token holds.
-        normalizer: what the tokenizer does to strings first; None where it does nothing.
-        keeps_ascii: whether the normalizer leaves ASCII as it is.
-        space: what the tokenizer writes in place of a space after the normalizer.
-        added: finds the added tokens, which the tokenizer takes out before it normalizes.
-        unsure_bytes: by how many bytes of a class the normalized slices of a string can differ, at each cut,
+        most: [classes] the most bytes of each class in one token.
+        normalizer: the tokenizer's normalizer; None if it has none.
+        keeps_ascii: whether the normalizer leaves ASCII unchanged.
+        space: what the pre-tokenizer writes in place of a space.
+        added: matches the added tokens, which the tokenizer extracts before it normalizes; None if they need
+            not be counted.
+        unsure_bytes: by how many bytes of one class the normalized slices of a string can differ, per slice,
             from the same parts of the normalized string.
     """
 
@@ -69,11 +70,11 @@ class TokenBound:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any], backend: tokenizers.Tokenizer) -> TokenBound | None:
-        """The bound of a tokenizer; None for one that may drop or join any number of bytes.
+        """The bound of a tokenizer; None for a tokenizer that may drop or join any number of bytes.
 
         Args:
-            settings: what its `tokenizer.json` holds.
-            backend: the tokenizer that was read from it.
+            settings: the content of its `tokenizer.json`.
+            backend: the tokenizer that was read from that file.
         """
         model, added = settings["model"], settings.get("added_tokens") or []
         normalizers = list(_parts(settings.get("normalizer"), "normalizers"))
@@ -108,10 +109,10 @@ class TokenBound:
         )
 
     def at_least(self, string: str, *, enough: int) -> int:
-        """A number of tokens that `string` certainly has. Lone surrogates do not count.
+        """A lower bound on the number of tokens of `string`. Lone surrogates are not counted.
 
         Args:
-            enough: a number beyond which the exact bound does not matter: the rest is not looked at.
+            enough: once the bound exceeds this number, the rest of the string is not examined.
         """
         counts = np.zeros(_CLASS_COUNT, np.int64)
         bound = 0
@@ -123,7 +124,7 @@ class TokenBound:
         return bound
 
     def _sure_bytes(self, part: str) -> np.ndarray:
-        """[classes] how many bytes of each class a slice of a string has at least once it is normalized."""
+        """[classes] the fewest bytes of each class that a slice of a string can have after normalization."""
         unsure = 0
         if self.normalizer is not None and not (self.keeps_ascii and part.isascii()):
             found = self.added.findall(part) if self.added is not None else ()
@@ -146,7 +147,7 @@ def _parts(settings: Mapping[str, Any] | None, name: str) -> Iterable[Mapping[st
 
 
 def _keeps_all_bytes(normalizer: Mapping[str, Any]) -> bool:
-    """Whether a normalizer drops nothing, and slices of a string can be given to it one by one."""
+    """Whether a normalizer drops nothing and can be applied to the slices of a string one by one."""
     if normalizer["type"] == "Replace":
         pattern = normalizer["pattern"].get("String")
         return pattern is not None and max(len(pattern), len(normalizer["content"])) <= _MOST_PATTERN

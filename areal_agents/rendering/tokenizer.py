@@ -21,8 +21,8 @@ from areal_agents.rendering.marked_library import MarkedLibrary
 from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
 from areal_agents.rendering.token_bounds import TokenBound
 
-_LONG = 20_000  # characters; while the library encodes a longer text, other threads run
-_ALWAYS_COUNTED = 50_000  # characters; a prompt up to here is encoded and counted, whatever its limit
+_LONG = 20_000  # characters; longer texts are encoded without the interpreter's lock
+_ALWAYS_COUNTED = 50_000  # characters; prompts up to this length are always encoded and counted
 
 
 class Tokenizer:
@@ -54,7 +54,7 @@ class Tokenizer:
         Args:
             special_tokens: see the attribute.
             tables: what a faster encoding is made of; it is taken if it is proven to be equal.
-            bound: a bound on the number of tokens of a string that is not encoded; None if there is none.
+            bound: a lower bound on the number of tokens of a string; None if the tokenizer has none.
         """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
@@ -69,7 +69,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Then text that is no special token may be normalised to one, and marks do not stand in it.
+        # Then the normalizer may turn other text, which has no marks, into a special token.
         self._finds_normalized = backend.normalizer is not None and any(
             token.special and token.normalized for token in added.values()
         )
@@ -108,7 +108,7 @@ class Tokenizer:
 
         Raises:
             PromptTooLong: within `limited`, once the texts together cannot fit.
-            RenderingError: the library gave up on the text.
+            RenderingError: the library failed on the text.
         """
         self._refuse_too_long(text)
         if self._fast is not None and not add_special_tokens:
@@ -118,16 +118,16 @@ class Tokenizer:
         if len(text) < _LONG:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         encoding = _encoded(
-            # Unlike `encode`, this lets other threads run, and it leaves out the offsets.
+            # Unlike `encode`, this releases the interpreter's lock, and it omits the offsets.
             lambda: self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         )
         self._refuse_too_many(len(encoding))
         return encoding.ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered text: as `encode`, but what its content spells out is not special.
+        """Token ids of a rendered text: as `encode`, but special tokens with a mark in them stay text.
 
-        The content has been marked by `SpecialText`. Raises as `encode`.
+        The content must have been marked by `SpecialText`. Raises the errors of `encode`.
         """
         if MARK not in text and ESCAPED_MARK not in text and not self._finds_normalized:
             return self.encode(text)
@@ -143,17 +143,17 @@ class Tokenizer:
         return library.ids_of(encoding)
 
     def check_marks(self) -> None:
-        """ConfigError unless this tokenizer can encode special tokens that content spells out as text."""
+        """ConfigError unless this tokenizer can encode its special tokens as text."""
         self._marked_library()
 
     @contextlib.contextmanager
     def limited(self, tokens: int) -> Iterator[None]:
-        """Refuse texts of this thread that together cannot fit `tokens` tokens, before they are encoded.
+        """Within the with-block, refuse texts of this thread that together cannot fit `tokens` tokens.
 
-        Where the tokenizer has no `TokenBound`, or the texts are short, they are encoded, and the caller
-        counts their tokens.
+        If the tokenizer has no `TokenBound`, or the texts are short, they are encoded and the caller counts
+        their tokens.
         """
-        # The formats of the `renderers` library pass nothing to `encode` but a string.
+        # A limit per thread, because the formats of the `renderers` library pass only a string to `encode`.
         self._limit.tokens, self._limit.at_least = tokens, 0
         self._limit.characters, self._limit.short = 0, []
         try:
@@ -219,14 +219,14 @@ class Tokenizer:
 
 
 def _encoded(encode: Callable[[], tokenizers.Encoding]) -> tokenizers.Encoding:
-    """What `encode` returns. RenderingError if the library panics, as its regex does on some long texts."""
+    """The result of `encode`. RenderingError if the library panics, as its regex does on some long texts."""
     try:
         return encode()
     except BaseException as error:
-        # The type cannot be imported, and it is no Exception.
+        # The type cannot be imported, and it is not an Exception.
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise RenderingError(f"the tokenizer gave up on a text: {error}") from None
+        raise RenderingError(f"the tokenizer failed on a text: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class Conflict(StoreError):
 
 
 class SessionTaken(Conflict):
-    """Another open episode has the session name of an episode that was to be the only one."""
+    """Another open episode already has the session name of the episode to be opened."""
 
 
 class NoTurn(Conflict):

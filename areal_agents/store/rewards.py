@@ -72,7 +72,7 @@ def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[R
 
 
 def _write(connection: sa.Connection, episode_id: str, given: Sequence[Reward], now: float) -> None:
-    """Insert or replace rewards, in two statements however many they are."""
+    """Insert or replace rewards, in two statements whatever their number."""
     last = {(reward.scope, reward.target, reward.name): reward.value for reward in given}
     columns = (rewards.c.scope, rewards.c.target, rewards.c.name)
     of_episode = sa.select(*columns).where(rewards.c.episode_id == episode_id)

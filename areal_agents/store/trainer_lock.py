@@ -3,9 +3,9 @@
 The lock is one that the system takes away with the process, however that ends; so a lease of anybody
 else is one of the dead, and is void. A clock that is set forward or back changes nothing.
 
-There are two files, always locked in the same order: first the door, by whoever takes the lock or looks
-whether somebody has it, and only for that long; then the lock itself, by a trainer for all its life. So
-somebody who looks is never mistaken for a trainer: one that begins meanwhile waits at the door.
+There are two files, always locked in the same order: first the door, briefly, by a process that takes the
+lock or checks whether it is held; then the lock itself, which a trainer keeps until it exits. A process that
+only checks is thus never mistaken for a trainer: a trainer that starts meanwhile waits at the door.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class TrainerLock:
     def take(self, wait_s: float = 0.0) -> None:
         """Take it if it is not taken yet; an earlier trainer that is ending is given `wait_s`.
 
-        Somebody who looks whether it is taken (`nobody`) is waited for in any case, for 30 s at least.
+        A process that checks whether it is held (`nobody`) is waited for in any case, for at least 30 s.
 
         Raises:
-            Conflict: another process has it, and the message says which; or somebody looks for too long.
+            Conflict: another process holds it, and the message says which; or a check takes too long.
         """
         if self._file is not None:
             return
@@ -61,7 +61,7 @@ class TrainerLock:
                     )
                 if state == "looked at" and waited_s >= max(wait_s, _LONGEST_LOOK_S):
                     raise Conflict(
-                        f"another process has locked {self._door} for {waited_s:.0f} s, as a proxy does "
+                        f"another process has held {self._door} locked for {waited_s:.0f} s, as a proxy does "
                         "while it resumes an engine: end that proxy, or try again"
                     )
                 time.sleep(_POLL_S if state == "held" else _DOOR_POLL_S)
@@ -74,7 +74,7 @@ class TrainerLock:
         self._file = file
 
     def _try(self, file: IO[str]) -> Literal["taken", "held", "looked at"]:
-        """Lock the trainer's file behind the door, or say what is in the way."""
+        """Lock the door and then the trainer's file, or report which of them is locked."""
         with open(self._door, "a") as door:
             if not _locked(door):
                 return "looked at"
@@ -82,9 +82,9 @@ class TrainerLock:
 
     @contextmanager
     def nobody(self) -> Iterator[bool]:
-        """Whether nobody has it; then nobody takes it within the with-block, as whoever would waits.
+        """Whether no process holds the lock; if so, none can take it within the with-block.
 
-        False also while somebody else looks or takes it. OSError if the files cannot be opened.
+        False also while another process checks or takes it. OSError if the files cannot be opened.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as looking:

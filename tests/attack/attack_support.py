@@ -1,4 +1,4 @@
-"""What every attack needs: the servers, a neighbour whose calls are timed, and the rows of the table."""
+"""Shared by all attacks: the servers, a second agent whose calls are timed, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from areal_agents.bench.proxy_processes import Server
 
 ADMIN_KEY = "admin-of-the-attack"
 CONTEXT = 32_768
-PAUSE_S = 0.005  # of the neighbour between two calls
+PAUSE_S = 0.005  # between two calls of the neighbour
 CALL_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One attack: what was sent, what should come of it, what came, and whether the defence held."""
+    """One attack: what was sent, the expected and the observed result, and whether the defence held."""
 
     kind: str
     attack: str
@@ -37,7 +37,7 @@ class Row:
 
 @contextlib.contextmanager
 def scripted_engine(model: Path, *, reply_tokens: int) -> Iterator[Server]:
-    """An engine that answers at once, so that what is slow is the proxy."""
+    """An engine that answers at once, so that all delays are the proxy's."""
     command = [sys.executable, "-m", "areal_agents.inference.scripted", "--model", str(model)]
     command += ["--reply-tokens", str(reply_tokens), "--context-length", str(CONTEXT), "--chunk-tokens", "40"]
     with Server(command) as server:
@@ -119,13 +119,13 @@ def open_episode(url: str, key: str | None = ADMIN_KEY) -> dict[str, Any]:
 
 
 def dial(url: str, timeout_s: float = 30.0) -> socket.socket:
-    """A plain connection."""
+    """A plain TCP connection."""
     parts = urlsplit(url)
     return socket.create_connection((str(parts.hostname), parts.port or 80), timeout=timeout_s)
 
 
 class Neighbour:
-    """An agent with an episode of its own, in a process of its own: it calls the model without a pause.
+    """An agent with an episode and a process of its own, which calls the model continuously.
 
     A context manager. Every call must be answered with 200.
     """
@@ -165,7 +165,7 @@ class Neighbour:
     def during(self, began: float, ended: float, *, at_least: int = 200) -> tuple[float, float, int]:
         """(p99 in ms, longest in ms, calls that failed) of the calls that overlapped this time.
 
-        Short attacks are too few calls for a percentile, so that later calls fill up the sample.
+        A short attack overlaps too few calls for a percentile, so later calls complete the sample.
         """
         deadline = time.monotonic() + CALL_TIMEOUT_S
         while len(calls := self._since(began)) < at_least or calls[-1][0] < ended:
@@ -190,7 +190,7 @@ def _connection(url: str, timeout_s: float) -> http.client.HTTPConnection:
 
 
 def _call_until_told() -> None:
-    """The neighbour's process: a line of JSON per call, until standard input closes."""
+    """The main function of the neighbour's process: prints a line of JSON per call until its input closes."""
     url, key = sys.argv[1:]
     told = threading.Event()
     threading.Thread(target=lambda: (sys.stdin.read(), told.set()), daemon=True).start()

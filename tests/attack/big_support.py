@@ -1,4 +1,4 @@
-"""Requests that are as large as they may be, or larger, while a neighbour's calls are timed."""
+"""Requests at or above the size limits, while a neighbour's calls are timed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from areal_agents.bench.proxy_processes import Server
 
 MIB = 2**20
 P99_MS = 100.0
-MEMORY_MB = 200.0  # how much more than before the process may hold, so many seconds after an attack
+MEMORY_MB = 200.0  # that the process may hold more than before, BACK_S after an attack
 BACK_S = 5.0
 
 
 def big(
     server: Server, neighbour: Neighbour, *, wanted: Callable[[str], bool] = lambda name: True
 ) -> Iterator[Row]:
-    """One row per body: its answer, and what a neighbour noticed of it."""
+    """One row per body: the response, and the effect on a neighbour."""
     before, _ = server.memory_mb()
     for name, path, make in BODIES:
         if not wanted(name):

@@ -1,4 +1,4 @@
-"""Engines whose answers cannot be: to one agent's calls only, while the same engine serves others."""
+"""Engines that give invalid answers to the calls of one agent, and valid ones to those of a neighbour."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from attack_support import ADMIN_KEY, Neighbour, Row, open_episode, post, proxy,
 from areal_agents.inference.scripted import LIES, Reply, ScriptedApp, ScriptedCall, running
 
 TRUTH = "one two three four"
-P99_MS = 500.0  # of calls that share the engine with attempts that are repeated
+P99_MS = 500.0  # of calls that share the engine with repeated attempts
 
 
 def lying(model: Path, folder: Path) -> Iterator[Row]:
-    """One row per lie, whole and streamed: what came of it, and what a neighbour noticed."""
+    """One row per lie, whole and streamed: the response, and the effect on a neighbour."""
     for incremental in (True, False):
         app = ScriptedApp.from_folder(model, _answer, incremental=incremental, keep=0)
         with (

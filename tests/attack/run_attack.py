@@ -1,9 +1,10 @@
-"""`make attack`: send the big, the slow, the lying and the forged to a real proxy, and print what held.
+"""`make attack`: sends attacks to a real proxy and prints which defences held.
 
     python tests/attack/run_attack.py --json
 
-The proxy is `areal-agents serve` in a process of its own, in front of an engine that answers at once. The
-last line is one JSON object with a row per attack. It ends with 1 if a defence did not hold.
+The proxy is `areal-agents serve` in a process of its own, in front of an engine that answers at once. With
+`--json` the last line is one JSON object with a row per attack. The exit status is 1 if a defence did not
+hold.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ KINDS = ("big", "slow", "web", "forged", "lying")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """All attacks of the given kinds; 1 if a defence did not hold."""
+    """Run all attacks of the given kinds; returns 1 if a defence did not hold."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--kind", action="append", choices=KINDS, help="only these, by default all")
-    parser.add_argument("--json", action="store_true", help="last line: one JSON object")
+    parser.add_argument(
+        "--kind", action="append", choices=KINDS, help="kinds of attacks to run, by default all"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args(arguments)
     rows = []
     folder = Path(tempfile.mkdtemp(prefix="attack-"))
@@ -45,14 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     failed = sum(not row.holds for row in rows)
-    print(f"{len(rows) - failed} of {len(rows)} attacks met a defence that held")
+    print(f"the defences held against {len(rows) - failed} of {len(rows)} attacks")
     if options.json:
         print(json.dumps({"failed": failed, "rows": [asdict(row) for row in rows]}, ensure_ascii=False))
     return 1 if failed else 0
 
 
 def attacks(folder: Path, kinds: Sequence[str]) -> Iterator[Row]:
-    """The rows of all attacks of these kinds, as they come."""
+    """The rows of all attacks of these kinds, as they complete."""
     model = qwen_folder()
     with scripted_engine(model, reply_tokens=4000) as engine:
         if {"big", "slow"} & set(kinds):

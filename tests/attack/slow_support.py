@@ -1,4 +1,4 @@
-"""Connections that send slowly, without an end, too much of a head, or never read what they asked for."""
+"""Connections that send slowly, endlessly or too large a head, or never read their response."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from big_support import MIB, P99_MS
 from areal_agents.bench.proxy_processes import Server
 
 CROWD = 50
-LONGEST_S = 90.0  # that a connection which makes no progress may stay
+LONGEST_S = 90.0  # for which a connection without progress may stay open
 HEAD_MB = 112
 MEMORY_MB = 200.0
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How one slow connection ended: when, what the server said, how much it had taken."""
+    """How one slow connection ended: when, what the server sent, and how many bytes it had received."""
 
     seconds: float
     closed: bool
@@ -33,7 +33,7 @@ class Ended:
 
 
 def slow(server: Server, neighbour: Neighbour, *, longest_s: float = LONGEST_S) -> Iterator[Row]:
-    """One row per kind of connection; the drips go on side by side."""
+    """One row per kind of connection; the slow ones run concurrently."""
     key = open_episode(server.url)["key"]
     head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n"
     typed = head + "Content-Type: application/json\r\n"

@@ -1,4 +1,4 @@
-"""The attacks of `make attack` whose outcome does not depend on the speed of the machine."""
+"""The attacks of `make attack` whose result does not depend on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from run_attack import attacks, main
 @pytest.mark.timeout(600)
 def test_pages_forgeries_and_lies_meet_a_defence(tmp_path: Path) -> None:
     rows = list(attacks(tmp_path, ["web", "forged", "lying"]))
-    speed = [row for row in rows if "p99" in row.expected]  # which `make attack` looks at
+    speed = [row for row in rows if "p99" in row.expected]  # checked by `make attack`
     assert [row for row in rows if not row.holds and row not in speed] == []
     assert speed and all(row.found.startswith("0 calls failed") for row in speed)
     assert {row.kind for row in rows} == {"web", "forged", "lying"} and len(rows) > 100

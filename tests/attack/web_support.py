@@ -1,4 +1,4 @@
-"""What a web page in a browser on this machine, or one that an agent reads, can do."""
+"""Requests of a web page in a browser on this machine, and special tokens in what an agent reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVIL = "https://evil.example"
 
 
 def web(url: str) -> Iterator[Row]:
-    """Requests as a page's script makes them, to a proxy without keys.
+    """Requests as the script of a page makes them, to a proxy without keys.
 
     A page cannot set Host, Origin or Sec-Fetch-Site; DNS rebinding makes its own name the Host.
     """
@@ -61,7 +61,7 @@ def web(url: str) -> Iterator[Row]:
 
 
 def forged(url: str, special: dict[str, int]) -> Iterator[Row]:
-    """Control tokens typed into what an agent reads: the recorded prompt must not hold more than its own.
+    """Special tokens spelled out in content: the recorded prompt must have none but the template's.
 
     Args:
         special: ids of the strings that begin and end a turn in the model's template.

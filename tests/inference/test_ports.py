@@ -33,7 +33,7 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -
         for _ in range(20):
             with reserved_ports(1) as found:
                 assert found == (ports[1],)
-        with pytest.raises(ConfigError, match="no 2 ports"), reserved_ports(2):
+        with pytest.raises(ConfigError, match="fewer than 2 ports"), reserved_ports(2):
             pass
 
 
@@ -41,7 +41,7 @@ def test_a_port_that_somebody_has_is_not_free(monkeypatch: pytest.MonkeyPatch) -
 def test_a_reserved_port_is_its_servers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_ports(2) as ports:
         monkeypatch.setattr("areal_agents.inference.ports._PORTS", ports)
-        with pytest.raises(ConfigError, match="no 1 ports"), reserved_ports(1):
+        with pytest.raises(ConfigError, match="fewer than 1 ports"), reserved_ports(1):
             pass
         for _ in range(2):  # a server that is started again finds its port free too
             with listening(ports[0]), socket.create_connection(("127.0.0.1", ports[0]), timeout=5):

@@ -291,7 +291,7 @@ def branching(depth: int) -> dict[str, Any]:
         (Grammar("json_schema", json.dumps({"type": "string", "pattern": "(" * 50_000})), "2000 groups"),
         (
             Grammar("json_schema", json.dumps({"type": "string", "pattern": "a{9999}"})),
-            "more than 1000 times",
+            "repetition count above 1000",
         ),
         (Grammar("json_schema", json.dumps(branching(40))), "oneOf"),
         (Grammar("json_schema", json.dumps({"oneOf": [{"const": n} for n in range(65)]})), "64 branches"),

@@ -80,7 +80,7 @@ def test_an_abort_before_the_first_token_is_an_empty_completion() -> None:
         (answer(output_token_logprobs=[[-1.0, 460, None], [-1.0, 8, None]]), "other tokens"),
         (
             answer(output_token_logprobs=[[float("nan"), 460, None], [-1.0, 7, None]]),
-            "nan, which is no logprob",
+            "nan, which is not a logprob",
         ),
         (answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]), "do not cover the 2 tokens"),
         (answer(weight_version="v2"), "'v2'; expected an integer"),

@@ -105,7 +105,7 @@ def test_an_orphan_that_does_not_end_is_an_error(
     tmp_path: Path, orphan: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(identity, "ORPHANS_END_S", 0.1)
-    with pytest.raises(ConfigError, match=r"1 workers .* still run after 0.1 s"):
+    with pytest.raises(ConfigError, match=r"1 workers .* still running after 0.1 s"):
         wait_for_orphans(tmp_path)
 
 

@@ -123,7 +123,7 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
         ("{% if %}", "is no Jinja template"),
         (None, "has no chat template"),
         ([{"name": "rag", "template": "x"}], "named 'default', got .'rag'"),
-        ([1], "must be a text or a list"),
+        ([1], "must be a string or a list"),
         ("{{ raise_exception('never') }}", "renders no question: .*never"),
         ("", "leaves out what a user says; it writes ''"),
     ],

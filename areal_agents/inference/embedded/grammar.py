@@ -51,8 +51,8 @@ class Grammars:
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> TokenMatcher:
         """A fresh matcher, at the start of `grammar`; the stop tokens end the output where it is complete.
 
-        RequestError if the grammar is malformed or too large, has anything that would not be enforced, or not
-        one token can begin it.
+        RequestError if the grammar is malformed or too large, has a part that would not be enforced, or if no
+        token can begin it.
         """
         stop_ids = sorted({*self._eos_ids, *stop_token_ids})
         if not stop_ids:
@@ -102,7 +102,7 @@ class Grammars:
                 vocab_size=self._vocab_size,
                 stop_token_ids=list(self._eos_ids) or stop_ids,
             )
-            # xgrammar allows them, unescaped, in a string whose length is bounded.
+            # xgrammar allows control characters, unescaped, in a string whose length is bounded.
             texts = vocabulary.decoded_vocab
             self._controls = np.array([any(byte < 32 and byte != 10 for byte in text) for text in texts])
             self._compiler = GrammarCompiler(
@@ -112,10 +112,10 @@ class Grammars:
 
 
 class TokenMatcher:
-    """How far one output has come in its grammar. Once submitted, it is the scheduler's thread's alone.
+    """The state of one output in its grammar. Once submitted, only the scheduler's thread uses it.
 
     Args:
-        matcher: xgrammar's.
+        matcher: of xgrammar.
         vocab_size: V, the width of the logits.
         excluded: [V] tokens that are not allowed anywhere, or None.
     """
@@ -160,10 +160,10 @@ def _is_any_json(grammar: Grammar) -> bool:
 
 
 def _refuse_ignored(grammar: Grammar) -> None:
-    """ValueError if the grammar has something that the compiler drops without a word.
+    """ValueError if the grammar has a part that the compiler silently ignores.
 
-    The schemas within a structural tag are taken as far as they are enforced: they are those of tools, whose
-    arguments are not said to fit.
+    The schemas within a structural tag are not checked: they are those of tools, whose arguments are not
+    promised to be valid.
     """
     reason = None
     if grammar.kind == "json_schema":

@@ -1,7 +1,7 @@
-"""Limits of a grammar's size, held before it is compiled.
+"""Limits on the size of a grammar, which are checked before it is compiled.
 
-A compiler in C++ cannot be interrupted, and it recurses: a deeply nested pattern overflows its stack and ends
-the process, and thousands of alternatives take it minutes. So what a request brings is measured first.
+The compiler is written in C++ and cannot be interrupted, and it recurses: a deeply nested pattern overflows
+its stack and ends the process, and thousands of alternatives take minutes. So each grammar is measured first.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ MOST_CHARACTERS = 256 * 1024  # of the grammar's text
 MOST_DEPTH = 128  # JSON values within JSON values
 MOST_VALUES = 5_000  # of all enums
 MOST_SCHEMAS = 5_000  # properties, prefixItems and branches, all together
-MOST_GROUPS = 2_000  # of one pattern
-MOST_REPEATS = 1_000  # a count in braces
+MOST_GROUPS = 2_000  # of one pattern, nested or not
+MOST_REPEATS = 1_000  # a repetition count
 MOST_OF = {  # by keyword
     **dict.fromkeys(("maxLength", "minLength"), 10_000),
     **dict.fromkeys(("maxItems", "maxProperties", "minItems", "minProperties"), 1_000),
@@ -30,7 +30,7 @@ _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 def refuse_too_large(grammar: Grammar) -> None:
-    """ValueError, with the limit and what exceeds it, for a grammar that could take too long to compile."""
+    """ValueError that names the limit, for a grammar that could take too long to compile."""
     if len(grammar.text) > MOST_CHARACTERS:
         raise ValueError(f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are supported")
     if grammar.kind in ("regex", "ebnf"):
@@ -59,7 +59,7 @@ def refuse_too_large(grammar: Grammar) -> None:
 
 
 def refuse_compiled(size_bytes: int) -> None:
-    """ValueError for a compiled grammar that is too large to keep."""
+    """ValueError for a compiled grammar that takes too much memory."""
     if size_bytes > MOST_COMPILED_BYTES:
         raise ValueError(f"it takes {size_bytes} bytes compiled, at most {MOST_COMPILED_BYTES} are supported")
 
@@ -69,11 +69,11 @@ def _refuse_pattern(pattern: str) -> None:
         raise ValueError(f"a pattern has more than {MOST_GROUPS} groups")
     for counts in _REPEATS.findall(pattern):
         if any(count and int(count[:6]) > MOST_REPEATS for count in counts):
-            raise ValueError(f"a pattern repeats something more than {MOST_REPEATS} times")
+            raise ValueError(f"a pattern has a repetition count above {MOST_REPEATS}")
 
 
 def _depth(text: str) -> int:
-    """How many values of a JSON text are open at most."""
+    """The deepest nesting of arrays and objects in a JSON text."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
         depth += 1 if bracket in "[{" else -1
@@ -82,7 +82,7 @@ def _depth(text: str) -> int:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value that are not data of a schema."""
+    """All objects of a JSON value except those within the data of a schema, such as `enum`."""
     left = [tree]
     while left:
         found = left.pop()

@@ -28,7 +28,7 @@ from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavaila
 from areal_agents.inference.resubmit import is_garbage, rid_of, stalled
 
 _NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
-_MOST_GARBAGE = 3  # different requests in a row answered with garbage, after which a replica rests
+_MOST_GARBAGE = 3  # different requests in a row with invalid answers, after which a replica rests
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class PoolCounts:
     """What happened since the start.
 
     Attributes:
-        failovers: requests that went on after their replica had been lost, or had answered garbage.
+        failovers: requests that went on after their replica had been lost, or had given invalid answers.
         continued: requests that went on after their replica had aborted them.
         resubmitted_tokens: sampled tokens that were sent back as the end of a prompt.
         catch_ups: replicas that were brought to the current version.
@@ -246,9 +246,9 @@ class EnginePool:
             return whole, error
 
     async def _keep_trusted(self, replica: Replica, draft: Draft, error: EngineError, least: int) -> None:
-        """Forget what a failed attempt has streamed, if the failure or its versions say that it is wrong.
+        """Discard what a failed attempt streamed, if the failure or its versions show that it is wrong.
 
-        The EngineError itself if a piece of that was given to the caller, who cannot be told otherwise.
+        Raises the EngineError if some of them were already given to the caller.
         """
         refuted = error if isinstance(error, OldVersion) or is_garbage(error) else None
         if refuted is None and draft.latest != UNSURE:
@@ -301,7 +301,7 @@ class EnginePool:
                     "was published: it serves another run"
                 )
         if current is None and newest > replica.version and replica is not self._router:
-            # Nobody has published anything: what it reports is all there is to hold it to.
+            # Nothing was published, so the version that it reports is the only limit.
             await self._watch.look_anew(replica)
             if newest > replica.version:
                 raise EngineError(
@@ -360,7 +360,7 @@ class EnginePool:
             return True
         replica.wake.set()
         if replica.is_serving and replica.garbled(affinity, case.asked) >= _MOST_GARBAGE:
-            replica.rest_after_garbage(self._limits.longest_pause_s, f"it answered garbage: {error}")
+            replica.rest_after_garbage(self._limits.longest_pause_s, f"it gave invalid answers: {error}")
         return True
 
     async def _has_died(self, replica: Replica, error: EngineError, began: float) -> bool:
@@ -386,5 +386,5 @@ class EnginePool:
 
 
 def _runs(versions: Sequence[int]) -> str:
-    """Versions of consecutive tokens for people: each once for as long as it stays the same."""
+    """Versions of consecutive tokens for a message, without repetitions."""
     return ", ".join(str(version) for version, _ in itertools.groupby(versions))

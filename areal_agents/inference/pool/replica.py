@@ -46,9 +46,9 @@ class Replica:
         misses: looks in a row that it did not answer.
         gone_at: when a look last found it gone that was there before, or started again; by the event loop's
             clock.
-        garbage: who asked what, of the answers since the last good one that could not be trusted. No caller
-            and no request is in it twice.
-        rests: how often in a row it was given a rest for garbage.
+        garbage: (caller, request) of the invalid answers since the last valid one; no caller and no
+            request is in it twice.
+        rests: how often in a row it was rested for invalid answers.
         rests_until: it is not asked for completions before, by the event loop's clock.
         due: the version that the trainer is to swap in, since it served when that was published; None if
         none.
@@ -99,15 +99,15 @@ class Replica:
         self.wake.set()
 
     def answered(self) -> None:
-        """It gave an answer that can be trusted."""
+        """It gave a valid answer."""
         self.garbage.clear()
         self.rests = 0
 
     def garbled(self, caller: str, asked: bytes) -> int:
-        """It answered garbage to the request `asked` of `caller`, "" if that is not known.
+        """It gave an invalid answer to the request `asked` of `caller`, "" if the caller is not known.
 
-        Returns how many different requests of different callers it did so to since its last good answer: a
-        request that is always answered so is counted once, and so is a caller with many of them.
+        Returns how many different requests of different callers got one since its last valid answer. A
+        request that always gets one is counted once, and so is a caller with many such requests.
         """
         known = any(asked == other or (caller and caller == who) for who, other in self.garbage)
         if not known:
@@ -115,9 +115,10 @@ class Replica:
         return len(self.garbage)
 
     def rest_after_garbage(self, longest_s: float, why: str) -> None:
-        """No requests for 1 s, or twice as long as the last time in a row, `longest_s` at most.
+        """Send it no requests for 1 s, doubled for each rest in a row, at most `longest_s`.
 
-        Looks at it go on, and as many different requests as before are to be answered before it rests again.
+        Health checks continue. It rests again only after as many different requests with invalid answers as
+        before.
         """
         self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
         self.state, self.reason = "down", why

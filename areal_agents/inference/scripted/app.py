@@ -279,7 +279,7 @@ class ScriptedApp:
         if not isinstance(path, str) or not path:
             raise RequestError(f"model_path must name a model folder, got {path!r}")
         if version is not None and not isinstance(version, str):
-            raise RequestError(f"weight_version must be a text, got {version!r}")
+            raise RequestError(f"weight_version must be a string, got {version!r}")
         self._model_path = path
         self._gate.version = version or self._gate.version
         return _json({"success": True, "message": "Succeeded to update model weights."})

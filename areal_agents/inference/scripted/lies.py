@@ -1,7 +1,7 @@
-"""Answers that cannot be: what a broken or hostile engine may write in place of what it sampled.
+"""Invalid answers, as a broken or hostile engine may give them.
 
-A lie changes an answer in place, a whole one or each chunk of a stream; the replies it is told of have at
-least four tokens and end with the stop token. Every one of them must be refused by the client or the pool.
+A lie changes an answer in place: a whole one, or each chunk of a stream. It applies to replies of at least
+four tokens that end with the stop token. The client or the pool must refuse every one of them.
 """
 
 from __future__ import annotations

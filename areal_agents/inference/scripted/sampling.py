@@ -58,7 +58,7 @@ def ending_of(params: Mapping[str, Any], stop_token_id: int) -> Ending:
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-        raise RequestError(f"stop must be a text or a list of texts, got {params['stop']!r}")
+        raise RequestError(f"stop must be a string or a list of strings, got {params['stop']!r}")
     ids = params.get("stop_token_ids") or []
     if not isinstance(ids, list) or not all(type(token) is int for token in ids):
         raise RequestError(f"stop_token_ids must be a list of token ids, got {ids!r}")

@@ -185,7 +185,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
             if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
                 refuse(f"a token id must be an integer of at least 0, got {shown(token_id)}", "prompt")
         return tuple(value)
-    refuse(f"prompt must be a text or a list of token ids, and not empty, got {shown(value)}", "prompt")
+    refuse(f"prompt must be a string or a list of token ids, and not empty, got {shown(value)}", "prompt")
 
 
 def _completion(body: Mapping[str, Any], turn_id: str, created_at: float, **fields: Any) -> Completion:

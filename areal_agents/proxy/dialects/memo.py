@@ -15,7 +15,7 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
-_MOST_CHARACTERS = 4_000_000  # of a history; a longer one is read anew at every call
+_MOST_CHARACTERS = 4_000_000  # of a history that is kept; a longer one is read anew at every call
 
 Group = tuple[Message, ...]  # what one item of a request means
 
@@ -33,7 +33,7 @@ class History:
 
     @property
     def characters(self) -> int:
-        """About how much it keeps in memory."""
+        """The approximate size of the history in characters."""
         said = (message for group in self.groups for message in group)
         return sum(len(message.content) + len(message.reasoning) for message in said)
 

@@ -124,7 +124,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             refuse("a tool needs an input_schema, which is an object", f"{where}.input_schema")
         function = {"name": tool["name"], "description": tool.get("description") or ""}
         if not isinstance(function["description"], str):
-            refuse("a description must be a text", f"{where}.description")
+            refuse("a description must be a string", f"{where}.description")
         tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
     return tuple(tools)
 
@@ -290,7 +290,7 @@ def _blocks(content: Any, where: str) -> Sequence[Block]:
     if isinstance(content, str):
         return ({"type": "text", "text": content},)
     if not isinstance(content, list):
-        refuse(f"content must be a text or a list of blocks, got {shown(content)}", where)
+        refuse(f"content must be a string or a list of blocks, got {shown(content)}", where)
     for index, block in enumerate(content):
         if not isinstance(block, dict):
             refuse(f"a block must be an object, got {shown(block)}", f"{where}.{index}")
@@ -316,5 +316,5 @@ def _text_block(block: Block, where: str) -> str:
 def _text(block: Block, field: str, where: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        refuse(f"must be a text, got {shown(value)}", f"{where}.{field}")
+        refuse(f"must be a string, got {shown(value)}", f"{where}.{field}")
     return value

@@ -96,7 +96,7 @@ def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
     """
     found = [value] if isinstance(value, str) and value else (value or [])
     if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
-        refuse(f"{param} must be a text or a list of texts, got {shown(value)}", param)
+        refuse(f"{param} must be a string or a list of strings, got {shown(value)}", param)
     if len(found) > _MAX_STOPS:
         refuse(f"{param} must be at most {_MAX_STOPS} texts, got {len(found)}", param)
     if (longest := max(map(len, found), default=0)) > _MAX_STOP_CHARACTERS:
@@ -111,7 +111,7 @@ def text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        refuse("content must be a text, null or a list of parts", where)
+        refuse("content must be a string, null or a list of parts", where)
     return "".join(text_part(part, f"{where}[{index}]") for index, part in enumerate(content))
 
 
@@ -131,7 +131,7 @@ def text_part(part: Any, where: str) -> str:
 def arguments_text(value: Any) -> str:
     """The arguments of a replayed tool call, as JSON text: as they came where they are text.
 
-    RequestError 413 for a text of very many values, which is read as JSON wherever it is compared.
+    RequestError 413 for a text with very many values, which is parsed wherever it is compared.
     """
     if isinstance(value, str):
         if len(value) > _MOST_ARGUMENT_VALUES:

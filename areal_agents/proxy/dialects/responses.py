@@ -127,9 +127,9 @@ def _messages(body: Mapping[str, Any], context: ReadContext) -> tuple[tuple[Mess
     """All messages of the conversation, and whether the first of them is the instructions."""
     instructions, given = body.get("instructions"), body.get("input")
     if instructions is not None and not isinstance(instructions, str):
-        reading.refuse(f"instructions must be a text, got {type(instructions).__name__}", "instructions")
+        reading.refuse(f"instructions must be a string, got {type(instructions).__name__}", "instructions")
     if not isinstance(given, str | list):
-        reading.refuse(f"input must be a text or a list of items, got {type(given).__name__}", "input")
+        reading.refuse(f"input must be a string or a list of items, got {type(given).__name__}", "input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if len(items) > context.max_messages:
         reading.refuse(f"at most {context.max_messages} input items are accepted, got {len(items)}", "input")

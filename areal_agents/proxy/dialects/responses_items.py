@@ -180,7 +180,7 @@ class _Reader:
 
     def _custom_arguments(self, call_id: str, text: Any, where: str) -> str:
         if not isinstance(text, str):
-            reading.refuse(f"input must be a text, got {shown(text)}", f"{where}.input")
+            reading.refuse(f"input must be a string, got {shown(text)}", f"{where}.input")
         if self._recorded is None:
             replies = (turn.reply for turn in self._forest.turns)
             self._recorded = {call.id: call.arguments for reply in replies for call in reply.tool_calls}

@@ -1,8 +1,8 @@
-"""The door of one worker of several: a request of another worker's episode is answered by that worker.
+"""Forwards a request to the worker that has its episode.
 
-What the owner answers is passed on byte for byte as it comes, and a client that hangs up here is seen to
-hang up there. A request is forwarded at most once: a worker that is sent another's request says so, and the
-sender looks again.
+The owner's response is passed on byte for byte as it arrives, and if the client disconnects here, the request
+to the owner is cancelled. A request is forwarded at most once: a worker that receives a request which belongs
+to yet another worker says so, and the sender looks up the owner again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_agents.proxy.dialects.base import Dialect
-from areal_agents.proxy.dialects.building import openai_error
-from areal_agents.proxy.errors import as_request_error, headers_of, log_refusal
+from areal_agents.proxy.errors import error_response
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import elsewhere
 from areal_agents.proxy.workers.placement import Placement
 
 _logger = logging.getLogger(__name__)
 
-_HOP = "x-areal-agents-hop"  # a request: the run's secret; an answer: that the sender should look again
-_ADDRESS = "x-areal-agents-address"  # a request: "HOST PORT" that the client connected to
-_MOVED = "moved"
+_HOP = "x-areal-agents-hop"  # in a request: the run's secret; in a response: `_MOVED`
+_ADDRESS = "x-areal-agents-address"  # in a request: "HOST PORT" that the client connected to
+_MOVED = "moved"  # the sender should look up the owner again
 _CONNECT_S = 5.0
 _RETRY_COUNT = b"x-stainless-retry-count"
-_GIVE_UP_S = 15.0  # a killed worker is back long before
+_GIVE_UP_S = 15.0  # a killed worker serves again much sooner
 _RETRY_S = 0.05
-_LOOK_S = 0.5  # how often a waiting sender looks whether the owner still lives
+_LOOK_S = 0.5  # how often a waiting sender checks that the owner is alive
 _OUR_OWN = frozenset(
     (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect")
 )
@@ -43,12 +41,13 @@ _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # by aioht
 
 
 class WorkerDoor:
-    """An ASGI app before the proxy's own.
+    """The outermost ASGI app of a worker: serves a request with `app`, or forwards it to its worker.
 
     Args:
-        app: serves what is served here.
-        anthropic: writes the refusals of the Messages API.
-        max_body_bytes: of a request; a larger one goes to `app`, which refuses it.
+        app: serves the requests that belong to this worker.
+        workers: this worker and its siblings.
+        placement: finds the worker of each request.
+        max_body_bytes: limit of a request's body; a larger request goes to `app`, which refuses it.
     """
 
     def __init__(
@@ -57,13 +56,11 @@ class WorkerDoor:
         *,
         workers: Workers,
         placement: Placement,
-        anthropic: Dialect,
         max_body_bytes: int,
     ) -> None:
         self._app = app
         self._workers = workers
         self._placement = placement
-        self._anthropic = anthropic
         self._max_body_bytes = max_body_bytes
         self._siblings = Siblings(workers)
         self.worker_of = placement.worker_of
@@ -81,12 +78,12 @@ class WorkerDoor:
             try:
                 answer = await self._answer(request, body, send)
             except Exception as error:
-                answer = self._refused(request, error)
+                answer = error_response(request, error)
             if answer is not None:
                 await answer(scope, body.receive, send)
 
     async def _answer(self, request: Request, body: KeptBody, send: Send) -> ASGIApp | None:
-        """What answers a request; None if a sibling has."""
+        """The app that answers a request; None if a sibling has answered it."""
         forwarded = self._is_forwarded(request)
         if forwarded and (address := request.headers.get(_ADDRESS)):
             host, _, port = address.partition(" ")
@@ -102,7 +99,7 @@ class WorkerDoor:
                 if await self._siblings.forward(index, request, body, send):
                     return None
                 _mark_as_retry(request)
-            if request.scope["path"] == "/episodes":  # it may be open, and a second one would be too many
+            if request.scope["path"] == "/episodes":  # it may already be open
                 raise elsewhere("the worker that was to open the episode has ended")
             if time.monotonic() > give_up_at:
                 raise elsewhere(f"worker {index}, which has the episode, does not answer")
@@ -111,20 +108,9 @@ class WorkerDoor:
     def _is_forwarded(self, request: Request) -> bool:
         return hmac.compare_digest(request.headers.get(_HOP, "").encode(), self._workers.secret.encode())
 
-    def _refused(self, request: Request, error: Exception) -> Response:
-        refusal = as_request_error(error)
-        log_refusal(request, refusal, error)
-        write = self._anthropic.error if "/v1/messages" in request.scope["path"] else openai_error
-        return Response(
-            write(refusal),
-            status_code=refusal.status,
-            headers=headers_of(refusal),
-            media_type="application/json",
-        )
-
 
 def _mark_as_retry(request: Request) -> None:
-    """Let a request count as a retry: what a worker that has died recorded for it must not be drawn twice."""
+    """Mark a request as a retry: what a dead worker recorded for it must not be sampled twice."""
     headers = [(name, value) for name, value in request.scope["headers"] if name != _RETRY_COUNT]
     given = request.headers.get(_RETRY_COUNT.decode(), "")
     headers.append((_RETRY_COUNT, given.encode() if given.isdecimal() and int(given) else b"1"))
@@ -132,7 +118,7 @@ def _mark_as_retry(request: Request) -> None:
 
 
 class KeptBody:
-    """The body of a request, kept so that it can be sent on, and again, or given to the app here."""
+    """The body of a request, kept so that it can be forwarded, more than once, or served here."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
@@ -142,7 +128,7 @@ class KeptBody:
         self._whole: bytes | None = None
 
     async def read(self) -> bytes | None:
-        """All of it; None if it is larger than allowed, or if the client hung up before its end."""
+        """The whole body; None if it is too large, or if the client disconnected before its end."""
         if self._whole is None and not self._messages:
             self._whole = await self._read()
         return self._whole
@@ -162,14 +148,14 @@ class KeptBody:
         return b"".join(parts)
 
     async def receive(self) -> Message:
-        """ASGI's `receive`: what was kept first, and then what comes."""
+        """ASGI's `receive`: the kept messages first, and then new ones."""
         if self._replayed < len(self._messages):
             self._replayed += 1
             return self._messages[self._replayed - 1]
         return await self._receive()
 
     async def hang_up(self) -> None:
-        """Return when the client has closed the connection. The body must have been read."""
+        """Wait until the client has closed the connection. The body must have been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -187,7 +173,10 @@ class Siblings:
             await self._session.close()
 
     async def forward(self, index: int, request: Request, body: KeptBody, send: Send) -> bool:
-        """Let a sibling answer. False if no byte of an answer came and the sender should look again."""
+        """Forward a request to a sibling.
+
+        Returns False if no byte of a response came, so that the sender should look up the owner again.
+        """
         gone = asyncio.ensure_future(body.hang_up())
         asking = asyncio.ensure_future(self._ask(index, request, await body.read() or b""))
         try:
@@ -207,14 +196,14 @@ class Siblings:
     async def _answered(
         self, index: int, asking: asyncio.Future[aiohttp.ClientResponse], gone: asyncio.Future[None]
     ) -> bool:
-        """Wait for the answer's head; False if the client or the sibling has gone before.
+        """Wait for the head of the response; False if the client or the sibling has gone before it came.
 
-        There is no limit of time, as the sibling has its own for everything that it waits for.
+        There is no timeout here: the sibling limits everything that it waits for.
         """
         while not asking.done() and not gone.done():
             await asyncio.wait((asking, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done() and not self._workers.is_up(index):
-                return False  # its socket outlives it, so the connection alone does not tell
+                return False  # the supervisor keeps its socket open, so the connection stays open too
         return asking.done()
 
     async def _ask(self, index: int, request: Request, body: bytes) -> aiohttp.ClientResponse:
@@ -272,7 +261,7 @@ class Siblings:
 
 
 async def _stream(answer: aiohttp.ClientResponse, start: Message, send: Send) -> None:
-    """Pass a body on as it comes. One that breaks off is left unfinished, so that the client sees it."""
+    """Pass a body on as it arrives. If it breaks off, it stays unfinished, so that the client notices."""
     await send(start)
     try:
         async for part in answer.content.iter_any():
@@ -289,4 +278,4 @@ async def _end(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # seen by whoever waited for it, or of no interest to anybody by now
+            future.exception()  # mark it as retrieved, or asyncio would log it

@@ -1,10 +1,10 @@
-"""Passes an open connection to the worker that has the episode which the connection's next request names.
+"""Passes an open connection to the worker that has the episode named by its next request.
 
 All workers accept connections on the one public port, so any of them may receive a request. Before a request
-is parsed, the first bytes of it are inspected for an episode's key. If the episode belongs to another worker,
-the socket and the bytes read so far are sent there, and that worker serves the connection as if it had
-accepted it: the calls of an agent cost no more than with a single worker. A connection that cannot be passed
-is served where it is, and its requests are forwarded.
+is parsed, its first bytes are inspected for an episode's key. If the episode belongs to another worker, the
+socket and the bytes read so far are sent there, and that worker serves the connection as if it had accepted
+it: the calls of an agent cost no more than with a single worker. A connection that cannot be passed is served
+where it is, and its requests are forwarded.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _logger = logging.getLogger(__name__)
 
 _LONGEST_METHOD = 8  # "OPTIONS "
 _LONGEST_KEY = 128
-_MOST_BYTES = 2**18  # what is read from a connection at once
+_MOST_BYTES = 2**18  # the most that is read from a connection at once
 _ARRIVALS_AT_ONCE = 64
 
 
 def open_inboxes(count: int, stack: contextlib.ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
-    """For each worker the socket that it receives connections from, and the one that they are sent into.
+    """(inboxes, outboxes): for each worker a socket from which it receives connections, and the other end.
 
-    Both ends are the supervisor's, so that what was sent to a worker that dies waits for its next life.
+    The supervisor holds both ends, so connections that were sent to a dead worker wait until it is restarted.
     """
     inboxes, outboxes = [], []
     for _ in range(count):
         inbox, outbox = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * _MOST_BYTES)  # or as much as one may have
+        outbox.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8 * _MOST_BYTES)  # the kernel may grant less
         for end in (inbox, outbox):
             end.setblocking(False)
             stack.enter_context(end)
@@ -49,11 +49,12 @@ def open_inboxes(count: int, stack: contextlib.ExitStack) -> tuple[list[socket.s
 
 @dataclass(frozen=True, slots=True)
 class WorkerSockets:
-    """One worker of several, and what it inherited to pass connections on.
+    """One of several workers, and the sockets that it inherited to pass connections on.
 
     Attributes:
-        inbox: where connections of this worker's episodes arrive.
-        outboxes: [N] where each worker's are sent.
+        workers: this worker and its siblings.
+        inbox: receives connections of this worker's episodes.
+        outboxes: [N] send connections to each worker.
     """
 
     workers: Workers
@@ -77,7 +78,7 @@ class Handover:
 
     @property
     def private(self) -> tuple[str, int]:
-        """(host, port) of the listener that the siblings forward requests to; a connection of it stays."""
+        """(host, port) of the listener for forwarded requests, whose connections are never passed on."""
         return self._workers.private
 
     def passes(self, transport: asyncio.Transport, data: bytes) -> bool:
@@ -94,7 +95,7 @@ class Handover:
         connection = transport.get_extra_info("socket")
         try:
             socket.send_fds(self._outboxes[index], [data], [connection.fileno()])
-        except OSError as error:  # its inbox is full: the request is forwarded, and waits there
+        except OSError as error:  # for example a full inbox; the request is then forwarded
             _logger.info("a connection was not passed to worker %d: %s", index, error)
             return False
         transport.close()
@@ -120,7 +121,7 @@ class Handover:
             except BlockingIOError:
                 return
             if not descriptors:
-                _logger.error("a connection was lost: this process has too many open files")
+                _logger.error("a connection from another worker was lost: too many open files")
                 continue
             connection = socket.socket(fileno=descriptors[0])
             connection.setblocking(False)
@@ -140,7 +141,7 @@ class Handover:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
         except OSError as error:  # the client has gone
-            _logger.info("a connection ended on its way between workers: %s", error)
+            _logger.info("a connection ended while it was passed between workers: %s", error)
             connection.close()
 
 
@@ -148,8 +149,9 @@ class PassedOn(LimitedProtocol):
     """uvicorn's HTTP protocol, which passes the connection to another worker where it belongs there.
 
     Args:
-        received: bytes that a sibling has read from the connection; their request is served here in any case.
-        **uvicorns: what uvicorn gives each protocol.
+        handover: decides which connections are passed on.
+        received: bytes that a sibling has read from the connection; their request is always served here.
+        **uvicorns: the arguments that uvicorn passes to each protocol.
     """
 
     def __init__(self, handover: Handover, received: bytes = b"", **uvicorns: Any) -> None:
@@ -159,7 +161,7 @@ class PassedOn(LimitedProtocol):
         self._is_public = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection is open; nothing of it has been read here."""
+        """The connection is open, and nothing was read from it in this process."""
         super().connection_made(transport)
         self._is_public = self.server != self._handover.private
         if self._received:
@@ -173,7 +175,7 @@ class PassedOn(LimitedProtocol):
         super().data_received(data)
 
     def _is_between_requests(self) -> bool:
-        """Whether what was read so far is whole requests, all of which were answered."""
+        """Whether everything read so far is complete requests, and all of them were answered."""
         if self.is_in_head or self.pipeline:
             return False
         cycle = self.cycle
@@ -189,18 +191,18 @@ class HandoverServer(uvicorn.Server):
         self._receiving = contextlib.ExitStack()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         await super().startup(sockets)
         self._receiving.enter_context(self._handover.receiving(self))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve nothing new, and end what is being served."""
+        """Accept nothing more, and finish the running requests."""
         self._receiving.close()
         await super().shutdown(sockets)
 
 
 def protocol_of(handover: Handover) -> type[asyncio.Protocol]:
-    """What makes uvicorn's protocols, which is all that uvicorn uses a protocol class for."""
+    """A factory of protocols, typed as a class: uvicorn only ever calls its protocol class."""
 
     def make(**uvicorns: Any) -> PassedOn:
         return PassedOn(handover, **uvicorns)

@@ -1,8 +1,9 @@
-"""Several proxy processes on one store: which worker this one is, and which of the others live.
+"""Several proxy processes on one store: which worker this process is, and which others are alive.
 
-An open episode in the store names its owner, the only process that may have it in memory. An owner is one
-life of a worker: what belonged to an earlier life is taken over like anybody else's. A life holds a lock on
-a file beside the store, and the kernel lets go of the lock when the process ends, however that happens.
+An open episode in the store names its owner, the only process that may have it in memory. Each start of a
+worker (a "life") is an owner of its own: the episodes of an earlier life are taken over like those of any
+dead worker. Each life holds a lock on a file beside the store, which the kernel releases when the process
+ends, however it ends.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from areal_agents.proxy.auth import new_episode_key
 from areal_agents.proxy.listening import listen
 
 PRIVATE_HOST = "127.0.0.1"
-ORPHANS_END_S = 25.0  # a worker ends by force 15 s after its supervisor has
+ORPHANS_END_S = 25.0  # a worker exits at the latest 15 s after its supervisor
 _LOOK_S = 0.05
 _LOCK = ".lock"
 _SUPERVISOR = ".supervisor" + _LOCK
@@ -30,15 +31,15 @@ _SUPERVISOR = ".supervisor" + _LOCK
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What a worker is told at its start, the same for all of a run but `index` and `life`.
+    """The identity of a worker; all but `index` and `life` are the same for all workers of a run.
 
     Attributes:
-        folder: where the locks lie; see `locks_beside`.
-        run: names the run of the supervisor.
-        index: which worker.
-        life: how often it was started before.
+        folder: the folder of the lock files; see `locks_beside`.
+        run: the name of this run of the supervisor.
+        index: of the worker, from 0.
+        life: how often the worker was started before.
         ports: [N] each worker's own port on `PRIVATE_HOST`, where its siblings reach it.
-        secret: proves to a worker that a sibling sent a request.
+        secret: proves to a worker that a request comes from a sibling.
     """
 
     folder: Path
@@ -61,63 +62,63 @@ class Workers:
         self.owner = owner_name(spec.run, spec.index, spec.life)
 
     def url(self, index: int) -> str:
-        """Where a sibling answers, without a path."""
+        """The base URL of a sibling's own port."""
         return f"http://{PRIVATE_HOST}:{self._spec.ports[index]}"
 
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
-        """Be among the living for the length of a with-block."""
+        """Hold the lock of this life for the length of a with-block."""
         folder = self._spec.folder
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
-            earlier.unlink(missing_ok=True)  # a life begins when the one before has ended
+            earlier.unlink(missing_ok=True)  # of lives that have ended, since this one has begun
         with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self.url(self.index)}\n"):
             yield
 
     def is_living(self, owner: str) -> bool:
-        """Whether the process that an owner's name stands for still runs."""
+        """Whether the process with this owner name is still running."""
         return _is_held(self._spec.folder / (owner + _LOCK))
 
     def is_up(self, index: int) -> bool:
-        """Whether a worker of this run has a life at the moment."""
+        """Whether a worker of this run is running."""
         name = owner_name(self._spec.run, index, "*")
         return any(_is_held(path) for path in self._spec.folder.glob(name + _LOCK))
 
     def is_first(self) -> bool:
-        """Whether no worker with a lower index lives: it does what one of them must."""
+        """Whether no worker with a lower index is running: the first does what only one may do."""
         return not any(self.is_up(index) for index in range(self.index))
 
     def index_of(self, owner: str | None) -> int | None:
-        """The worker of this run that an owner is or was a life of; None for another run's."""
+        """The index of the worker to which an owner name belongs; None for an owner of another run."""
         run, _, rest = (owner or "").partition(".")
         index = rest.partition(".")[0]
         return int(index) if run == self._spec.run and index.isdecimal() else None
 
     def home(self, episode_key: str) -> int:
-        """The worker that opens the episode with this key, and takes it up if nobody living has it.
+        """The worker that opens the episode with this key, and takes it over if its owner is dead.
 
-        It depends on the key and on the number of workers alone, so no restart changes it.
+        It depends only on the key and on the number of workers, so a restart does not change it.
         """
         digest = hashlib.blake2b(episode_key.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count
 
     def new_key(self) -> str:
-        """A fresh key of an episode that is at home here."""
+        """A new episode key whose `home` is this worker."""
         while True:
             key = new_episode_key()
             if self.home(key) == self.index:
                 return key
 
     def homes(self, key: bytes) -> list[int]:
-        """The workers in the order in which something without an owner falls to them.
+        """The workers in the order in which they take over something without an owner (rendezvous hashing).
 
-        Every worker finds the same order, and the workers share what there is equally.
+        Every worker computes the same order, and over many keys each worker comes first equally often.
         """
         return sorted(range(self.count), key=lambda index: _weight(key, index))
 
 
 def owner_name(run: str, index: int, life: int | str) -> str:
-    """How the store names one life of a worker."""
+    """The name of one life of a worker in the store."""
     return f"{run}.{index}.{life}"
 
 
@@ -128,18 +129,18 @@ def locks_beside(store: Path) -> Path:
 
 @contextlib.contextmanager
 def supervising(folder: Path, run: str) -> Iterator[None]:
-    """Be the living supervisor of a run for the length of a with-block."""
+    """Hold the lock of a supervisor for the length of a with-block."""
     with _holding(folder / (run + _SUPERVISOR), f"{os.getpid()}\n"):
         yield
 
 
 def was_killed(folder: Path) -> bool:
-    """Whether a supervisor of this store was killed, and nobody has cleared up after it."""
+    """Whether a supervisor of this store was killed and its files were not removed yet."""
     return any(not _is_held(path) for path in folder.glob("*" + _SUPERVISOR))
 
 
 def listen_after(host: str, port: int, folder: Path) -> socket.socket:
-    """`listen`; where a supervisor of this store was killed, wait until its workers let go of the port."""
+    """`listen`, but if a supervisor of this store was killed, wait until its workers release the port."""
     deadline = time.monotonic() + ORPHANS_END_S
     while True:
         try:
@@ -151,28 +152,28 @@ def listen_after(host: str, port: int, folder: Path) -> socket.socket:
 
 
 def wait_for_orphans(folder: Path) -> None:
-    """Return when the workers of every killed supervisor have ended, which they do by themselves.
+    """Wait until the workers of every killed supervisor have exited, which they do by themselves.
 
     Until then they may be writing the last turns of the episodes that they have in memory. ConfigError if
-    they are still running after a limit that none should reach.
+    some are still running after `ORPHANS_END_S`.
     """
     deadline = time.monotonic() + ORPHANS_END_S
     while orphans := [path for path in folder.glob("*.*.*" + _LOCK) if _is_orphan(path)]:
         if time.monotonic() > deadline:
             raise ConfigError(
-                f"{len(orphans)} workers of a proxy whose supervisor was killed still run after "
-                f"{ORPHANS_END_S:g} s; end them (the files in {folder} name their processes)"
+                f"{len(orphans)} workers of a killed supervisor are still running after {ORPHANS_END_S:g} s; "
+                f"end them (the files in {folder} contain their process ids)"
             )
         time.sleep(_LOOK_S)
     forget_dead(folder)
 
 
 def forget_dead(folder: Path) -> None:
-    """Remove what killed workers left in the folder of the locks, and the folder if nothing is left."""
+    """Remove the lock files of processes that were killed, and the folder if it is empty."""
     for path in folder.glob("*" + _LOCK):
         if not _is_held(path):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others live
+    with contextlib.suppress(OSError):  # it has locks of running processes
         folder.rmdir()
 
 
@@ -182,9 +183,9 @@ def _holding(path: Path, content: str) -> Iterator[None]:
     unlocked = path.with_suffix(f".{os.getpid()}.new")
     with open(unlocked, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        file.write(content)  # for whoever looks
+        file.write(content)  # for people who inspect the folder
         file.flush()
-        unlocked.rename(path)  # so that nobody ever meets the file of a living process without its lock
+        unlocked.rename(path)  # the file never exists under this name without its lock
         try:
             yield
         finally:
@@ -192,7 +193,7 @@ def _holding(path: Path, content: str) -> Iterator[None]:
 
 
 def _is_orphan(path: Path) -> bool:
-    """Whether the lock of a worker is held, but not that of its supervisor."""
+    """Whether the lock of a worker is held while that of its supervisor is not."""
     run = path.name.partition(".")[0]
     return _is_held(path) and not _is_held(path.with_name(run + _SUPERVISOR))
 

@@ -1,4 +1,4 @@
-"""What the supervisor tells a worker. It goes through a pipe, since command lines are for all to see."""
+"""The orders that the supervisor sends to workers, through a pipe: every user can read command lines."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ READY = b"ready\n"
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is to do.
+    """Everything that a worker needs to start.
 
     Attributes:
         spec: which worker it is.
         model: the model folder.
         engines: the running engines.
         store, durability: how to open the store.
-        retain: what of it is kept, as plain data; all, where that is another worker's to carry out.
+        retain: which trained turns are kept, as plain data; all, if another worker removes them.
         config: the proxy's settings, as plain data.
-        public_fd, private_fd: inherited sockets that listen: that of all workers, and this one's own.
-        inbox_fd, outbox_fds: inherited sockets that connections are passed on over; see `WorkerSockets`.
-        ready_fd: inherited pipe; `READY` is written into it once, and it closes when the worker ends.
+        public_fd, private_fd: inherited listening sockets: the one of all workers, and this worker's own.
+        inbox_fd, outbox_fds: inherited sockets through which connections are passed; see `WorkerSockets`.
+        ready_fd: inherited pipe; the worker writes `READY` into it once, and it closes when the worker exits.
     """
 
     spec: WorkerSpec
@@ -45,7 +45,7 @@ class Order:
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """Every file descriptor that the worker needs of its supervisor."""
+        """Every file descriptor that the worker inherits."""
         return (self.public_fd, self.private_fd, self.inbox_fd, *self.outbox_fds, self.ready_fd)
 
     def to_line(self) -> bytes:

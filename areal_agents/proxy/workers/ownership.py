@@ -1,7 +1,7 @@
-"""Who has an open episode in memory: at any time at most one living worker.
+"""Which worker has an open episode in memory: at any time at most one running worker.
 
-A claim is one compare-and-set in the store, so of several workers that meet a dead owner's episode exactly
-one takes it over; the others go to that one.
+A claim is one compare-and-set in the store, so of several workers that find the episode of a dead owner,
+exactly one takes it over; the others forward to that one.
 """
 
 from __future__ import annotations

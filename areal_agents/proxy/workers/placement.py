@@ -1,6 +1,6 @@
-"""Which worker serves a request: the one that has its episode in memory.
+"""Decides which worker serves a request: the one that has its episode in memory.
 
-A request that no episode can be found for is served where it arrived, which then refuses it as a single
+A request without a known episode is served by the worker that received it, which refuses it as a single
 worker would.
 """
 
@@ -75,9 +75,9 @@ class Placement:
         self._moved: dict[str, int] = {}  # episode key → the worker that took it over from its home
 
     def worker_of(self, path: str) -> int:
-        """The worker that a request belongs to, as far as memory tells: it may have moved on since.
+        """The worker that a path belongs to, from memory alone: the episode may have been taken over since.
 
-        A path that names no episode belongs here.
+        A path that names no episode belongs to this worker.
         """
         if not path.startswith("/e/") or self.is_here(path):
             return self._here
@@ -93,11 +93,11 @@ class Placement:
 
         Args:
             request: its body has not been read.
-            read_body: the whole body; None if it is too large or the client has gone.
-            forwarded: whether a sibling sent it: what any worker may serve is then served here.
+            read_body: returns the whole body; None if it is too large or the client has gone.
+            forwarded: whether a sibling sent it; a request that any worker may serve is then served here.
 
         Raises:
-            RequestError: 503 if another run's worker has the episode.
+            RequestError: 503 if a worker of another run has the episode.
             StoreError: the store cannot be read.
         """
         path, is_post = request.scope["path"], request.method == "POST"
@@ -134,7 +134,7 @@ class Placement:
         return await self._ownership.locate(lambda: self._store.episode_row(episode_id))
 
     def _next_opening(self) -> int:
-        """In turn, so that the workers share the episodes however the connections fall."""
+        """The next running worker in turn: the workers share the episodes equally."""
         for _ in range(self._workers.count):
             index = next(self._openings) % self._workers.count
             if index == self._here or self._workers.is_up(index):
@@ -172,7 +172,7 @@ class Placement:
         return self._workers.homes(home_key(implicit_key(caller, None), asked.messages))[0]
 
     async def _of_name(self, key: str) -> int:
-        """Where a named session is open; else where it is to be opened: at its first home that lives."""
+        """The worker that has a named session; if it is not open, the first running worker of its `homes`."""
         row = await asyncio.to_thread(self._store.open_implicit_episode, key)
         if row is not None:
             return await self._of_implicit(row.id)
@@ -180,14 +180,14 @@ class Placement:
         return next(index for index in homes if index == self._here or self._workers.is_up(index))
 
     async def _of_turn(self, caller: Caller, turn_id: str) -> int | None:
-        """Where the implicit episode of a turn is; None if it is not one of the caller's."""
+        """The worker of the implicit episode of a turn; None if the episode is not one of the caller's."""
         row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         key = row.implicit_key
         if row.status != "open" or key is None or key.partition("/")[0] != caller.identity:
             return None
         if is_named(key):
             return await self._of_implicit(row.id)
-        # A conversation without a name is only found at its home, so nobody else takes it.
+        # Calls of a conversation without a name only go to its home, so no other worker takes it over.
         index = self._workers.index_of(row.owner)
         if index is None:
             turns = await asyncio.to_thread(self._store.turns_of, row.id)
@@ -208,7 +208,7 @@ class Placement:
 
 
 def _object(body: bytes, max_values: int) -> dict[str, Any] | None:
-    """The JSON object of a body; None for what is refused when it is read."""
+    """The JSON object of a body; None for a body that the app will refuse."""
     try:
         refuse_many_values(body, max_values)
         data = orjson.loads(body)

@@ -1,7 +1,7 @@
 """`python -m areal_agents.proxy.workers.process`: one of several proxy processes, started by the supervisor.
 
-It reads what it is to do from the first line of its standard input, serves on sockets that it inherited, and
-ends on SIGTERM or when standard input closes, which it does when the supervisor dies.
+It reads its `Order` from the first line of its standard input, serves on inherited sockets, and exits on
+SIGTERM or when its standard input closes, which happens when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def serve_worker(order: Order) -> None:
         ]
         stack.enter_context(exit_on_sigterm())
         renderer = make_renderer(order.model, config)
-        # Before the store, so that nobody takes an episode over while writes of it may still be queued here.
+        # Before the store, so that its lock outlives the writes that are queued there.
         stack.enter_context(workers.living())
         store = stack.enter_context(Store.open(order.store, settings.durability))
         serve_with_engines(
@@ -65,7 +65,7 @@ def _end_with_parent() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_END_WITHIN_S)  # nobody is left who would see to it
+    time.sleep(_END_WITHIN_S)  # no supervisor is left to enforce this limit
     os._exit(1)
 
 

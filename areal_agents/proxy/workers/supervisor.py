@@ -1,8 +1,8 @@
-"""Several proxy processes on one store, and what keeps them running.
+"""The supervisor of several proxy processes on one store.
 
-All workers accept on one port, so the URL of an episode names no process. The supervisor holds every socket:
-the clients of a worker that is started again only wait. Whatever ends the supervisor, the workers end with
-it; the next supervisor waits for the port and for the last of them.
+All workers accept on one port, so the URL of an episode names no process. The supervisor holds every socket,
+so the clients of a worker that is restarted only have to wait. When the supervisor ends, for whatever reason,
+its workers exit too; the next supervisor waits for the port and for the last of them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def serve_workers(
         inboxes, outboxes = open_inboxes(workers, stack)
         stack.enter_context(exit_on_sigterm())
         wait_for_orphans(folder)
-        with Store.open(store, settings.durability):  # created, or refused, before any worker is
+        with Store.open(store, settings.durability):  # fail here rather than in every worker
             pass
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
@@ -138,9 +138,9 @@ class WorkerProcesses:
             self._stop()
 
     def start(self, deadline: float) -> None:
-        """Start every worker and return when all of them serve. ArealAgentsError if one does not.
+        """Start every worker and return when all of them serve. ArealAgentsError if one cannot.
 
-        One that is killed meanwhile says nothing of whether it could serve, and is started again.
+        A worker that is killed by SIGKILL meanwhile is started again.
         """
         while not all(worker.is_ready for worker in self._workers):
             left_s = deadline - time.monotonic()
@@ -150,18 +150,18 @@ class WorkerProcesses:
                 if worker.exit_code != -signal.SIGKILL:
                     raise ArealAgentsError(
                         f"worker {worker.index} ended before it served, with exit code {worker.exit_code}; "
-                        "what it said is above"
+                        "its error is above"
                     )
                 worker.plan_start()
 
     def keep(self) -> None:
-        """Start again whatever ends, until interrupted."""
+        """Restart workers that end, until interrupted."""
         while True:
             for worker in self._ended(math.inf):
                 worker.plan_start()
 
     def _ended(self, timeout_s: float) -> list[_Worker]:
-        """Start the workers that are due, wait until one is ready or has ended; those that have ended."""
+        """Start the workers that are due and wait until one is ready or ends; returns those that ended."""
         now = time.monotonic()
         for worker in self._workers:
             if worker.process is None and worker.start_at <= now:
@@ -178,18 +178,18 @@ class WorkerProcesses:
             [sys.executable, "-m", "areal_agents.proxy.workers.process"],
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
             pass_fds=order.inherited,
-            start_new_session=True,  # a Ctrl-C at the terminal is ours to handle
+            start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
         )
         os.close(ready_fd)
         worker.begin(process, ready)
         self._selector.register(ready, selectors.EVENT_READ, worker)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended, and the other pipe says so
+        with contextlib.suppress(BrokenPipeError):  # it has exited, which `_changed` notices
             process.stdin.write(order.to_line())
             process.stdin.flush()
 
     def _changed(self, timeout_s: float | None) -> list[_Worker]:
-        """Wait until workers got ready or ended, and note it."""
+        """Wait until workers become ready or end; returns those."""
         changed = []
         for key, _ in self._selector.select(timeout_s):
             worker: _Worker = key.data
@@ -212,7 +212,7 @@ class WorkerProcesses:
 
 
 class _Worker:
-    """One worker over all its lives."""
+    """One worker, over all its restarts."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -226,7 +226,7 @@ class _Worker:
         self._pause_s = 0.0
 
     def begin(self, process: subprocess.Popen[bytes], ready: int) -> None:
-        """A life begins."""
+        """The worker was started."""
         self.process, self.ready, self.is_ready = process, ready, False
         self._started_at = time.monotonic()
 
@@ -236,7 +236,7 @@ class _Worker:
             self.process.send_signal(number)
 
     def end(self, timeout_s: float = _STOP_S) -> None:
-        """A life ends, by force if it does not by itself."""
+        """Wait for the process to exit, and kill it after `timeout_s`."""
         if self.process is None:
             return
         try:
@@ -252,7 +252,7 @@ class _Worker:
         self.life += 1
 
     def plan_start(self) -> None:
-        """Set the time of the next life: at once, but later and later for one that keeps dying."""
+        """Set the time of the next start: at once, but with growing pauses for a worker that keeps ending."""
         lived_s = time.monotonic() - self._started_at
         if lived_s > _STEADY_S or self._pause_s == 0.0:
             self._pause_s, pause_s = _FIRST_PAUSE_S, 0.0
@@ -267,7 +267,7 @@ class _Worker:
 
 
 def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
-    """The configuration of one worker: its part of what all of them may do at a time, and the port of all."""
+    """The configuration of one worker: its share of the concurrency limits, and the port of all workers."""
     return config.model_copy(
         update={
             "port": port,
@@ -278,7 +278,7 @@ def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
 
 
 def _retained(retain: RetainConfig, index: int) -> RetainConfig:
-    """What one worker keeps: the first gives up what is due, so that nothing is exported twice.
+    """The retention of one worker: only the first removes turns, so that nothing is exported twice.
 
     One life of it ends before the next begins.
     """
