@@ -23,7 +23,7 @@ from areal_agents.proxy.values import refuse_many_values
 T = TypeVar("T")
 
 _JSON = "application/json"
-_LARGE_BYTES = 65_536  # bodies of this size or more are parsed on the thread
+_LARGE_BYTES = 262_144  # bodies of this size or more are parsed on the thread
 _HUGE_BYTES = 2**20  # after bodies of this size or more, freed memory is returned to the system
 _GIVE_BACK_AFTER_S = 1.0
 

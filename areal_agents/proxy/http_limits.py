@@ -40,6 +40,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_body = False
         self._requests_read = 0  # complete ones, in the latest bytes read
         self._head_bytes = 0
+        self._data_bytes = 0  # the last that were read
         self._frame_bytes = 0  # of a body with its chunk framing
         self._body_bytes = 0
         self._body_began = 0.0
@@ -67,6 +68,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._discard(len(data))
             return
         self._requests_read = 0
+        self._data_bytes = len(data)
         if self.is_in_head:
             self._head_bytes += len(data)
         else:
@@ -98,10 +100,11 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The last byte of a request's head."""
         self.is_in_head = False
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:  # all of it arrived at once
-            self._refuse_head()
-            return
+        if self._head_bytes + self._data_bytes > MAX_HEAD_BYTES:  # with what else arrived
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if size > MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
         self._is_in_body = True
         self._frame_bytes = self._body_bytes = self._discarded = 0
         self._body_began = time.monotonic()

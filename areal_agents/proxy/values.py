@@ -17,6 +17,8 @@ def refuse_many_values(body: bytes | bytearray, most: int) -> None:
     Every value but the first follows a comma, a colon or an opening bracket, and every name precedes a colon.
     The function therefore counts these characters outside of strings.
     """
+    if len(body) < most:
+        return
     parts = range(0, len(body), _PART)
     if sum(body.count(mark, start, start + _PART) for start in parts for mark in _COUNTED) < most:
         return

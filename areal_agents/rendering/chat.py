@@ -7,11 +7,13 @@ completion, is a prompt in which every earlier token stands unchanged.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from areal_agents.core.completion import Grammar, TokenIds, as_token_ids
 from areal_agents.core.messages import Message
@@ -25,6 +27,9 @@ from areal_agents.rendering.streaming import ReplyStream
 from areal_agents.rendering.tails import tail_start
 from areal_agents.rendering.tokenizer import Tokenizer
 
+# Nearly all calls of an agent have the same tools, so these are marked once.
+_TOOLS_KEPT = 16
+_TOOLS_BYTES = 65_536  # larger lists are marked at every call
 SpecialTokensInContent = Literal["text", "parse"]
 
 
@@ -61,6 +66,7 @@ class ChatRenderer:
         self._special_text = special_text
         self._reader = ReplyReader(tokenizer, chat_format, family=family)
         self._forcing = Forcing(self._reader)
+        self._marked_tools = functools.lru_cache(_TOOLS_KEPT)(self._mark_tools)
         self._source: tuple[Path, str, dict[str, Any]] | None = None
 
     @classmethod
@@ -267,7 +273,16 @@ class ChatRenderer:
         if self._special_text is None:
             return [_to_library(message) for message in messages], list(tools) or None
         plain = [_marked(_to_library(message), self._special_text) for message in messages]
-        return plain, [self._special_text.mark_value(tool) for tool in tools] or None
+        if not tools:
+            return plain, None
+        written = orjson.dumps([*tools])
+        mark = self._marked_tools if len(written) <= _TOOLS_BYTES else self._mark_tools
+        return plain, mark(written)
+
+    def _mark_tools(self, tools: bytes) -> list[dict[str, Any]]:
+        """The marked tools of a JSON array."""
+        assert self._special_text is not None
+        return self._special_text.mark_value(orjson.loads(tools))
 
     def _limited(self, most_tokens: int | None) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if most_tokens is None else self.tokenizer.limited(most_tokens)
