@@ -31,6 +31,7 @@ from areal_agents.proxy.admission import Admission
 from areal_agents.proxy.asked import AskedStream, as_asked
 from areal_agents.proxy.calls import Call, Retry
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.errors import episode_elsewhere
 from areal_agents.proxy.prompts import Prompt, Prompts
 from areal_agents.proxy.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.retries import Retries
@@ -38,7 +39,6 @@ from areal_agents.proxy.sampling import Drawing, draw
 from areal_agents.proxy.seeds import BASE_SEED
 from areal_agents.proxy.sessions import Session
 from areal_agents.proxy.turn_ids import new_turn_id
-from areal_agents.proxy.workers.ownership import elsewhere
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, SessionTaken, Store
 
@@ -335,7 +335,7 @@ class Completer:
         try:
             write.result()
         except SessionTaken as error:  # another worker was first to open it
-            raise elsewhere(str(error)) from None
+            raise episode_elsewhere(str(error)) from None
         except Conflict as error:  # sealed while this call was under way
             raise RequestError(str(error), status=409, code="episode_sealed") from None
 

@@ -1,4 +1,4 @@
-"""Every failure as an answer that clients understand; never a stack trace.
+"""Turns every failure into an error response that clients understand, never a stack trace.
 
 A client must not retry what cannot succeed, so final errors carry `x-should-retry: false`; what may
 succeed later carries Retry-After.
@@ -31,11 +31,11 @@ _RETRY_AFTER_S = 1.0
 
 
 class ClientGone(Exception):
-    """The client hung up before its answer was made; nobody reads the response."""
+    """The client disconnected before its response was ready; nobody reads the response."""
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Translate an error of another room, with the status that a client can act on."""
+    """Translate an error of another package into one with a status that a client can act on."""
     match error:
         case RequestError():
             return error
@@ -72,8 +72,13 @@ def as_request_error(error: Exception) -> RequestError:
             return RequestError("the proxy failed on this request", status=500, code="internal_error")
 
 
+def episode_elsewhere(message: str) -> RequestError:
+    """503 for a client that should try again, because another worker has the episode or just took it."""
+    return RequestError(message, status=503, code="episode_elsewhere", retry_after_s=_RETRY_AFTER_S)
+
+
 class InternalErrors:
-    """ASGI middleware: a bug is logged with its trace and answered without, and the connection goes on."""
+    """ASGI middleware: a bug is logged with its trace and answered without it; the connection stays open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,6 +1,6 @@
-"""The proxy as a process: bind first, build, serve, and end cleanly on SIGTERM or Ctrl-C.
+"""The proxy as a process: binds its port, serves, and ends cleanly on SIGTERM or Ctrl-C.
 
-Nothing is loaded before the port is ours, and whatever was started is stopped on every way out.
+Nothing is loaded before the port is bound, and whatever was started is stopped however the process ends.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _logger = logging.getLogger(__name__)
 
 _GRACEFUL_SHUTDOWN_S = 5
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # as in malloc.h
-_MAPPED_BYTES = 2**20  # what is as large is mapped by itself, and given back when it is freed
-_SWITCH_S = 0.001  # after so long a thread lets others run, above all the event loop
-_GC_THRESHOLD = 20_000  # objects between collections; a call makes some hundreds that live on
+_MAPPED_BYTES = 2**20  # blocks of this size or more are mapped separately and returned when freed
+_SWITCH_S = 0.001  # after which a thread lets others run, above all the event loop
+_GC_THRESHOLD = 20_000  # objects between collections; a call leaves some hundreds
 _KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
 
 
@@ -143,7 +143,7 @@ def serve_with_engines(
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
-    `worker` is given to one of several processes; `on_ready` is called when requests are answered.
+    `worker` is given if this is one of several processes; `on_ready` is called once requests are answered.
     """
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
     parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
@@ -162,7 +162,7 @@ def serve_with_engines(
             await pool.aclose()
 
     _one_heap()
-    # What was loaded stays for good: no collection need look at it. And few objects of a call are cyclic.
+    # What was loaded stays for good, so collections need not scan it; and few objects of a call are cyclic.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
@@ -172,8 +172,8 @@ def serve_with_engines(
 
 
 def _one_heap() -> None:
-    """Let the threads share one heap. With one for each, glibc keeps what is freed several times over."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # of glibc alone
+    """Let all threads share one heap: with one per thread, glibc keeps freed memory in each of them."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)  # glibc's own rises to the largest block that was freed
@@ -187,7 +187,7 @@ async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
 def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Server:
     """The HTTP server of the proxy; setting its `should_exit` ends it.
 
-    With `handover` it is that of one worker of several, which pass connections on to one another.
+    With `handover` it is the server of one of several workers, which pass connections to one another.
     """
     config = uvicorn.Config(
         app,

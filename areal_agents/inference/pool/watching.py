@@ -204,7 +204,7 @@ class Watch:
 
     def _admit(self, replica: Replica, now: float) -> None:
         if now < replica.rests_until:
-            replica.state, replica.reason = "down", "it gave an invalid answer"
+            replica.state, replica.reason = "down", "it gave invalid answers"
         else:
             replica.state, replica.reason = "serving", ""
 

@@ -19,9 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_agents.proxy.errors import error_response
+from areal_agents.proxy.errors import episode_elsewhere, error_response
 from areal_agents.proxy.workers.identity import Workers
-from areal_agents.proxy.workers.ownership import elsewhere
 from areal_agents.proxy.workers.placement import Placement
 
 _logger = logging.getLogger(__name__)
@@ -100,9 +99,9 @@ class WorkerDoor:
                     return None
                 _mark_as_retry(request)
             if request.scope["path"] == "/episodes":  # it may already be open
-                raise elsewhere("the worker that was to open the episode has ended")
+                raise episode_elsewhere("the worker that was to open the episode has ended")
             if time.monotonic() > give_up_at:
-                raise elsewhere(f"worker {index}, which has the episode, does not answer")
+                raise episode_elsewhere(f"worker {index}, which has the episode, does not answer")
             await asyncio.sleep(_RETRY_S)
 
     def _is_forwarded(self, request: Request) -> bool:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from areal_agents.errors import RequestError
+from areal_agents.proxy.errors import episode_elsewhere
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.store import EpisodeRow, OpenEpisode, Store
-
-_RETRY_AFTER_S = 1.0
 
 
 class Ownership:
@@ -49,9 +47,11 @@ class Ownership:
             index = self._workers.index_of(row.owner)
             if row.owner is not None and self._workers.is_living(row.owner):
                 if index is None:
-                    raise elsewhere(f"episode {row.id} is open in a proxy that was started separately")
+                    raise episode_elsewhere(
+                        f"episode {row.id} is open in a proxy that was started separately"
+                    )
                 return index
-        raise elsewhere(f"episode {row.id} is changing hands")
+        raise episode_elsewhere(f"episode {row.id} is changing hands")
 
     async def claim_at_home(self, key: bytes, episode_id: str, owner: str | None) -> bool:
         """`claim`, if this is the worker that the episode falls to by `key`."""
@@ -63,8 +63,3 @@ class Ownership:
         owners = {episode.owner for episode in episodes} if self._workers.is_first() else set()
         dead = {owner for owner in owners if owner is None or not self._workers.is_living(owner)}
         return [episode for episode in episodes if episode.owner == self.owner or episode.owner in dead]
-
-
-def elsewhere(message: str) -> RequestError:
-    """What a client is told that should try again, perhaps at another worker."""
-    return RequestError(message, status=503, code="episode_elsewhere", retry_after_s=_RETRY_AFTER_S)
