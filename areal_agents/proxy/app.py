@@ -56,7 +56,7 @@ def create_app(
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
     app, _ = _app_of(parts, observer, retention)
-    return app
+    return BrowserGuard(app, config)
 
 
 def create_worker_app(
@@ -67,8 +67,11 @@ def create_worker_app(
     config: ProxyConfig,
     workers: Workers,
     retention: Retention | None = None,
-) -> WorkerDoor:
-    """`create_app` for one of several processes on one store; it forwards the requests of the others."""
+) -> tuple[ASGIApp, Callable[[str], int]]:
+    """`create_app` for one of several processes on one store; it forwards the requests of the others.
+
+    Returns the app, and a function from the path of a request to the index of the worker that it belongs to.
+    """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
     app, calls = _app_of(parts, None, retention)
     ownership = parts.ownership
@@ -84,12 +87,8 @@ def create_worker_app(
         config=config,
         bodies=parts.bodies,
     )
-    return WorkerDoor(
-        app,
-        workers=workers,
-        placement=placement,
-        max_body_bytes=parts.bodies.max_bytes,
-    )
+    door = WorkerDoor(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
+    return BrowserGuard(door, config), placement.worker_of
 
 
 def _app_of(
@@ -109,7 +108,7 @@ def _app_of(
         middleware=[Middleware(InternalErrors)],
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
-    return BrowserGuard(FrontDoor(app, calls.endpoints), config), calls
+    return FrontDoor(app, calls.endpoints), calls
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,8 +151,8 @@ def serve_with_engines(
     if worker is None:
         handover, app = None, create_app(**parts, retention=retention)
     else:
-        app = create_worker_app(**parts, retention=retention, workers=worker.workers)
-        handover = Handover(worker, app.worker_of)
+        app, worker_of = create_worker_app(**parts, retention=retention, workers=worker.workers)
+        handover = Handover(worker, worker_of)
     served = app if on_ready is None else _telling(app, on_ready)
 
     async def run() -> None:

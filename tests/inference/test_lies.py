@@ -255,6 +255,17 @@ async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
         assert pool.replicas[0].rests == 0
 
 
+async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
+    """Health checks find it alive, and say no more than that."""
+    app, url = engines["whole"]
+    app.script = lambda call: TEXT
+    async with pool_over(url) as pool:
+        replica = pool.replicas[0]
+        replica.rest_after_garbage(60.0, "it gave invalid answers: one of them")
+        await pool._watch.look(replica)
+        assert (replica.state, replica.reason) == ("down", "it gave invalid answers: one of them")
+
+
 async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
     """Three callers are enough; it rests twice as long the next time, and one good answer forgives it."""
     app, url = engines["whole"]

@@ -135,6 +135,21 @@ def check_exact(serving: Serving, episode_id: str, ids: Sequence[str]) -> None:
         assert later["prompt_ids"][: len(context)] == context
 
 
+def test_no_worker_reads_the_body_of_a_page_of_another_origin(serving: Serving) -> None:
+    """Whichever worker is asked answers at once, and does not wait for a body that never comes."""
+    address = urlsplit(serving.url)
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
+        "Origin: https://evil.example\r\nContent-Length: 100\r\n\r\n"
+    )
+    for _ in range(8):
+        with socket.create_connection(
+            (str(address.hostname), int(address.port or 0)), timeout=10
+        ) as connection:
+            connection.sendall(head.encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 403 ")
+
+
 def test_the_workers_share_the_episodes(serving: Serving) -> None:
     with httpx.Client(base_url=serving.url) as client:
         opened = [client.post("/episodes", json={}).json() for _ in range(6)]

@@ -50,6 +50,7 @@ class Replica:
             request is in it twice.
         rests: how often in a row it was rested for invalid answers.
         rests_until: it is not asked for completions before, by the event loop's clock.
+        rests_for: why it rests, or rested the last time.
         due: the version that the trainer is to swap in, since it served when that was published; None if
         none.
         may_be_paused: a trainer that is gone may have left it so. It was met as it is, or its swap was not
@@ -72,6 +73,7 @@ class Replica:
     garbage: list[tuple[str, bytes]] = field(default_factory=list)
     rests: int = 0
     rests_until: float = 0.0
+    rests_for: str = ""
     due: int | None = None
     may_be_paused: bool = True
     trouble: str = ""
@@ -121,7 +123,8 @@ class Replica:
         before.
         """
         self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
-        self.state, self.reason = "down", why
+        self.state = "down"
+        self.reason = self.rests_for = why
         self.garbage.clear()
         self.rests += 1
 

@@ -204,7 +204,7 @@ class Watch:
 
     def _admit(self, replica: Replica, now: float) -> None:
         if now < replica.rests_until:
-            replica.state, replica.reason = "down", "it gave invalid answers"
+            replica.state, replica.reason = "down", replica.rests_for
         else:
             replica.state, replica.reason = "serving", ""
 

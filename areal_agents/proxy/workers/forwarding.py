@@ -40,7 +40,7 @@ _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # by aioht
 
 
 class WorkerDoor:
-    """The outermost ASGI app of a worker: serves a request with `app`, or forwards it to its worker.
+    """An ASGI app of a worker that serves a request with `app`, or forwards it to its worker.
 
     Args:
         app: serves the requests that belong to this worker.
@@ -62,7 +62,6 @@ class WorkerDoor:
         self._placement = placement
         self._max_body_bytes = max_body_bytes
         self._siblings = Siblings(workers)
-        self.worker_of = placement.worker_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
