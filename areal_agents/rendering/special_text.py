@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_agents.errors import ConfigError, RenderingError
@@ -23,7 +23,8 @@ ESCAPED_MARK = "\\udc7f"  # as JSON with ASCII characters only writes it
 
 # How much is searched or joined at a time, because either holds the interpreter's lock.
 _PART = 65_536  # characters searched for tokens
-_WINDOW = 1_048_576  # characters searched for the beginnings of tokens
+_WINDOW = 1_048_576  # characters searched for the beginnings of tokens and for `ESCAPED_MARK`
+_OVERLAP = len(ESCAPED_MARK) - 1  # characters after a window that are searched with it
 _PIECES = 65_536  # strings joined
 _TO_QUOTE = re.compile(r'(?:[^"\\]++|\\.)*+')  # within a string of JSON, up to where it ends
 _ESCAPE = re.compile(r"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|\\u....|\\.")  # of one character in it
@@ -78,7 +79,7 @@ class SpecialText:
         if MARK in text:
             raise RenderingError("the text has a lone surrogate, which no tokenizer encodes")
         text = self._mark_tokens(text)
-        if ESCAPED_MARK in text:
+        if _has_any((ESCAPED_MARK,), text):
             text = text.replace(ESCAPED_MARK, ESCAPED_MARK[0] + MARK + ESCAPED_MARK[1:])
         return self._mark_ends(text)
 
@@ -163,11 +164,7 @@ class SpecialText:
         return _with_marks(literal, _places_in_literal(literal, marked))
 
     def _may_have_tokens(self, text: str) -> bool:
-        return any(
-            text.find(opening, start, start + _WINDOW + 1) >= 0  # an opening has two characters
-            for start in range(0, len(text), _WINDOW)
-            for opening in self._openings
-        )
+        return _has_any(self._openings, text)
 
     def _starts(self, text: str) -> Iterator[int]:
         """The start positions of all special tokens in a text, overlapping ones too."""
@@ -190,6 +187,15 @@ def strings_in(value: Any) -> Iterator[str]:
             waiting += item.values()
         elif isinstance(item, list | tuple):
             waiting += item
+
+
+def _has_any(pieces: Sequence[str], text: str) -> bool:
+    """Whether any of the pieces, which have at most `_OVERLAP` + 1 characters, stands in the text."""
+    return any(
+        text.find(piece, start, start + _WINDOW + _OVERLAP) >= 0
+        for start in range(0, len(text), _WINDOW)
+        for piece in pieces
+    )
 
 
 def _with_marks(text: str, places: Iterable[int]) -> str:
