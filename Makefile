@@ -81,7 +81,7 @@ $(SGLANG)/.installed: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/without_dep
 chaos: setup ## Kill everything at random, fill the disk, slow it, and count what was lost (about 15 minutes).
 	$(BIN)/python tests/chaos/run_chaos.py --minutes 12 --seed $(SEED) --json
 
-attack: setup ## Send attacks to a real proxy and print which defences held (about six minutes).
+attack: setup ## Send attacks to a real proxy and print which defences held (about five minutes).
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
