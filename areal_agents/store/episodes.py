@@ -133,9 +133,9 @@ def seal_episode(
     NoTurn if `require_turn` and the model was never called.
     """
     found = connection.execute(
-        sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id)
-        .where(episodes.c.id == episode_id)
-        .with_for_update()
+        sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id).where(
+            episodes.c.id == episode_id
+        )
     ).one_or_none()
     if found is None:
         raise NotFound(f"no episode {episode_id}")
@@ -218,7 +218,6 @@ def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple
         sa.select(groups, tasks.c.id.label("task_id"), tasks.c.input)
         .join(tasks, tasks.c.uid == groups.c.task_uid)
         .where(groups.c.id == new.group_id)
-        .with_for_update()
     ).one_or_none()
     if group is None:
         return _create_group(connection, new, now)

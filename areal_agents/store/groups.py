@@ -17,9 +17,9 @@ SURPLUS = "its group was complete without it"
 _ENDED = episodes.c.status.in_(SCORED)
 
 
-def lock_group(connection: sa.Connection, group_id: str) -> sa.Row:
-    """Hold the group's row until the transaction ends (a no-op where writers are serial); the row."""
-    row = connection.execute(sa.select(groups).where(groups.c.id == group_id).with_for_update()).one_or_none()
+def group_row(connection: sa.Connection, group_id: str) -> sa.Row:
+    """The row of a group; NotFound if there is none. No other writer changes it in this transaction."""
+    row = connection.execute(sa.select(groups).where(groups.c.id == group_id)).one_or_none()
     if row is None:
         raise NotFound(f"no group {group_id}")
     return row
@@ -27,7 +27,7 @@ def lock_group(connection: sa.Connection, group_id: str) -> sa.Row:
 
 def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
     """Make a pending group complete if it has as many scored episodes as its size says; whether it is now."""
-    group = lock_group(connection, group_id)
+    group = group_row(connection, group_id)
     if group.state != "pending":
         return False
     scored = connection.execute(
@@ -65,7 +65,7 @@ def _abort_surplus(connection: sa.Connection, group_id: str, now: float) -> None
 
 def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:
     """Give a group up for good. Conflict if the trainer holds or has trained it; else idempotent."""
-    group = lock_group(connection, group_id)
+    group = group_row(connection, group_id)
     lease = connection.execute(
         sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()

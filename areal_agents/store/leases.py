@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import EMPTIED
 from areal_agents.store.errors import Conflict
-from areal_agents.store.groups import lock_group
+from areal_agents.store.groups import group_row
 from areal_agents.store.retention import TURNS_GIVEN_UP, is_emptied, is_last_use
 from areal_agents.store.rows import SCORED
 from areal_agents.store.schema import checkpoints, episodes, groups, leases, turns, versions
@@ -41,7 +41,6 @@ def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str
             )
             .order_by(groups.c.seq)  # not by a time: clocks jump
             .limit(count)
-            .with_for_update()
         ).scalars()
     )
     if len(ids) < count:
@@ -117,7 +116,7 @@ def drop_leased(connection: sa.Connection, group_id: str, reason: str, *, step: 
 
     With a `use` above 0, end a reuse that is leased: the group stays trained, and is not reused any more.
     """
-    group = lock_group(connection, group_id)
+    group = group_row(connection, group_id)
     of_use = sa.and_(leases.c.group_id == group_id, leases.c.use == use)
     state = connection.execute(sa.select(leases.c.state).where(of_use)).scalar_one_or_none()
     if state == "leased":

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from areal_agents.core.rollout import Reward
 from areal_agents.store.chunks import chunks
 from areal_agents.store.errors import Conflict, NotFound
-from areal_agents.store.groups import complete_if_scored, lock_group
+from areal_agents.store.groups import complete_if_scored
 from areal_agents.store.schema import episodes, leases, rewards, turns
 
 DEFAULT_REWARD_NAME = "truncated_reward"  # reserved: the proxy refuses it as the name of a given reward
@@ -27,7 +27,7 @@ def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Re
     leased.
     """
     episode = connection.execute(
-        sa.select(episodes.c.status, episodes.c.group_id).where(episodes.c.id == episode_id).with_for_update()
+        sa.select(episodes.c.status, episodes.c.group_id).where(episodes.c.id == episode_id)
     ).one_or_none()
     if episode is None:
         raise NotFound(f"no episode {episode_id}")
@@ -53,7 +53,6 @@ def write_default_reward(connection: sa.Connection, episode_id: str, value: floa
 
 
 def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
-    lock_group(connection, group_id)
     state = connection.execute(
         sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()

@@ -59,7 +59,7 @@ def test_a_shared_prefix_is_counted_once_and_attended_to_by_all() -> None:
     rows, pairs = 40 + 3 * 2, 40 * 41 // 2 + 3 * (41 + 42)
     assert batch.forward_flops(shape) == shape.flops(rows=rows, pairs=pairs, predictions=6)
     (flat,) = pack(samples, token_budget=200, shape=shape, share_prefixes=False)
-    assert flat.forward_flops(shape) == 3 * shape.sequence_flops(42, predictions=2)
+    assert flat.forward_flops(shape) == 3 * shape.flops(rows=42, pairs=42 * 43 // 2, predictions=2)
 
 
 def test_a_text_config_inside_another_is_found_and_a_missing_size_named() -> None:

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published_cluster import THROUGHPUT, throughput
 
 from areal_agents.simulate import LogNormal, LogNormalWork, Scenario, StepTime, simulate
 from areal_agents.simulate.engine import EngineModel
-from areal_agents.simulate.published import THROUGHPUT, throughput
 
 CONSTANT = Scenario(
     work=LogNormalWork(LogNormal(50)), groups=4, group_size=4, max_staleness=0, concurrency=64,

@@ -100,10 +100,3 @@ class ModelShape:
             predictions: rows with logits.
         """
         return float(self.per_row * rows + self.per_pair * pairs + self.per_prediction * predictions)
-
-    def sequence_flops(self, length: int, *, predictions: int | None = None) -> float:
-        """Forward FLOPs of one sequence alone; logits at every row if `predictions` is None."""
-        pairs = length * (length + 1) / 2
-        return self.flops(
-            rows=length, pairs=pairs, predictions=length if predictions is None else predictions
-        )

@@ -53,11 +53,6 @@ class TokenTree:
     segments: tuple[Segment, ...]
     rows: tuple[Rows, ...]
 
-    @property
-    def saved_tokens(self) -> int:
-        """Tokens that do not go through the model again because they are shared."""
-        return sum(map(len, self.rows)) - len(self.token_ids)
-
 
 @dataclass(frozen=True, slots=True)
 class Node:
