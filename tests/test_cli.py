@@ -84,6 +84,12 @@ def test_a_taken_port_is_named(proxy: str) -> None:
     [
         (["serve", "--model", "nowhere"], "nowhere"),
         (["serve", "--model", str(EXAMPLE / "model"), "--host", "0.0.0.0"], "--admin-key"),
+        (["serve", "--model", str(EXAMPLE / "model"), "--engine-url", "gpu1:30000"], "http://host:port"),
+        (["serve", "--model", str(EXAMPLE / "model"), "--router-url", "http://r:1"], "--engine-url"),
+        (
+            ["serve", "--model", str(EXAMPLE / "model"), "--router-url", "http://r:1", "--workers", "2"],
+            "--engine-url",
+        ),
         (["engine", "--model", "nowhere"], "engine.model: nowhere is not a folder"),
         (["engine", "--model", str(EXAMPLE / "model"), "--dtype", "int3"], "--dtype"),
         (["train", "nowhere.yaml"], "there is no config file nowhere.yaml"),

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from areal_agents.doctor.facts import is_trained
 from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.report import Branch, Facts, Finding, Refusal, Severity
+from areal_agents.errors import shown
 
 _USE_COMMAND = (
     "Leave base_url and api_key to the client, which reads OPENAI_BASE_URL and OPENAI_API_KEY (or "
@@ -66,7 +67,12 @@ def _ended(seen: Observed, facts: Facts) -> Iterator[Finding]:
     elif seen.error is not None and not _made_no_call(seen.error):
         when = "" if facts.calls else " before any call"
         what = f"The agent failed{when}: {seen.error}"
-        yield Finding("error", what, "Make it end without an error first.")
+        task = (
+            ""
+            if facts.calls
+            else f" Its task was {shown(dict(seen.given.task.input))}; --task gives another."
+        )
+        yield Finding("error", what, f"Make it end without an error first.{task}")
 
 
 def _refusals(seen: Observed, facts: Facts) -> Iterator[Finding]:

@@ -161,14 +161,14 @@ class EngineConfig(BaseModel):
     @classmethod
     def _urls_are_base_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not _is_base_url(url):
+            if not is_base_url(url):
                 raise ValueError(f"expected http://host:port, got {url!r}")
         return tuple(url.rstrip("/") for url in urls)
 
     @field_validator("router")
     @classmethod
     def _router_is_base_url(cls, url: str) -> str:
-        if url and not _is_base_url(url):
+        if url and not is_base_url(url):
             raise ValueError(f"expected http://host:port, got {url!r}")
         return url.rstrip("/")
 
@@ -236,7 +236,7 @@ class EngineConfig(BaseModel):
                 yield f"arguments: {argument} is set from replicas, tensor_parallel, device and model"
 
 
-def _is_base_url(url: str) -> bool:
+def is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0

@@ -44,6 +44,7 @@ class Child:
         restart: starts it again; None if its death ends the run.
         restarted: when it was started again lately.
         due: when that is to happen; None while it runs, or is not to.
+        log_start: bytes that the log already had, from earlier runs in the same folder.
     """
 
     name: str
@@ -53,10 +54,11 @@ class Child:
     started: float = field(default_factory=time.monotonic)
     restarted: deque[float] = field(default_factory=deque)
     due: float | None = None
+    log_start: int = 0
 
     def tail(self) -> str:
-        """The last lines of its log."""
-        lines = self.log.read_text(errors="replace").splitlines()
+        """The last lines that it wrote to its log in this run."""
+        lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
 
@@ -115,7 +117,8 @@ class Children:
                     start_new_session=True,
                 )
 
-        self._children[name] = Child(name, launch(), log, launch if restarts else None)
+        log_start = log.stat().st_size if log.exists() else 0
+        self._children[name] = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
         return self._children[name]
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:

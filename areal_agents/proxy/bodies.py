@@ -141,7 +141,9 @@ def _not_finite(name: str) -> NoReturn:
 
 def _too_large(max_bytes: int) -> RequestError:
     return RequestError(
-        f"the body is larger than {max_bytes / 2**20:g} MiB", status=413, code="request_too_large"
+        f"the body is larger than {max_bytes / 2**20:g} MiB; max_body_mb limits model calls",
+        status=413,
+        code="request_too_large",
     )
 
 

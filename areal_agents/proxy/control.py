@@ -10,18 +10,25 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from areal_agents.core.rollout import EpisodeStatus, Split
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
 from areal_agents.proxy.bodies import Bodies, refuse_depth
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.control_forms import describe, final_rewards_of, new_episode, rewards_of
+from areal_agents.proxy.control_forms import (
+    describe,
+    final_rewards_of,
+    new_episode,
+    refuse_unknown,
+    rewards_of,
+)
 from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.sessions import Sessions
 from areal_agents.proxy.turn_ids import turn_id_of
@@ -83,6 +90,10 @@ class Control:
         """GET /episodes: summaries, by split, status and group."""
         self._auth.require_admin(request)
         query = request.query_params
+        refuse_unknown(query, ("split", "status", "group"), "filter")
+        for name, known in (("split", get_args(Split)), ("status", get_args(EpisodeStatus))):
+            if (value := query.get(name)) is not None:
+                refuse_unknown((value,), known, name, param=name)
         found = await asyncio.to_thread(
             self._store.episodes,
             split=query.get("split"),
@@ -135,6 +146,7 @@ class Control:
         """
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        refuse_unknown(body, ("truncated", "rewards", "require_turn"))
         status: SealedStatus = "truncated" if body.get("truncated") else "finished"
         require_turn = bool(body.get("require_turn"))
         given = await self._bodies.off_loop(request, lambda: final_rewards_of(body))
@@ -144,6 +156,7 @@ class Control:
         """POST /episodes/{id}/fail: it ended for a reason that is not the policy's."""
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        refuse_unknown(body, ("error", "aborted"))
         error = str(body.get("error") or "failed")[:10_000]
         return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
 
@@ -152,6 +165,7 @@ class Control:
         self._auth.require_admin(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         group_id = request.path_params["id"]
+        refuse_unknown(body, ("reason",))
         reason = str(body.get("reason") or "dropped")[:10_000]
         await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
         return _json({"id": group_id, "state": "dropped"})

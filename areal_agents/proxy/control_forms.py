@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -23,18 +23,36 @@ from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 _LARGEST_REWARD = 1e12
 _MOST_PLACES = 65_536  # of a group
 _SCOPES = ("episode", "turn", "branch")
+_OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
+_REWARD = ("reward", "completion_id", "scope", "name")
 _MOST_REWARDS = 10_000  # of one request: all are written in one transaction, for which other writes wait
+
+
+def refuse_unknown(
+    given: Iterable[str], known: Sequence[str], what: str = "field", *, param: str | None = None
+) -> None:
+    """RequestError 400 for a name that this API lacks: a misspelt one would otherwise have no effect.
+
+    The error is about `param`, by default about the unknown name itself.
+    """
+    for name in given:
+        if name not in known:
+            raise RequestError(
+                f"unknown {what} {shown(name)}; known are {', '.join(known)}", param=param or name
+            )
 
 
 def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
     """The episode that a request opens. RequestError 400 names the field at fault."""
+    refuse_unknown(body, _OPENING)
     group_id = _optional(body, "group", str)
     return NewEpisode(
         id=f"episode-{secrets.token_hex(8)}",
         key_hash=key_hash(key),
         task=_task(body.get("task")),
         group_id=group_id,
-        group_size=_group_size(body, default_group_size) if group_id is not None else None,
+        group_size=_group_size(body) if group_id is not None else None,
+        default_group_size=default_group_size,
         surplus=_surplus(body) if group_id is not None else None,
         index=_index(body),
         split=_split(body.get("split", "train")),
@@ -77,11 +95,11 @@ def _digest(data: Mapping[str, Any]) -> str:
     return hashlib.blake2b(orjson.dumps(data, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
 
 
-def _group_size(body: Mapping[str, Any], default: int) -> int:
-    size = _optional(body, "group_size", int)
+def _group_size(body: Mapping[str, Any]) -> int | None:
+    size: int | None = _optional(body, "group_size", int)
     if size is not None and not 1 <= size <= _MOST_PLACES:
         raise RequestError(f"group_size must be from 1 to {_MOST_PLACES}, got {size}", param="group_size")
-    return default if size is None else size
+    return size
 
 
 def _surplus(body: Mapping[str, Any]) -> int | None:
@@ -127,6 +145,7 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
 
     A completion id may be in the form of any API.
     """
+    refuse_unknown(body, _REWARD)
     value, name = body.get("reward"), body.get("name", "return")
     completion_id = body.get("completion_id")
     scope = body.get("scope", "turn" if completion_id else "episode")
@@ -136,9 +155,13 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         raise RequestError(
             f"completion_id must be a string, got {shown(completion_id)}", param="completion_id"
         )
-    if scope not in _SCOPES or (scope == "episode") == bool(completion_id):
+    if scope not in _SCOPES:
+        raise RequestError(f"scope must be episode, turn or branch, got {shown(scope)}", param="scope")
+    if scope == "episode" and completion_id:
+        raise RequestError("scope episode goes without completion_id; leave one of them out", param="scope")
+    if scope != "episode" and not completion_id:
         raise RequestError(
-            f"scope must be one of {_SCOPES} and fit completion_id, got {shown(scope)}", param="scope"
+            f"scope {scope} needs the completion_id of the turn, or of the branch's last turn", param="scope"
         )
     target = turn_id_of(completion_id) or completion_id or ""
     if value == {}:

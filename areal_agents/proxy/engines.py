@@ -8,7 +8,9 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
+from areal_agents.errors import ConfigError
 from areal_agents.inference import SGLangEngine
+from areal_agents.inference.config import is_base_url
 from areal_agents.inference.pool import (
     CurrentVersion,
     EnginePool,
@@ -97,6 +99,18 @@ async def without_trainer(store: Store) -> AsyncIterator[bool]:
             log.warning("whether a trainer lives cannot be told: %s", error)
             alone = False
         yield alone
+
+
+def check_addresses(engine_urls: Sequence[str], router_url: str) -> None:
+    """ConfigError for an address that is no base URL, and for a router without engines behind it."""
+    for url in (*engine_urls, *([router_url] if router_url else [])):
+        if not is_base_url(url):
+            raise ConfigError(f"the address of an engine or router must be http://host:port, got {url!r}")
+    if router_url and not engine_urls:
+        raise ConfigError(
+            f"the router {router_url} needs the addresses of the engines behind it too: "
+            "--engine-url, once for each"
+        )
 
 
 def check_models(urls: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ succeed later carries Retry-After.
 from __future__ import annotations
 
 import logging
+import re
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,6 +29,7 @@ from areal_agents.store import Conflict, NotFound, NoTurn
 _logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1.0
+_KEY_IN_PATH = re.compile(r"^(/e/)[^/]+")
 
 
 class ClientGone(Exception):
@@ -94,11 +96,28 @@ class InternalErrors:
 
 def error_response(request: Request, error: Exception) -> Response:
     """An error in the form of the API that the path belongs to; Starlette's exception handler."""
-    refusal = as_request_error(error)
+    refusal = _of_route(request, error) if isinstance(error, HTTPException) else as_request_error(error)
     log_refusal(request, refusal, error)
     body, headers = error_body(request.scope["path"], refusal)
     more = getattr(error, "headers", None) or {}
     return Response(body, status_code=refusal.status, headers={**more, **headers})
+
+
+def _of_route(request: Request, error: HTTPException) -> RequestError:
+    """What to change about a request that no route answers: mostly the client's base_url."""
+    path = _masked(request)
+    match error.status_code:
+        case 404:
+            message = (
+                f"there is no path {path} here; the base_url of an OpenAI client ends with /v1, that of an "
+                "Anthropic client does not"
+            )
+        case 405:
+            allowed = (error.headers or {}).get("Allow", "POST").replace("HEAD, ", "").replace(", HEAD", "")
+            message = f"{request.method} is not answered at {path}; use {allowed}"
+        case _:
+            message = str(error.detail)
+    return RequestError(message, status=error.status_code, code="invalid_request")
 
 
 def error_body(path: str, refusal: RequestError) -> tuple[bytes, dict[str, str]]:
@@ -126,5 +145,4 @@ def headers_of(refusal: RequestError) -> dict[str, str]:
 
 def _masked(request: Request) -> str:
     """The path without the episode's key in it."""
-    key = request.path_params.get("key")
-    return request.url.path.replace(key, "***") if key else request.url.path
+    return _KEY_IN_PATH.sub(r"\1***", request.url.path)

@@ -32,6 +32,7 @@ from areal_agents.proxy.dialects.chat import ChatDialect
 from areal_agents.proxy.dialects.completions import Completions
 from areal_agents.proxy.dialects.memo import MessageMemo
 from areal_agents.proxy.dialects.messages import Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.reading import flag
 from areal_agents.proxy.dialects.responses import ResponsesDialect
 from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
 from areal_agents.proxy.fields import ignored_fields
@@ -188,7 +189,7 @@ class ModelCalls:
         caller = self._auth.identify(request)
         body = await self._bodies.object(request)
         record.ignored = ignored_fields(dialect.name, body)
-        record.streamed = body.get("stream") is True
+        record.streamed = flag(body, "stream")
         if (upstream := self._pass_through.upstream(body)) is not None:
             await self._check_caller(request)
             record.upstream = body["model"]

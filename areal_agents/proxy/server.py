@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from areal_agents.inference import running_engine
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
+from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models, make_pool
 from areal_agents.proxy.http_limits import LimitedProtocol
 from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
@@ -87,6 +87,7 @@ def serve(
         StoreError: the store is unusable.
     """
     refuse_open_access(config)
+    check_addresses(engine_urls, router_url)
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
         folder = locks_beside(store_path(store))

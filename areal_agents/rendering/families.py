@@ -129,7 +129,9 @@ def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]
 
 def _detect(folder: Path) -> str:
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"{folder} is not a model folder: it has no config.json")
+        raise ConfigError(
+            f"{folder} is not a model folder: it has no config.json; give the path of a downloaded model"
+        )
     config = read_json(folder / "config.json")
     model_type = config.get("model_type")
     name = f"{folder.name} {config.get('_name_or_path', '')}".lower()

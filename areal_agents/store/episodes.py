@@ -237,8 +237,9 @@ def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple
 
 
 def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple[str, Task]:
-    if new.group_id is None or new.group_size is None or new.group_size < 1:
-        raise ValueError(f"a new group needs a size of at least 1, got {new.group_size}")
+    size = new.default_group_size if new.group_size is None else new.group_size
+    if new.group_id is None or size is None or size < 1:
+        raise ValueError(f"a new group needs a size of at least 1, got {size}")
     task = new.task or Task(id=new.group_id, input={})
     uid = _ensure_task(connection, task)
     connection.execute(
@@ -246,7 +247,7 @@ def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tup
             id=new.group_id,
             task_uid=uid,
             split=new.split,
-            size=new.group_size,
+            size=size,
             surplus=new.surplus or None,
             version=oldest_served(connection),
             state="pending",

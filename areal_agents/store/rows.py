@@ -21,7 +21,10 @@ class NewEpisode:
         key_hash: sha256 of the key that the agent calls with, in hex.
         task: None takes the group's task, or makes an empty one.
         group_id: None for an episode outside any group; only training on recorded episodes takes it.
-        group_size: needed by the first episode of a group; later ones may leave it out.
+        group_size: places of the group. None: of another episode's group whatever it has, of a new one
+            `default_group_size`.
+        default_group_size: places of a new group whose first episode names none; without it that episode
+            needs a `group_size`.
         surplus: places that the group has beyond its size; it is complete, and what it has beyond is
             aborted, as soon as as many episodes as its size are scored. None: of a new group none, of
             another whatever it has.
@@ -37,6 +40,7 @@ class NewEpisode:
     task: Task | None = None
     group_id: str | None = None
     group_size: int | None = None
+    default_group_size: int | None = None
     surplus: int | None = None
     index: int | None = None
     split: Split = "train"

@@ -203,6 +203,14 @@ async def endless(task: dict[str, Any], ep: Episode) -> float:
     return 1.0
 
 
+async def asks_its_question(task: dict[str, Any], ep: Episode) -> float:
+    """Needs a task with a question."""
+    messages = [{"role": "user", "content": task["question"]}]
+    async with _client(ep) as client:
+        await client.chat.completions.create(model=MODEL, messages=messages)
+    return 1.0
+
+
 def synchronous(task: dict[str, Any], ep: Episode) -> float:
     """Without async: it runs in a process of its own."""
     with OpenAI(base_url=ep.base_url, api_key=ep.api_key) as client:

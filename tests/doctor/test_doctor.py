@@ -172,6 +172,13 @@ def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
     assert finding.what == "The agent was ended after 2 s." and "--timeout" in finding.fix
 
 
+def test_an_agent_that_fails_for_want_of_a_task_is_told_how_to_give_one() -> None:
+    report = examine(function=f"{AGENTS}:asks_its_question", timeout_s=60)
+    (finding,) = [each for each in report.findings if "failed before any call" in each.what]
+    assert "KeyError: 'question'" in finding.what
+    assert "Its task was {}; --task gives another." in finding.fix
+
+
 def test_a_command_that_fails_shows_why() -> None:
     done = doctor("--json", "--", sys.executable, str(AGENTS), "nobody")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr

@@ -95,6 +95,15 @@ def test_too_many_deaths_end_the_run(run: Run) -> None:
     assert len(run.said) == MOST_RESTARTS and len(run.lives("engine")) == MOST_RESTARTS + 1
 
 
+def test_the_reason_of_a_death_is_not_taken_from_an_earlier_run(run: Run) -> None:
+    (run.folder / "rollout.log").write_text("the error of an earlier run\n")
+    run.begin("rollout", "1", restarts=False)
+    with pytest.raises(ChildDied) as died:
+        wait_for(lambda: False, run.check)
+    assert "the rollout process ended with exit code 1" in str(died.value)
+    assert "an earlier run" not in str(died.value)
+
+
 def test_an_early_failure_and_a_wanted_end_are_not_repaired(run: Run) -> None:
     run.begin("proxy", "1", restarts=True)  # as with a bad configuration
     with pytest.raises(ChildDied, match="the proxy process ended with exit code 1"):

@@ -40,6 +40,10 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
     return error
 
 
+def message_of(response: httpx.Response) -> str:
+    return str(response.json()["error"]["message"])
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -71,6 +75,9 @@ def refused(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
         ({"guided_json": {"type": "object"}}, "guided_json"),
         ({"repetition_penalty": 1.1}, "repetition_penalty"),
         ({"repetition_penalty": 1.0, "regex": None}, None),
+        ({"structured_outputs": {"json": {"type": "object"}}}, "structured_outputs"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"stream": "yes"}, "stream"),
         ({"n": 129}, "n"),
         ({"n": "2"}, "n"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
@@ -229,7 +236,61 @@ def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tm
 
 def test_wrong_paths_and_methods(proxy: RunningProxy) -> None:
     refused(proxy.http.get("/v1/nothing"), 404, "invalid_request")
-    refused(proxy.http.get("/v1/chat/completions"), 405, "invalid_request")
+    method = proxy.http.get("/v1/chat/completions")
+    refused(method, 405, "invalid_request")
+    assert message_of(method) == "GET is not answered at /v1/chat/completions; use POST"
+    method = proxy.http.post("/v1/models", json={})
+    assert message_of(method) == "POST is not answered at /v1/models; use GET"
+
+
+@pytest.mark.parametrize("prefix", ["", "/e/ep-secret"])
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/messages"])
+def test_a_wrong_base_url_is_told_what_is_wrong_and_no_key(
+    proxy: RunningProxy, prefix: str, path: str
+) -> None:
+    for answer in (proxy.http.post(prefix + path, json={}), proxy.http.get(prefix + path)):
+        assert answer.status_code == 404
+        assert "base_url of an OpenAI client ends with /v1" in message_of(answer)
+        assert "ep-secret" not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/episodes", {"task": {"id": "t"}, "groupsize": 2}, "groupsize"),
+        ("/episodes/{id}/reward", {"reward": 1, "nam": "x"}, "nam"),
+        ("/episodes/{id}/finish", {"truncate": True}, "truncate"),
+        ("/episodes/{id}/finish", {"rewards": [{"reward": 1, "nme": "x"}]}, "nme"),
+        ("/episodes/{id}/fail", {"reason": "x"}, "reason"),
+        ("/groups/g/drop", {"error": "x"}, "error"),
+        ("/episodes/{id}/reward", {"reward": 1, "scope": "turn"}, "scope"),
+        ("/episodes/{id}/reward", {"reward": 1, "scope": "all"}, "scope"),
+    ],
+)
+def test_a_misspelt_field_of_the_control_api_is_refused(
+    proxy: RunningProxy, path: str, body: dict[str, Any], param: str
+) -> None:
+    episode = proxy.open_episode()
+    answer = proxy.http.post(path.format(id=episode["id"]), json=body)
+    refused(answer, 400, "invalid_request")
+    assert answer.json()["error"]["param"] == param
+    shown = proxy.http.get(f"/episodes/{episode['id']}").json()
+    assert (shown["status"], shown["rewards"]) == ("open", [])
+
+
+@pytest.mark.parametrize("query", ["split=trian", "status=done", "groups=g"])
+def test_a_filter_that_cannot_match_is_refused(proxy: RunningProxy, query: str) -> None:
+    error = refused(proxy.http.get(f"/episodes?{query}"), 400, "invalid_request")
+    assert error["param"] == query.partition("=")[0]
+
+
+def test_later_episodes_of_a_group_need_not_repeat_its_size(proxy: RunningProxy) -> None:
+    first = proxy.http.post("/episodes", json={"task": {"id": "t"}, "group": "g", "group_size": 2})
+    second = proxy.http.post("/episodes", json={"group": "g"})
+    assert [answer.json()["index"] for answer in (first, second)] == [0, 1]
+    refused(proxy.http.post("/episodes", json={"group": "g", "group_size": 3}), 409, "conflict")
+    default = [proxy.http.post("/episodes", json={"group": "h"}) for _ in range(17)]
+    assert [answer.status_code for answer in default] == [200] * 16 + [409]
 
 
 def test_a_prompt_that_is_too_long(proxy: RunningProxy) -> None:

@@ -346,12 +346,12 @@ def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
 
 def test_keys_open_what_they_should(guarded: RunningProxy) -> None:
     mine, other = guarded.open_episode(), guarded.open_episode()
-    body = {"messages": [USER]}
 
     def status(method: str, path: str, key: str | None, header: str = "authorization") -> int:
         value = f"Bearer {key}" if header == "authorization" else str(key)
         with httpx.Client(base_url=guarded.url) as http:
             headers = {header: value} if key else {}
+            body = {"messages": [USER]} if path.endswith("/chat/completions") else {}
             return http.request(
                 method, path, headers=headers, json=body if method == "POST" else None
             ).status_code

@@ -17,12 +17,6 @@ from areal_agents.proxy.dialects.reading import refuse
 from areal_agents.proxy.request import CallPolicy, CompletedTurn, ModelRequest, SamplingWish
 from areal_agents.rendering import Tokenizer
 
-# What other servers take to constrain or to weigh the output; ignored, they would change what is drawn.
-_OTHER_ENGINES = (
-    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf", "structural_tag",
-    "min_tokens", "repetition_penalty",
-)  # fmt: skip
-_NEUTRAL: tuple[Any, ...] = (None, 0, 1, "", [], {})
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
@@ -66,9 +60,11 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
         refuse("messages must be a list with at least one message", "messages")
     if len(raw_messages) > context.max_messages:
         refuse(f"at most {context.max_messages} messages are accepted, got {len(raw_messages)}", "messages")
-    for name in _OTHER_ENGINES:
-        if body.get(name) not in _NEUTRAL:
-            reading.unsupported(f"{name} is not supported: use response_format or tools", name)
+    reading.refuse_fields_of_other_servers(body)
+    if body.get("web_search_options") is not None:
+        reading.unsupported(
+            "web_search_options is not supported: this server runs no tools of its own", "web_search_options"
+        )
     for name in ("functions", "function_call"):
         if body.get(name):
             reading.unsupported(f"{name} is not supported: use tools", name)

@@ -140,6 +140,7 @@ class CompletionStream:
 def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
     prompt = _prompt(body.get("prompt"))
     choices = reading.choices(body)
+    reading.refuse_fields_of_other_servers(body)
     for name in ("echo", "suffix"):
         if body.get(name):
             unsupported(f"{name} is not offered", name)

@@ -18,6 +18,13 @@ from areal_agents.proxy.values import refuse_many_values
 
 T = TypeVar("T")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+# Fields with which other servers constrain or weigh the output. Ignoring one would change what is sampled.
+_GRAMMARS_OF_OTHER_SERVERS = (
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema",
+    "regex", "ebnf", "structural_tag",
+)  # fmt: skip
+_SAMPLING_OF_OTHER_SERVERS = ("min_tokens", "repetition_penalty")
+_NEUTRAL: tuple[Any, ...] = (None, 0, 1, "", [], {})
 _MAX_CHOICES = 128
 _MOST_ARGUMENT_VALUES = 50_000
 _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1_000
@@ -31,6 +38,16 @@ def refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
 def unsupported(message: str, param: str) -> NoReturn:
     """Raise the RequestError 400 of a field that is known and not offered."""
     raise RequestError(message, code="unsupported_parameter", param=param)
+
+
+def refuse_fields_of_other_servers(body: Mapping[str, Any]) -> None:
+    """RequestError 400 for a field of another server's API that constrains or weighs the output."""
+    for name in _GRAMMARS_OF_OTHER_SERVERS:
+        if body.get(name) not in _NEUTRAL:
+            unsupported(f"{name} is not supported: use response_format or tools of chat completions", name)
+    for name in _SAMPLING_OF_OTHER_SERVERS:
+        if body.get(name) not in _NEUTRAL:
+            unsupported(f"{name} is not supported: leave it out", name)
 
 
 def within_depth(read: Callable[[], T]) -> T:

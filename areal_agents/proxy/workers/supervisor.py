@@ -26,7 +26,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.processes import kill_process
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.engines import EngineUrls, check_models
+from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import open_inboxes
@@ -75,6 +75,7 @@ def serve_workers(
     if not 2 <= workers <= _MOST_WORKERS:
         raise ConfigError(f"workers must be from 2 to {_MOST_WORKERS}, got {workers}")
     refuse_open_access(config)
+    check_addresses(engine_urls, router_url)
     settings = durability or StoreConfig()
     with contextlib.ExitStack() as stack:
         stack.enter_context(logging_as(config.log_format))
