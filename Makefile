@@ -50,13 +50,13 @@ test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 check: static test ## Lint, type-check and test.
 
 bench: setup litellm ## Run every benchmark on this machine (about three quarters of an hour).
-	$(BIN)/areal-agents bench engine --json
-	$(BIN)/areal-agents bench trainer --json
-	$(BIN)/areal-agents bench proxy --json
-	$(BIN)/areal-agents bench store --json
-	$(BIN)/areal-agents bench credit --json
-	$(BIN)/areal-agents bench async --json
-	$(BIN)/areal-agents bench simulator --json
+	$(BIN)/python -m benchmarks engine --json
+	$(BIN)/python -m benchmarks trainer --json
+	$(BIN)/python -m benchmarks proxy --json
+	$(BIN)/python -m benchmarks store --json
+	$(BIN)/python -m benchmarks credit --json
+	$(BIN)/python -m benchmarks async --json
+	$(BIN)/python -m benchmarks simulator --json
 
 litellm: $(LITELLM)/.installed ## Install LiteLLM's proxy, which ours is compared with, in its own environment.
 

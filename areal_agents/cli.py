@@ -22,8 +22,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-bench_app = typer.Typer(help="Measure a part of the system on this machine.", no_args_is_help=True)
-app.add_typer(bench_app, name="bench")
 
 ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -215,7 +213,7 @@ def export_model(
     ] = None,
 ) -> None:
     """Write a checkpoint as a plain Hugging Face folder, adapters merged."""
-    from areal_agents.training.export import export
+    from areal_agents.training.checkpoint.export import export
 
     checkpoint = export(source, out, dtype=dtype)
     Console().print(f"{checkpoint} is now a model in {out}", soft_wrap=True, highlight=False)
@@ -255,93 +253,6 @@ def simulate(
     run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)
 
 
-@bench_app.command("engine")
-def bench_engine(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-) -> None:
-    """Decode speed over HTTP, and against transformers' generate in the same run."""
-    from areal_agents.bench.engine import run
-
-    run(json=as_json)
-
-
-@bench_app.command("proxy")
-def bench_proxy(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer calls, for a first look.")] = False,
-) -> None:
-    """CPU per call, memory and latency of the proxy, beside a bare pass-through and LiteLLM's proxy."""
-    from areal_agents.bench.proxy import run
-
-    run(json=as_json, quick=quick)
-
-
-@bench_app.command("trainer")
-def bench_trainer(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
-) -> None:
-    """Speed and memory of the trainer, beside a padded Hugging Face loop and TRL's GRPO step."""
-    from areal_agents.bench.trainer import run
-
-    run(json=as_json, quick=quick)
-
-
-@bench_app.command("async")
-def bench_async(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
-    table: Annotated[
-        bool, typer.Option("--table", help="The quick start at η = 0 to ∞ instead, which takes hours.")
-    ] = False,
-    out: Annotated[
-        Path, typer.Option(help="With --table: the file of results; runs that are in it are not repeated.")
-    ] = Path("async-table.jsonl"),
-) -> None:
-    """Asynchronous against synchronous training, weight swaps, and the store."""
-    if table:
-        from areal_agents.bench.asynchrony_table import run as run_table
-
-        run_table(out, json=as_json)
-    else:
-        from areal_agents.bench.asynchrony import run
-
-        run(json=as_json, quick=quick)
-
-
-@bench_app.command("simulator")
-def bench_simulator(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-    save: Annotated[
-        Path | None, typer.Option(help="A file to keep the measurements and the trace in.")
-    ] = None,
-) -> None:
-    """What the simulator foretells from the trace of one run, against runs at several bounds on staleness."""
-    from areal_agents.bench.simulator import run
-
-    run(json=as_json, save=save)
-
-
-@bench_app.command("credit")
-def bench_credit(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-) -> None:
-    """The expected policy gradient of forests of turns over the true one, by exact enumeration."""
-    from areal_agents.bench.credit import run
-
-    run(json=as_json)
-
-
-@bench_app.command("store")
-def bench_store(
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
-) -> None:
-    """Turns that 64 writers commit to a store on the disk of the working directory."""
-    from areal_agents.bench.store import run
-
-    run(json=as_json)
-
-
 def _engine_config(**options: object) -> EmbeddedEngineConfig:
     from pydantic import ValidationError
 
@@ -358,10 +269,15 @@ def _engine_config(**options: object) -> EmbeddedEngineConfig:
 
 
 def main() -> None:
-    """Entry point: an expected error is one clear message and exit code 1, never a stack trace."""
+    """The entry point of the `areal-agents` command."""
+    run_app(app)
+
+
+def run_app(commands: typer.Typer) -> None:
+    """Run a command line. An expected error is one clear message and exit code 1, never a stack trace."""
     console = Console(stderr=True, soft_wrap=True)
     try:
-        app(standalone_mode=True)
+        commands(standalone_mode=True)
     except ArealAgentsError as error:
         console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}", highlight=False)
         raise SystemExit(1) from None

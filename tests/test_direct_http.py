@@ -16,15 +16,15 @@ from urllib.request import getproxies_environment, proxy_bypass_environment
 import pytest
 
 import areal_agents
-from areal_agents.bench.proxy_processes import Server
 from areal_agents.client import AsyncClient, Client
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor import examine
 from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
-from areal_agents.inference.sglang_server import Placement, server_environment
+from areal_agents.inference.sglang.server import Placement, server_environment
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
-from areal_agents.rollout.command import CommandAgent
+from areal_agents.rollout.agents.command import CommandAgent
+from benchmarks.proxy.processes import Server
 
 PACKAGE = Path(areal_agents.__file__).parent
 HELPER = PACKAGE / "direct_http.py"

@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "inference": {"core", "errors", "direct_http", "processes"},
     "algorithms": {"core", "errors"},
     "store": {"core", "errors"},
+    "testing": {"core", "errors", "inference", "processes"},
     "rewards": {"errors"},
     "proxy": {"core", "errors", "processes", "rendering", "inference", "store"},
     "episode": {"errors", "client"},
@@ -28,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"core", "errors", "algorithms", "inference", "store"},
 }
 # The last is run by the Python of another environment, and imported by nobody.
-MAY_IMPORT_TORCH = {"algorithms", "training", "bench", "inference/embedded", "inference/sglang_environment"}
+MAY_IMPORT_TORCH = {"algorithms", "training", "inference/embedded", "inference/sglang/environment"}
 
 
 def _modules() -> list[Path]:
@@ -53,7 +54,7 @@ def _imports(path: Path) -> set[str]:
 def test_rooms_import_only_what_they_may(path: Path) -> None:
     room = _room(path)
     if room not in ALLOWED:
-        return  # config, cli, launch and bench sit on top
+        return  # config, cli and launch sit on top
     rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
     known = {_room(module) for module in _modules()}
     assert (rooms & known) - {room} <= ALLOWED[room]
@@ -64,7 +65,7 @@ def test_torch_stays_in_its_rooms(path: Path) -> None:
     inside = str(path.relative_to(PACKAGE).parent)
     if any(inside == room or inside.startswith(room + "/") for room in MAY_IMPORT_TORCH):
         return
-    assert not {name for name in _imports(path) if name.split(".")[0] == "torch"}
+    assert not {name for name in _imports(path) if name.split(".")[0] in ("torch", "benchmarks")}
 
 
 def test_importing_the_package_is_light() -> None:

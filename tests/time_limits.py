@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from areal_agents.rollout import attempt
+from areal_agents.rollout.agents import attempt
 
 LONGEST_S = 120.0
 

@@ -11,7 +11,7 @@ from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstima
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
-from areal_agents.inference.routing import expert_layout
+from areal_agents.inference.expert_routing import expert_layout
 
 if TYPE_CHECKING:
     from areal_agents.config.tree import Config

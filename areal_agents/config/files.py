@@ -3,11 +3,19 @@
 `key=value` arguments override what the file says. A relative path in a file is relative to that file, one
 given on the command line to the working directory; either way the loaded tree holds absolute paths.
 Anything unknown is refused with the nearest known name.
+
+`key=value` settings over a plain tree; dots reach inside.
+
+Relative paths in a tree, resolved against the folder that they were written for.
+
+What pydantic found wrong, in the words of a config file.
 """
 
 from __future__ import annotations
 
 import copy
+import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,9 +23,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from areal_agents.config.explaining import explain
-from areal_agents.config.overrides import nested, parse_override, set_in
-from areal_agents.config.paths import with_absolute_paths
+from areal_agents.algorithms.parts import alternatives
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
@@ -118,3 +124,138 @@ def is_saved(config: Config, path: Path) -> bool:
 
 def _text_of(config: Config) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def parse_override(override: str) -> tuple[list[str], Any]:
+    """The parts of the key, and the value as YAML reads it. ConfigError if it is no `key=value`."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"expected key=value, got {override!r}, for example trainer.steps=10")
+    try:
+        return key.split("."), yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"the value of {key} is not valid YAML: {error}") from None
+
+
+def nested(key: Sequence[str], value: Any) -> dict[str, Any]:
+    """A tree of nothing but `value`, at `key`."""
+    for part in reversed(key):
+        value = {part: value}
+    return value
+
+
+def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) -> None:
+    """Put what `nested` holds at `key` into `tree`.
+
+    A setting of the algorithm can be given flat or under its part: what the tree has of it in the other form
+    is taken out.
+    """
+    if (
+        len(key) > 1
+        and key[0] == "algorithm"
+        and key[-1] != "kind"
+        and isinstance(tree.get("algorithm"), dict)
+    ):
+        tree["algorithm"] = _without(tree["algorithm"], key[-1])
+    for part in key[:-1]:
+        nested = nested[part]
+        # A string is short for a preset, or for the kind of one of its parts.
+        if key[0] == "algorithm" and isinstance(tree.get(part), str):
+            tree[part] = {"preset" if part == "algorithm" else "kind": tree[part]}
+        if not isinstance(tree.get(part), dict):
+            tree[part] = {}
+        tree = tree[part]
+    tree[key[-1]] = nested[key[-1]]
+
+
+def _without(tree: dict[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a tree without the settings of this name, at any depth."""
+    return {
+        key: _without(value, name) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if key != name
+    }
+
+
+_PATH_KEYS = (
+    ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
+    ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
+    ("trainer", "teacher_model"),
+    ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
+)  # fmt: skip
+_ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "teacher_model", "export", "folder")
+
+
+def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
+    """A copy of `tree` in which whatever names a file does so from anywhere."""
+    out: dict[str, Any] = copy.deepcopy(dict(tree))
+    for *parents, leaf in _PATH_KEYS:
+        node: Any = out
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(leaf), str):
+            node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
+    return out
+
+
+def _absolute(value: str, base: Path, *, always: bool) -> str:
+    """`value` resolved against `base` if it names a file there (a function may follow a colon)."""
+    file, colon, function = value.partition(":") if ".py:" in value else (value, "", "")
+    candidate = Path(os.path.normpath(base / file))  # links stay: the Python of an environment is one
+    if value and (always or candidate.exists()):
+        return f"{candidate}{colon}{function}"
+    return value
+
+
+def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
+    """One fault of a tree that `root` refused; for an unknown key, with the nearest known one."""
+    location = _without_kinds(root, [str(part) for part in fault["loc"]])
+    key = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        known = _known_keys(root, location[:-1])
+        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = (
+            f"; did you mean {'.'.join([*location[:-1], nearest[0]])!r}?"
+            if nearest
+            else f"; known keys here: {', '.join(sorted(known))}"
+        )
+        return f"unknown key {key!r}{hint}"
+    if fault["type"] == "missing":
+        return f"{key!r} is required"
+    if fault["type"] == "value_error":
+        return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
+    return f"{key}: {fault['msg']} (got {fault['input']!r})"
+
+
+def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:
+    """A location as a config file has it: without the kinds by which alternative parts are told apart."""
+    field = model.model_fields.get(location[0]) if model and location else None
+    if field is None:
+        return location
+    first, rest = location[0], location[1:]
+    parts = alternatives(field)
+    if rest and rest[0] in parts:
+        return [first, *_without_kinds(parts[rest[0]], rest[1:])]
+    return [first, *_without_kinds(_model_in(field.annotation), rest)]
+
+
+def _known_keys(model: type[BaseModel], location: Iterable[str]) -> list[str]:
+    for part in location:
+        if part.isdigit():  # a place in a list of what the part before it names
+            continue
+        field = model.model_fields.get(part)
+        inner = _model_in(field.annotation) if field else None
+        if inner is None:
+            return []
+        model = inner
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        found = _model_in(argument)
+        if found:
+            return found
+    return None

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from areal_agents.core.rollout import Episode
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.surroundings import Host, Telemetry
-from areal_agents.proxy.observe import CallRecord
+from areal_agents.proxy.calls.record import CallRecord
 
 MODEL_ENDPOINTS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 _CONTROL = ("/episodes", "/rewards", "/groups", "/health", "/ready", "/metrics")

@@ -42,17 +42,17 @@ from areal_agents.doctor.surroundings import (
 from areal_agents.doctor.tiny_model import write_tiny_model
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.scripted import ScriptedApp, running
 from areal_agents.proxy.app import create_app
+from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.observe import CallRecord
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
-from areal_agents.rollout.agent import Agent, load_agent
-from areal_agents.rollout.attempt import Attempt, Outcome, open_attempt, run_rollout
-from areal_agents.rollout.command import CommandAgent
+from areal_agents.rollout.agents.agent import Agent, load_agent
+from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
+from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.store import Store
+from areal_agents.testing import ScriptedApp, running
 
 _CONTEXT_LENGTH = 262_144
 _STOP_S = 15.0

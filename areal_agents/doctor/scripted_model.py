@@ -15,8 +15,8 @@ from typing import Any
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.doctor.instances import instance_of
 from areal_agents.errors import RenderingError
-from areal_agents.inference.scripted import Reply, ScriptedCall
 from areal_agents.rendering import ChatRenderer
+from areal_agents.testing import Reply, ScriptedCall
 
 ANSWER = "This is the scripted model of areal-agents doctor; it has seen your message."
 _THOUGHT = "The scripted model thinks a little."

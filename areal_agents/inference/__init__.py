@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from areal_agents.inference.config import EmbeddedEngineConfig, EngineConfig
 from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PauseMode, PromptScores, Sampler
-from areal_agents.inference.server import EngineProcess, running_engine
-from areal_agents.inference.sglang import SGLangEngine
+from areal_agents.inference.engine_process import EngineProcess, running_engine
+from areal_agents.inference.sglang.client import SGLangEngine
 
 __all__ = [
     "EmbeddedEngineConfig",

@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_agents.core.completion import Completion, Logprobs, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError
-from areal_agents.inference.routing import ExpertLayout
+from areal_agents.inference.expert_routing import ExpertLayout
 
 PauseMode = Literal["retract", "in_place", "abort"]
 MemoryKind = Literal["weights", "kv_cache"]

@@ -21,7 +21,7 @@ from areal_agents.direct_http import direct_client
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import MemoryKind
-from areal_agents.inference.sglang_server import (
+from areal_agents.inference.sglang.server import (
     LORA_TARGETS,
     Placement,
     SGLangProcess,

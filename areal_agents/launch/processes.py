@@ -22,7 +22,7 @@ from pathlib import Path
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
-from areal_agents.launch.room import room_of
+from areal_agents.launch.disk_space import room_of
 from areal_agents.launch.run_folder import RunFolder
 
 EXIT_STOPPED = 3  # asked to end before the work was done
@@ -122,8 +122,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.launch.engines import memory_to_release, wait_for_engines
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
-    from areal_agents.training.recorded import RecordedGroups, recorded_store
-    from areal_agents.training.trainer import run
+    from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
+    from areal_agents.training.run import run
 
     stop = _stop_event()
     first = int(os.environ.get("RANK", "0")) == 0

@@ -20,17 +20,17 @@ from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
+from areal_agents.launch.disk_space import room_of
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
-from areal_agents.launch.live import LiveView
+from areal_agents.launch.live_view import LiveView
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
-from areal_agents.launch.room import room_of
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
 from areal_agents.store import Store
-from areal_agents.training.trackers import check_trackers
+from areal_agents.training.metrics.trackers import check_trackers
 
 log = logging.getLogger(__name__)
 

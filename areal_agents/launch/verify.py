@@ -12,7 +12,7 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import SGLangEngine
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
-from areal_agents.training.publishing.verifying import verify
+from areal_agents.training.publish.verifying import verify
 
 
 def run(folder: Path, console: Console) -> bool:

@@ -1,16 +1,23 @@
-"""The proxy as an ASGI app: what its parts are, and how they are joined."""
+"""The proxy as an ASGI app: what its parts are, and how they are joined.
+
+Takes model calls straight to their endpoint; everything else goes through the routes.
+
+A model call needs none of the routing, and it is the one request that comes thousands of times.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.inference import Sampler
@@ -18,19 +25,18 @@ from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator, new_episode_key
 from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.browsers import BrowserGuard
-from areal_agents.proxy.completer import Completer
+from areal_agents.proxy.calls.completer import Completer
+from areal_agents.proxy.calls.passthrough import PassThrough
+from areal_agents.proxy.calls.record import CallRecord, Observer
+from areal_agents.proxy.calls.routes import Endpoint, ModelCalls
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.control import Control
+from areal_agents.proxy.episodes.control import Control
+from areal_agents.proxy.episodes.housekeeping import Housekeeping
+from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
+from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
-from areal_agents.proxy.front_door import FrontDoor
-from areal_agents.proxy.housekeeping import Housekeeping
-from areal_agents.proxy.implicit import ImplicitEpisodes
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
-from areal_agents.proxy.model_calls import ModelCalls
-from areal_agents.proxy.observe import CallRecord, Observer
-from areal_agents.proxy.passthrough import PassThrough
-from areal_agents.proxy.sessions import Sessions
 from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.workers.forwarding import WorkerDoor
 from areal_agents.proxy.workers.identity import Workers
@@ -233,3 +239,34 @@ def _each_of(*observers: Observer | None) -> Observer:
             tell(record)
 
     return observe
+
+
+class FrontDoor:
+    """An app with a short way to its model calls.
+
+    Args:
+        app: answers everything else.
+        endpoints: of the model calls, by path without an episode's key.
+    """
+
+    def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
+        self._app = app
+        self._endpoints = endpoints
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "HEAD"):
+            await self._app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # some agents look whether their base_url is there
+            await Response()(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if path.startswith("/e/"):
+            key, _, rest = path[3:].partition("/")
+            path, scope["path_params"] = f"/{rest}", {"key": key}
+        endpoint = self._endpoints.get(path)
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        response = await endpoint(Request(scope, receive))
+        await response(scope, receive, send)

@@ -22,8 +22,8 @@ from areal_agents.errors import (
     RequestError,
     StoreError,
 )
-from areal_agents.proxy.dialects.building import openai_error
-from areal_agents.proxy.dialects.messages import Messages
+from areal_agents.proxy.dialects.messages.dialect import Messages
+from areal_agents.proxy.dialects.writing import openai_error
 from areal_agents.store import Conflict, NotFound, NoTurn
 
 _logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from typing import Any, Literal, TextIO
 
 import orjson
 
-from areal_agents.proxy.observe import CallRecord
+from areal_agents.proxy.calls.record import CallRecord
 
 LogFormat = Literal["text", "json"]
 

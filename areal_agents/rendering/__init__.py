@@ -2,6 +2,6 @@
 
 from areal_agents.rendering.chat import ChatRenderer
 from areal_agents.rendering.streaming import Delta, ReplyStream
-from areal_agents.rendering.tokenizer import Tokenizer
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 __all__ = ["ChatRenderer", "Delta", "ReplyStream", "Tokenizer"]

@@ -24,8 +24,8 @@ from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.replies import ReplyReader
 from areal_agents.rendering.special_text import SpecialText, strings_in
 from areal_agents.rendering.streaming import ReplyStream
-from areal_agents.rendering.tails import tail_start
-from areal_agents.rendering.tokenizer import Tokenizer
+from areal_agents.rendering.templates.tails import tail_start
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 # Nearly all calls of an agent have the same tools, so these are marked once.
 _TOOLS_KEPT = 16

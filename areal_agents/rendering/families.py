@@ -17,9 +17,9 @@ import renderers
 
 from areal_agents.errors import ConfigError
 from areal_agents.rendering.formats import ChatFormat, library_format
-from areal_agents.rendering.generic import TemplateFormat
-from areal_agents.rendering.template import template_sources
-from areal_agents.rendering.tokenizer import Tokenizer, read_json
+from areal_agents.rendering.templates.generic import TemplateFormat
+from areal_agents.rendering.templates.template import template_sources
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer, read_json
 
 TEMPLATE = "template"  # the family that is the model folder's own chat template
 

@@ -16,7 +16,7 @@ from areal_agents.core.completion import Grammar
 from areal_agents.core.schemas import unenforced
 from areal_agents.errors import RenderingError
 from areal_agents.rendering.replies import ReplyReader
-from areal_agents.rendering.tokenizer import Tokenizer
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 Node = dict[str, Any]  # one format of xgrammar's structural tag
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import renderers
 
 from areal_agents.errors import ConfigError
-from areal_agents.rendering.tokenizer import Tokenizer
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 _SHORT = 40  # characters of a text that is worth remembering
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
-from areal_agents.rendering.markers import PLAIN
 from areal_agents.rendering.replies import Reply, ReplyReader, mint_call
+from areal_agents.rendering.templates.markers import PLAIN
 
 Channel = Literal["reasoning", "content"]
 CHANNELS: tuple[Channel, Channel] = ("reasoning", "content")

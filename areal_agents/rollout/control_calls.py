@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from areal_agents.client import AsyncClient
 from areal_agents.errors import RequestError
-from areal_agents.rollout.attempt import Patience, abort_episodes, backoff_s
+from areal_agents.rollout.agents.attempt import Patience, abort_episodes, backoff_s
 
 logger = logging.getLogger(__name__)
 

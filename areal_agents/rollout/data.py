@@ -16,8 +16,8 @@ from typing import Any
 
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError
+from areal_agents.rollout.agents.loading import load_function, names_a_function
 from areal_agents.rollout.config import DataConfig
-from areal_agents.rollout.loading import load_function, names_a_function
 
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
 from areal_agents.errors import RequestError
-from areal_agents.rollout.agent import Agent
-from areal_agents.rollout.attempt import (
+from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.attempt import (
     Attempt,
     Patience,
     abort_episodes,

@@ -15,12 +15,12 @@ from typing import Any
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError, RequestError, TrainingError
-from areal_agents.rollout.agent import Agent, load_agent
-from areal_agents.rollout.attempt import Patience
-from areal_agents.rollout.collector import Collector
+from areal_agents.rollout.agents.agent import Agent, load_agent
+from areal_agents.rollout.agents.attempt import Patience
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.data import TaskSource, load_tasks
 from areal_agents.rollout.evaluation import abort_open, evaluate_tasks
+from areal_agents.rollout.groups.collector import Collector
 from areal_agents.rollout.watch import StoreWatch
 from areal_agents.store import Store, VersionRow
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from areal_agents.training.publishing.config import PublishConfig
+from areal_agents.training.publish.config import PublishConfig
 
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 

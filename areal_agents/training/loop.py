@@ -18,23 +18,23 @@ import torch
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TeacherError, TrainingError
 from areal_agents.inference.engine import MemoryKind
-from areal_agents.training.batch_source import BatchSource
-from areal_agents.training.batches import Batch
-from areal_agents.training.best import BestMetric
-from areal_agents.training.checkpoint import Checkpoints, Progress
+from areal_agents.training.batches.leasing import Batch
+from areal_agents.training.batches.source import BatchSource
+from areal_agents.training.checkpoint.best import BestMetric
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.metrics import (
+from areal_agents.training.metrics.mfu import peak_flops
+from areal_agents.training.metrics.step_metrics import (
     MetricsWriter,
     data_metrics,
     policy_metrics,
     queue_metrics,
     system_metrics,
 )
-from areal_agents.training.mfu import peak_flops
-from areal_agents.training.models import Models
-from areal_agents.training.publishing.publisher import Publisher
-from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+from areal_agents.training.model.run_models import Models
+from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
 
 log = logging.getLogger(__name__)
 

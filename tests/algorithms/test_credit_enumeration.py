@@ -19,7 +19,23 @@ from hypothesis import strategies as st
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import build_training_data
-from areal_agents.bench.credit import (
+from areal_agents.core.rollout import Reward, RolloutGroup
+from areal_agents.core.trajectory import Turn
+from benchmarks.credit.forests import (
+    POSTINGS,
+    ForestTask,
+    Outcome,
+    Play,
+    Posting,
+    branches,
+    compaction,
+    early_end,
+    forests,
+    linear,
+    new_root,
+    parallel_subagents,
+)
+from benchmarks.credit.run import (
     GROUP_SIZE,
     Advantages,
     Attempt,
@@ -36,24 +52,8 @@ from areal_agents.bench.credit import (
     score_return,
     worst_ratio,
 )
-from areal_agents.bench.credit_forests import (
-    POSTINGS,
-    ForestTask,
-    Outcome,
-    Play,
-    Posting,
-    branches,
-    compaction,
-    early_end,
-    forests,
-    linear,
-    new_root,
-    parallel_subagents,
-)
-from areal_agents.core.rollout import Reward, RolloutGroup
-from areal_agents.core.trajectory import Turn
 
-# --- The figures of `areal-agents bench credit`.
+# --- The figures of `python -m benchmarks credit`.
 
 
 @pytest.mark.parametrize("task", forests(), ids=lambda task: task.name)
@@ -94,12 +94,13 @@ def test_dropping_equal_groups_leaves_the_expected_gradient(
 def test_the_command_prints_the_figures_as_its_last_line(tmp_path) -> None:
     """The command itself, on the smallest task, so that the table and the JSON object are seen once."""
     code = (
-        "from areal_agents.bench import credit, credit_forests\n"
-        "credit.forests = lambda: (credit_forests.new_root(),)\n"
-        "from areal_agents.cli import main\n"
-        "main()\n"
+        "from benchmarks.credit import forests, run\n"
+        "run.forests = lambda: (forests.new_root(),)\n"
+        "from areal_agents.cli import run_app\n"
+        "from benchmarks.__main__ import app\n"
+        "run_app(app)\n"
     )
-    command = [sys.executable, "-c", code, "bench", "credit", "--json"]
+    command = [sys.executable, "-c", code, "credit", "--json"]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     figures = json.loads(printed.splitlines()[-1])
     assert figures == measure([new_root()])

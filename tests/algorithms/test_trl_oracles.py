@@ -24,9 +24,9 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.samples import build_training_data
-from areal_agents.bench.trainer_data import Recorder, save_model
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
+from benchmarks.trainer.data import Recorder, save_model
 
 pytest.importorskip("trl")
 
@@ -71,7 +71,7 @@ def trl_side(
     folder: Path, scratch: Path, groups: list[RolloutGroup], **options: Any
 ) -> tuple[Any, dict[str, Any]]:
     """TRL's trainer, and the inputs that it makes of the recorded episodes."""
-    from areal_agents.bench.trainer_peers import grpo_trainer
+    from benchmarks.trainer.peers import grpo_trainer
 
     episodes = [rollout.episode for group in groups for rollout in group.rollouts]
     turns = [episode.turns[0] for episode in episodes]

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_agents.bench.proxy_processes import Server
+from benchmarks.proxy.processes import Server
 
 ADMIN_KEY = "admin-of-the-attack"
 CONTEXT = 32_768
@@ -38,7 +38,7 @@ class Row:
 @contextlib.contextmanager
 def scripted_engine(model: Path, *, reply_tokens: int) -> Iterator[Server]:
     """An engine that answers at once, so that all delays are the proxy's."""
-    command = [sys.executable, "-m", "areal_agents.inference.scripted", "--model", str(model)]
+    command = [sys.executable, "-m", "areal_agents.testing", "--model", str(model)]
     command += ["--reply-tokens", str(reply_tokens), "--context-length", str(CONTEXT), "--chunk-tokens", "40"]
     with Server(command) as server:
         yield server

@@ -11,7 +11,7 @@ from typing import Any
 
 from attack_support import Neighbour, Row, open_episode, send
 
-from areal_agents.bench.proxy_processes import Server
+from benchmarks.proxy.processes import Server
 
 MIB = 2**20
 P99_MS = 100.0

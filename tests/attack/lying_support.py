@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attack_support import ADMIN_KEY, Neighbour, Row, open_episode, post, proxy, send
 
-from areal_agents.inference.scripted import LIES, Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import LIES, Reply, ScriptedApp, ScriptedCall, running
 
 TRUTH = "one two three four"
 P99_MS = 500.0  # of calls that share the engine with repeated attempts

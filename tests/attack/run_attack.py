@@ -25,8 +25,8 @@ from lying_support import lying
 from slow_support import slow
 from web_support import forged, web
 
-from areal_agents.bench.qwen_vocabulary import SPECIAL, qwen_folder
-from areal_agents.rendering.tokenizer import Tokenizer
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
+from benchmarks.proxy.qwen_vocabulary import SPECIAL, qwen_folder
 
 KINDS = ("big", "slow", "web", "forged", "lying")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from attack_support import Neighbour, Row, dial, open_episode
 from big_support import MIB, P99_MS
 
-from areal_agents.bench.proxy_processes import Server
+from benchmarks.proxy.processes import Server
 
 CROWD = 50
 LONGEST_S = 90.0  # for which a connection without progress may stay open

@@ -28,8 +28,8 @@ from openai import APIConnectionError, APIStatusError, OpenAI
 
 from areal_agents.core.rollout import Episode
 from areal_agents.core.trajectory import Turn
-from areal_agents.inference.scripted import Exchange, Reply, ScriptedApp, ScriptedCall
 from areal_agents.store import Store
+from areal_agents.testing import Exchange, Reply, ScriptedApp, ScriptedCall
 
 PROXY_ROLES = ("worker", "supervisor")
 TRIES = 14  # of each call, with the pauses of the OpenAI client between them: about 90 s

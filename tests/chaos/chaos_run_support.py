@@ -204,7 +204,7 @@ class ChaosRun:
                 continue
             if not marks or logs.encode() not in marks[0]:
                 continue
-            is_agent = b"areal_agents.rollout.worker" in arguments
+            is_agent = b"areal_agents.rollout.agents.worker" in arguments
             if not role or (is_agent if role == "agent" else role.encode() in arguments):
                 found.append(int(entry.name))
         return found

@@ -34,7 +34,7 @@ from chaos_proxy_support import (
 from chaos_proxy_support import count as count_proxy
 from chaos_run_support import ROLES, ChaosRun, NotInTime
 
-from areal_agents.inference.scripted import running
+from areal_agents.testing import running
 
 LAST_STEPS = 2  # that a run goes on for undisturbed, to its end
 DISK_MB, KEPT_FREE_GB = 400, 0.06

@@ -13,7 +13,7 @@ from time_limits import TimeLimits
 
 from areal_agents.doctor import Finding, Report, examine
 from areal_agents.errors import AgentError, ConfigError, EngineError, RequestError
-from areal_agents.inference.scripted import ScriptedApp, running
+from areal_agents.testing import ScriptedApp, running
 
 AGENTS = Path(__file__).with_name("doctor_agents.py")
 MODEL = AGENTS.parents[2] / "examples" / "search_agent" / "model"

@@ -17,7 +17,7 @@ from inference_support import (
 )
 
 from areal_agents.inference import SGLangEngine, running_engine
-from areal_agents.inference.sglang_server import running_sglang
+from areal_agents.inference.sglang.server import running_sglang
 
 
 @pytest.fixture(scope="session")

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from areal_agents.core.completion import TokenIds, as_token_ids
 from areal_agents.errors import ConfigError
 from areal_agents.inference import EmbeddedEngineConfig
-from areal_agents.inference.embedded import kernels
-from areal_agents.inference.embedded.architecture import read_architecture
-from areal_agents.inference.embedded.checksum import hash_weights
-from areal_agents.inference.embedded.numba_runner import NumbaRunner
-from areal_agents.inference.embedded.runner import Rows, Runner
+from areal_agents.inference.embedded.model import kernels
+from areal_agents.inference.embedded.model.architecture import read_architecture
+from areal_agents.inference.embedded.model.numba_runner import NumbaRunner
+from areal_agents.inference.embedded.model.runner import Rows, Runner
+from areal_agents.inference.embedded.model.torch_runner import TorchRunner
+from areal_agents.inference.embedded.model.weights import load_weights, random_weights
 from areal_agents.inference.embedded.server import make_runner as choose_runner
-from areal_agents.inference.embedded.torch_runner import TorchRunner
-from areal_agents.inference.embedded.weights import load_weights, random_weights
+from areal_agents.inference.embedded.updates.checksum import hash_weights
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

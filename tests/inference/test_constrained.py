@@ -19,8 +19,8 @@ from tokenizers import Tokenizer
 from areal_agents.core.completion import Grammar, SamplingParams, as_token_ids
 from areal_agents.errors import EngineRejected, RequestError
 from areal_agents.inference import PauseMode, SGLangEngine, running_engine
-from areal_agents.inference.embedded.grammar import Grammars
-from areal_agents.inference.embedded.protocol import Limits, parse_generate
+from areal_agents.inference.embedded.http.protocol import Limits, parse_generate
+from areal_agents.inference.embedded.scheduling.grammar import Grammars
 
 QWEN_TOKENS = 151_669
 PADDED_VOCAB = 151_936

@@ -18,8 +18,8 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.answers import Asked, check_logprobs, checked_spans, end_ids_of
 from areal_agents.inference.pool import EnginePool
-from areal_agents.inference.scripted import LIES, Reply, ScriptedApp, ScriptedCall, running
-from areal_agents.inference.scripted.lies import Form
+from areal_agents.testing import LIES, Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing.invalid_answers import Form
 
 TEXT = "one two three four"
 STOP = 2

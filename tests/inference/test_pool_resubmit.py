@@ -13,9 +13,9 @@ from pool_support import QUICK, Part, PlayedEngine, chain, prompt_of, text_of
 
 from areal_agents.core.completion import Completion, Grammar, SamplingParams, TokenChunk
 from areal_agents.errors import EngineUnavailable
-from areal_agents.inference.draft import Decode, Draft
+from areal_agents.inference.continuation import Decode, Draft
 from areal_agents.inference.pool import EnginePool
-from areal_agents.inference.resubmit import MOST_STALLS, rid_of
+from areal_agents.inference.pool.suspects import MOST_STALLS, rid_of
 
 PROMPT = prompt_of(1)
 TWENTY = SamplingParams(20, ignore_eos=True)

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.pool import EnginePool, RouterEngine
-from areal_agents.inference.scripted import running
+from areal_agents.testing import running
 
 LONG = SamplingParams(300, ignore_eos=True)
 KNOWN = {"rid", "input_ids", "return_logprob", "logprob_start_len", "stream", "sampling_params", "lora_path"}

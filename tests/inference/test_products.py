@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_agents.inference.embedded.products import product
+from areal_agents.inference.embedded.model.products import product
 
 
 def multiply(a: np.ndarray, w: np.ndarray, c: np.ndarray, *, fresh: bool) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_agents.inference.embedded.sampling import SamplingBatch, sample
+from areal_agents.inference.embedded.scheduling.sampling import SamplingBatch, sample
 
 PROBS = np.array([0.5, 0.25, 0.15, 0.1])
 DRAWS = 4000

@@ -11,13 +11,13 @@ from inference_support import EOS, VOCAB
 from test_architectures import make_runner
 
 from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
-from areal_agents.inference.embedded.architecture import read_architecture
-from areal_agents.inference.embedded.numba_runner import NumbaRunner
-from areal_agents.inference.embedded.request import Request
-from areal_agents.inference.embedded.runner import Runner
-from areal_agents.inference.embedded.scheduler import Scheduler
-from areal_agents.inference.embedded.weights import load_weights
-from areal_agents.inference.embedded.worker import EngineThread
+from areal_agents.inference.embedded.model.architecture import read_architecture
+from areal_agents.inference.embedded.model.numba_runner import NumbaRunner
+from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.weights import load_weights
+from areal_agents.inference.embedded.scheduling.request import Request
+from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
+from areal_agents.inference.embedded.scheduling.worker import EngineThread
 
 
 def make_scheduler(

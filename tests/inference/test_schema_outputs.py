@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from areal_agents.core.completion import Grammar
 from areal_agents.core.schemas import unenforced
 from areal_agents.errors import RequestError
-from areal_agents.inference.embedded import grammar_limits
-from areal_agents.inference.embedded.grammar import Grammars, TokenMatcher
+from areal_agents.inference.embedded.scheduling import grammar as grammar_limits
+from areal_agents.inference.embedded.scheduling.grammar import Grammars, TokenMatcher
 
 EOS = 0
 CHARACTERS = [*map(chr, range(32, 127)), "\n", "\t", "é", "日", "\u00a0"]

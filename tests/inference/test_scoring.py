@@ -29,8 +29,8 @@ from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import PromptScores, SGLangEngine, running_engine
 from areal_agents.inference.pool import EnginePool
-from areal_agents.inference.scoring import scores_from_wire, scoring_to_wire
-from areal_agents.inference.sglang_server import running_sglang
+from areal_agents.inference.sglang.scoring import scores_from_wire, scoring_to_wire
+from areal_agents.inference.sglang.server import running_sglang
 
 ATOL = 1e-4  # every server computes in float32
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds, as_token_ids
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.sglang_server import running_sglang
+from areal_agents.inference.sglang.server import running_sglang
 
 pytestmark = pytest.mark.sglang
 

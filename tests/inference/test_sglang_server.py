@@ -12,7 +12,7 @@ from test_engine_process import gone
 
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
-from areal_agents.inference.sglang_server import (
+from areal_agents.inference.sglang.server import (
     Placement,
     SGLangProcess,
     find_environment,

@@ -14,12 +14,8 @@ from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, a
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.answers import Asked
 from areal_agents.inference.engine import version_from_wire
-from areal_agents.inference.sglang import SGLangEngine
-from areal_agents.inference.wire import (
-    StreamedCompletion,
-    completion_from_wire,
-    sampling_to_wire,
-)
+from areal_agents.inference.sglang.client import SGLangEngine
+from areal_agents.inference.sglang.wire import StreamedCompletion, completion_from_wire, sampling_to_wire
 
 
 def answer(**meta: Any) -> dict[str, Any]:

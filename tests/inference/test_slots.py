@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from areal_agents.core.completion import as_token_ids
-from areal_agents.inference.embedded.slots import WORTH_WAITING, SlotTable
+from areal_agents.inference.embedded.scheduling.slots import WORTH_WAITING, SlotTable
 
 
 def fill(table: SlotTable, ids: list[int], *, release: bool = True) -> int:

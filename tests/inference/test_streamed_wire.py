@@ -15,9 +15,9 @@ from aiohttp.test_utils import TestServer
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.sglang import SGLangEngine
-from areal_agents.inference.sse import EventReader
-from areal_agents.inference.wire import StreamedCompletion
+from areal_agents.inference.sglang.client import SGLangEngine
+from areal_agents.inference.sglang.transport import EventReader
+from areal_agents.inference.sglang.wire import StreamedCompletion
 
 IDS = [11, 12, 13, 14, 15]
 LOGPROBS = [-0.5, -1.5, -0.25, -2.0, 0.0]

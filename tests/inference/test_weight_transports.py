@@ -220,7 +220,7 @@ def test_a_bucket_whose_numbers_would_lie_askew_is_refused() -> None:
 # A trainer of its own process: joins the group of its arguments, and broadcasts nothing.
 SILENT_TRAINER = """
 import sys, time
-from areal_agents.inference.embedded.process_group import join_group
+from areal_agents.inference.embedded.updates.process_group import join_group
 from areal_agents.inference.engine import WeightGroup
 group = WeightGroup("127.0.0.1", int(sys.argv[1]), 1, 2, sys.argv[2], "gloo")
 kept = join_group(group, rank=0, timeout_s=60)

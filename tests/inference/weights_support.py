@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.embedded.process_group import join_group, leave_group
+from areal_agents.inference.embedded.updates.process_group import join_group, leave_group
 from areal_agents.inference.engine import WeightBucket, WeightGroup
 from areal_agents.inference.ports import reserved_ports
 

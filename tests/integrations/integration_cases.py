@@ -10,7 +10,7 @@ from typing import Any
 
 from integration_support import Case, call, thought
 
-from areal_agents.inference.scripted import Reply, Script, ScriptedCall
+from areal_agents.testing import Reply, Script, ScriptedCall
 
 ANTHROPIC = {"anthropic_sdk"}  # folders whose clients want the base_url without /v1
 QUESTIONS = ("Do I need an umbrella in Zürich or in Tokyo?", "And in Bern?")

@@ -24,11 +24,11 @@ import numpy as np
 import uvloop
 
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.scripted import Exchange, Reply, Script, ScriptedApp, ScriptedCall, running
 from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
+from areal_agents.testing import Exchange, Reply, Script, ScriptedApp, ScriptedCall, running
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 # A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from areal_agents.config import load_config
-from areal_agents.launch.live import LiveView
-from areal_agents.launch.room import Room, room_of
+from areal_agents.launch.disk_space import Room, room_of
+from areal_agents.launch.live_view import LiveView
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.training.publishing.config import versions_folder
+from areal_agents.training.publish.config import versions_folder
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
 Usage = namedtuple("Usage", "total used free")

@@ -15,7 +15,7 @@ from mutation_support import Mutation, mutated_text, rewritten
 from proxy_support import SEARCH, RunningProxy
 
 from areal_agents.core.messages import ToolCall
-from areal_agents.proxy.turn_ids import turn_id_of
+from areal_agents.proxy.dialects.turn_ids import turn_id_of
 
 FUNCTION = SEARCH["function"]
 RESPONSES_SEARCH = {"type": "function", "strict": False, **FUNCTION}

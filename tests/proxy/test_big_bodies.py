@@ -21,8 +21,9 @@ from real_tokenizers import qwen_folder
 from areal_agents.core.messages import Message
 from areal_agents.errors import PromptTooLong, RequestError
 from areal_agents.proxy.values import _PART, refuse_many_values
-from areal_agents.rendering import ChatRenderer, Tokenizer, token_bounds
-from areal_agents.rendering.token_bounds import TokenBound
+from areal_agents.rendering import ChatRenderer, Tokenizer
+from areal_agents.rendering.tokenization import token_bounds
+from areal_agents.rendering.tokenization.token_bounds import TokenBound
 
 MIB = 2**20
 ADDED = {

@@ -16,10 +16,10 @@ from areal_agents.core.messages import Message, tools_digest
 from areal_agents.errors import EngineUnavailable, RequestError, StoreError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.auth import key_hash
-from areal_agents.proxy.calls import Call, Retry
-from areal_agents.proxy.completer import Completer
-from areal_agents.proxy.request import ModelRequest, SamplingWish
-from areal_agents.proxy.sessions import Session, Sessions
+from areal_agents.proxy.calls.completer import Completer
+from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
+from areal_agents.proxy.calls.running import Call, Retry
+from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store, episodes
 

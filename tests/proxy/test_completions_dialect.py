@@ -15,10 +15,10 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
+from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.dialects.base import ReadContext
-from areal_agents.proxy.dialects.completions import Completions
-from areal_agents.proxy.request import CompletedTurn, ModelRequest
-from areal_agents.proxy.turn_ids import new_turn_id
+from areal_agents.proxy.dialects.completions.dialect import Completions
+from areal_agents.proxy.dialects.turn_ids import new_turn_id
 from areal_agents.rendering import Tokenizer
 
 DIALECT = Completions()

@@ -12,9 +12,9 @@ import pytest
 from areal_agents.core.rollout import OPENED_BY_RUNNER, Task
 from areal_agents.errors import StoreError
 from areal_agents.proxy import ProxyConfig
-from areal_agents.proxy.housekeeping import Housekeeping
-from areal_agents.proxy.implicit import ImplicitEpisodes
-from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.episodes.housekeeping import Housekeeping
+from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
+from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.store import EpisodeState, NewEpisode, SealedStatus, Store
 
 

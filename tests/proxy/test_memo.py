@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_agents.core.messages import Message
-from areal_agents.proxy.dialects.memo import MessageMemo
+from areal_agents.proxy.dialects.replayed import MessageMemo
 
 
 def read(memo: MessageMemo, items: list[Any]) -> int:

@@ -14,10 +14,10 @@ import pytest
 from areal_agents.core.messages import Message
 from areal_agents.errors import ConfigError, RequestError
 from areal_agents.proxy import ProxyConfig
-from areal_agents.proxy.housekeeping import Housekeeping
-from areal_agents.proxy.implicit import ImplicitEpisodes, home_key
+from areal_agents.proxy.episodes.housekeeping import Housekeeping
+from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, home_key
+from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.listening import listen
-from areal_agents.proxy.sessions import Sessions
 from areal_agents.proxy.workers import identity
 from areal_agents.proxy.workers.identity import (
     Workers,

@@ -19,7 +19,6 @@ from record_support import until as wait_until
 
 from areal_agents.errors import ConfigError
 from areal_agents.inference.pool import EnginePool, PoolLimits
-from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, running
 from areal_agents.proxy import ProxyConfig, create_app, serve
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
 from areal_agents.proxy.server import build_server, listen, url_of
@@ -28,6 +27,7 @@ from areal_agents.proxy.workers.orders import Order
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
 from areal_agents.store.trainer_lock import TrainerLock
+from areal_agents.testing import Reply, ScriptedApp, ScriptedCall, running
 
 TEXT = "The harbour opens at six, and the ferry leaves for the island when the tide is high enough to sail."
 

@@ -22,9 +22,9 @@ from proxy_support import MODEL, EngineCall, RunningProxy, tool_call
 from record_support import check_trajectory
 
 from areal_agents.core.completion import Completion, SamplingParams
-from areal_agents.inference.scripted import Exchange, Reply, ScriptedApp, running
-from areal_agents.inference.sglang import RID_END
+from areal_agents.inference.sglang.client import RID_END
 from areal_agents.store import Store
+from areal_agents.testing import Exchange, Reply, ScriptedApp, running
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "completions": "/v1/completions"}
 SERVE = """

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from proxy_support import RunningProxy
 
-from areal_agents.proxy.labels import label_of, session_of
+from areal_agents.proxy.calls.labels import label_of, session_of
 
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}]},

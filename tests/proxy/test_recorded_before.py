@@ -20,10 +20,10 @@ from record_support import check_invariant, until
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.messages import Message, tools_digest
 from areal_agents.proxy import ProxyConfig
-from areal_agents.proxy.calls import Retry
-from areal_agents.proxy.completer import Completer
-from areal_agents.proxy.request import ModelRequest, SamplingWish
-from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.calls.completer import Completer
+from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
+from areal_agents.proxy.calls.running import Retry
+from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store
 

@@ -18,10 +18,10 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall, canonical_key
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
+from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.dialects.base import Dialect, ReadContext, StreamWriter
-from areal_agents.proxy.dialects.responses import ResponsesDialect
-from areal_agents.proxy.request import CompletedTurn, ModelRequest
-from areal_agents.proxy.turn_ids import handle_of, wire_id
+from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
+from areal_agents.proxy.dialects.turn_ids import handle_of, wire_id
 from areal_agents.rendering import ChatRenderer
 
 DIALECT: Dialect = ResponsesDialect()

@@ -23,10 +23,10 @@ from areal_agents.core.rollout import Episode
 from areal_agents.core.trajectory import Trajectory, Turn
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.routing import ExpertLayout, RoutingAsked, expert_layout, routing_from_wire
-from areal_agents.inference.scripted import Reply, ScriptedApp, running
+from areal_agents.inference.expert_routing import ExpertLayout, RoutingAsked, expert_layout, routing_from_wire
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store
+from areal_agents.testing import Reply, ScriptedApp, running
 
 LAYERS, PER_TOKEN = 3, 2
 TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"

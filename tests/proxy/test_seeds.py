@@ -11,7 +11,7 @@ import pytest
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
 
 from areal_agents.core.completion import as_token_ids
-from areal_agents.proxy.seeds import Draws
+from areal_agents.proxy.calls.sampling import Draws
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.seeds import episode_seed
 

@@ -17,11 +17,11 @@ from proxy_support import MODEL, SEARCH, RecordingEngine, running_proxy
 from test_exact_tokens import check_invariant, replayed
 
 from areal_agents.inference import SGLangEngine, running_engine
-from areal_agents.inference.embedded.architecture import read_architecture
-from areal_agents.inference.embedded.weights import expected_shapes
+from areal_agents.inference.embedded.model.architecture import read_architecture
+from areal_agents.inference.embedded.model.weights import expected_shapes
 from areal_agents.rendering import ChatRenderer
-from areal_agents.training.model_folder import write_model
-from areal_agents.training.publishing.disk import swap
+from areal_agents.training.model.folder import write_model
+from areal_agents.training.publish.disk import swap
 
 CONTEXT = 16_384
 

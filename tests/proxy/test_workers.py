@@ -26,9 +26,9 @@ from proxy_support import MODEL, SEARCH
 from relay_support import relay_to
 from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
 
-from areal_agents.inference.scripted import Reply, ScriptedApp, ScriptedCall, running
 from areal_agents.proxy.listening import listen
 from areal_agents.store import Store
+from areal_agents.testing import Reply, ScriptedApp, ScriptedCall, running
 
 SLOW = "take your time"
 

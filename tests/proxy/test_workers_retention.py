@@ -15,8 +15,8 @@ from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
-from areal_agents.inference.scripted import ScriptedApp, running
 from areal_agents.store import NewEpisode, Store
+from areal_agents.testing import ScriptedApp, running
 
 KEPT, STEPS = 1, 3
 

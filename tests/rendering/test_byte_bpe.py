@@ -13,8 +13,8 @@ from real_tokenizers import qwen_folder
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from areal_agents.rendering import Tokenizer
-from areal_agents.rendering.byte_bpe import ByteBpe, proven_byte_bpe, tables_of
-from areal_agents.rendering.byte_bpe_patterns import ALTERNATIVES, SAMPLE
+from areal_agents.rendering.tokenization.byte_bpe import ByteBpe, proven_byte_bpe, tables_of
+from areal_agents.rendering.tokenization.byte_bpe_patterns import ALTERNATIVES, SAMPLE
 
 # Llama 3's and GLM-4's.
 LLAMA = (

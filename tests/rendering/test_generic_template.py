@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import ConfigError, RenderingError
 from areal_agents.rendering import ChatRenderer, Tokenizer
-from areal_agents.rendering.generic import TemplateFormat
-from areal_agents.rendering.template import ChatTemplate
+from areal_agents.rendering.templates.generic import TemplateFormat
+from areal_agents.rendering.templates.template import ChatTemplate
 
 SEARCH = {
     "type": "function",
@@ -371,8 +371,8 @@ def test_the_proxy_side_imports_neither_torch_nor_transformers(tmp_path: Path) -
 
     folder = t.write_folder(tmp_path, t.HERMES)
     code = (
-        "import sys; from areal_agents.rendering.tokenizer import Tokenizer;"
-        "from areal_agents.rendering.generic import TemplateFormat;"
+        "import sys; from areal_agents.rendering.tokenization.tokenizer import Tokenizer;"
+        "from areal_agents.rendering.templates.generic import TemplateFormat;"
         f"TemplateFormat.from_folder({str(folder)!r}, Tokenizer.from_folder({str(folder)!r}), {{}});"
         "print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
     )

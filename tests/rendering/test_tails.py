@@ -11,7 +11,7 @@ from areal_agents.core.completion import TokenIds
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
 from areal_agents.rendering import ChatRenderer
-from areal_agents.rendering.tails import tail_start
+from areal_agents.rendering.templates.tails import tail_start
 
 CALL = ToolCall("functions.search:0", "search", '{"query": "Lyon"}')
 HISTORY = [

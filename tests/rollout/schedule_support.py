@@ -28,16 +28,16 @@ from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
-from areal_agents.proxy.control_forms import final_rewards_of, new_episode
-from areal_agents.rollout.attempt import Patience
-from areal_agents.rollout.collector import Collector
+from areal_agents.proxy.episodes.control_forms import final_rewards_of, new_episode
+from areal_agents.rollout.agents.attempt import Patience
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.evaluation import abort_open
+from areal_agents.rollout.groups.collector import Collector
 from areal_agents.store import Conflict, NoTurn, Store
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.between_batches import wait_until_whole
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
+from areal_agents.training.batches.source import wait_until_whole
 
 LIMITS = Limits(microbatch_tokens=64, vocab_size=96)
 NEVER_S = 1e6

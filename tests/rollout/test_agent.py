@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from areal_agents.errors import AgentError
-from areal_agents.rollout.agent import CoroutineAgent, load_agent
-from areal_agents.rollout.command import CommandAgent
-from areal_agents.rollout.loading import load_function
-from areal_agents.rollout.pool import WorkerAgent
+from areal_agents.rollout.agents.agent import CoroutineAgent, load_agent
+from areal_agents.rollout.agents.command import CommandAgent
+from areal_agents.rollout.agents.loading import load_function
+from areal_agents.rollout.agents.worker_pool import WorkerAgent
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
 
@@ -95,7 +95,7 @@ def test_a_worker_ends_with_its_parent_even_in_the_middle_of_an_episode(tmp_path
         "import time\ndef agent(task, ep): print('on', flush=True); time.sleep(3600)"
     )
     worker = subprocess.Popen(
-        [sys.executable, "-m", "areal_agents.rollout.worker", f"{tmp_path}/sleeps.py:agent"],
+        [sys.executable, "-m", "areal_agents.rollout.agents.worker", f"{tmp_path}/sleeps.py:agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -114,5 +114,7 @@ def test_a_worker_ends_with_its_parent_even_in_the_middle_of_an_episode(tmp_path
 
 def test_a_worker_starts_without_what_it_does_not_need() -> None:
     heavy = ("torch", "numpy", "httpx", "datasets", "pydantic", "sqlalchemy", "asyncio")
-    code = f"import sys, areal_agents.rollout.worker; print([m for m in {heavy!r} if m in sys.modules])"
+    code = (
+        f"import sys, areal_agents.rollout.agents.worker; print([m for m in {heavy!r} if m in sys.modules])"
+    )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

@@ -14,10 +14,10 @@ import pytest
 
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
-from areal_agents.rollout import processes
-from areal_agents.rollout.command import CommandAgent
-from areal_agents.rollout.pool import WorkerAgent
-from areal_agents.rollout.processes import ChildProcess
+from areal_agents.rollout.agents import agent_process as processes
+from areal_agents.rollout.agents.agent_process import ChildProcess
+from areal_agents.rollout.agents.command import CommandAgent
+from areal_agents.rollout.agents.worker_pool import WorkerAgent
 
 EPISODE = Episode("e", "http://127.0.0.1:8000/e/k/v1", "k")
 # A process in a session of its own, which holds the pipes that it inherited and takes no signal but SIGKILL.
@@ -168,7 +168,7 @@ async def test_a_program_that_does_not_exist_is_an_os_error() -> None:
 async def test_a_worker_whose_pipes_are_held_or_closed(
     folder: Path, monkeypatch: pytest.MonkeyPatch, body: str, message: str
 ) -> None:
-    monkeypatch.setattr("areal_agents.rollout.pool.EXIT_S", 0.2)
+    monkeypatch.setattr("areal_agents.rollout.agents.worker_pool.EXIT_S", 0.2)
     (folder / "held_agent.py").write_text(
         "import os, subprocess, time\n"
         "def wait():\n"

@@ -14,9 +14,9 @@ from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Episode, Task
 from areal_agents.episode import Episode as Handle
 from areal_agents.errors import AgentError, RequestError
-from areal_agents.rollout import attempt as rollout_attempt
-from areal_agents.rollout.agent import Agent, load_agent
-from areal_agents.rollout.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
+from areal_agents.rollout.agents import attempt as rollout_attempt
+from areal_agents.rollout.agents.agent import Agent, load_agent
+from areal_agents.rollout.agents.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
@@ -141,7 +141,7 @@ async def test_an_agent_that_hangs_is_truncated_and_keeps_its_rewards(
 async def test_one_that_resists_cancellation_too(
     attempts: Attempts, monkeypatch: pytest.MonkeyPatch, reported: list[dict[str, Any]]
 ) -> None:
-    monkeypatch.setattr("areal_agents.rollout.agent.CANCEL_GRACE_S", 0.1)
+    monkeypatch.setattr("areal_agents.rollout.agents.agent.CANCEL_GRACE_S", 0.1)
     TimeLimits(monkeypatch, lambda: reported)
     outcome, _ = await attempts("resists")
     assert outcome.status == "truncated"

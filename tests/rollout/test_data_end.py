@@ -15,9 +15,9 @@ from areal_agents.errors import DataError
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.data import load_tasks
 from areal_agents.rollout.runner import end_of_data, run
-from areal_agents.training.batches import next_batch
-from areal_agents.training.between_batches import wait_until_whole
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import next_batch
+from areal_agents.training.batches.source import wait_until_whole
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
 GROUPS, STEPS = 2, 2

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from areal_agents.core.rollout import Task
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
-from areal_agents.rollout.gate import admissible_groups
-from areal_agents.rollout.submission import Submission
+from areal_agents.rollout.groups.gate import admissible_groups
+from areal_agents.rollout.groups.submission import Submission
 from areal_agents.store import NewEpisode, Store
 
 

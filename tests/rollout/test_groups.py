@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_agents.core.rollout import Task
-from areal_agents.rollout.groups import GroupRun
+from areal_agents.rollout.groups.group import GroupRun
 
 
 def group(size: int = 2, surplus: int = 0) -> GroupRun:

@@ -11,9 +11,9 @@ from typing import Any
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.between_batches import wait_until_whole
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
+from areal_agents.training.batches.source import wait_until_whole
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
 STEPS = 3

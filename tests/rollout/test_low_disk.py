@@ -32,7 +32,7 @@ class Disk:
 
 
 async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="areal_agents.rollout.submission")
+    caplog.set_level(logging.INFO, logger="areal_agents.rollout.groups.submission")
     disk, submitted = Disk(), []
     tasks = served.folder / "tasks.jsonl"
     tasks.write_text("\n".join(json.dumps({"id": f"t{n}", "n": n}) for n in range(9)))

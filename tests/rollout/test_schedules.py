@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_support import World, setting_of
 
-from areal_agents.rollout import control_calls, reconciling, settling
+from areal_agents.rollout import control_calls
+from areal_agents.rollout.groups import reconciling, settling
 
 STEPS = 3
 

@@ -1,4 +1,4 @@
-"""The simulator against runs that were measured: `areal-agents bench simulator --save` wrote them down."""
+"""The simulator against runs that were measured: `python -m benchmarks simulator --save` wrote them down."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_agents.bench.simulator import BOUNDS, Comparison, read_comparison
+from benchmarks.simulator import BOUNDS, Comparison, read_comparison
 
 MEASURED = Path(__file__).with_name("measured_runs.json.gz")
 

@@ -13,7 +13,8 @@ from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import StoreError
-from areal_agents.store import NewEpisode, RetainConfig, Retention, Store, StoreConfig, keeping, retention
+from areal_agents.store import NewEpisode, RetainConfig, Retention, Store, StoreConfig, retention
+from areal_agents.store import retaining as keeping
 
 
 @pytest.fixture

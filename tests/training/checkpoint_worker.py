@@ -16,15 +16,15 @@ from training_support import random_group, training_data
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Checkpoints, Parts, Progress, load_checkpoint
+from areal_agents.training.batches.recorded import RecordedGroups
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Parts, Progress, load_checkpoint
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.critic import load_critic
 from areal_agents.training.distributed import Ranks, ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.optimizer import make_optimizer, optimizer_state
-from areal_agents.training.recorded import RecordedGroups
-from areal_agents.training.step import StepOptions, train_batch
-from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.model.critic import load_critic
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.run import RunResult, run
+from areal_agents.training.step.optimizer import make_optimizer, optimizer_state
+from areal_agents.training.step.step import StepOptions, train_batch
 
 OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
 from areal_agents.algorithms.packing.token_tree import build_tree
-from areal_agents.training.attention import gathered_attention
-from areal_agents.training.context_parallel import heads_to_rows, local_share, own_heads, rows_to_heads
 from areal_agents.training.distributed import Ranks, ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model.attention import gathered_attention
+from areal_agents.training.model.context_parallel import heads_to_rows, local_share, own_heads, rows_to_heads
+from areal_agents.training.model.model import load_policy
 
 SCALE = 0.3
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
-from areal_agents.training.model import Policy
+from areal_agents.training.model.model import Policy
 
 EXPERTS, CHOSEN = 6, 2
 

@@ -15,12 +15,12 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.distillation import DistillationLoss
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.rollout import RolloutGroup
-from areal_agents.training.critic import CriticState, load_critic
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.reference import load_reference
-from areal_agents.training.step import StepOptions, StepResult, train_batch
-from areal_agents.training.teacher import HeldTeacher, SelfTeacher, Teacher
+from areal_agents.training.model.critic import CriticState, load_critic
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.model.run_models import load_reference
+from areal_agents.training.step.step import StepOptions, StepResult, train_batch
+from areal_agents.training.step.teacher import HeldTeacher, SelfTeacher, Teacher
 
 WHOLE = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)
 

@@ -19,9 +19,9 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import Engine, PauseMode, WeightGroup
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import Policy
-from areal_agents.training.publishing.config import PublishConfig
-from areal_agents.training.publishing.publisher import Publisher
+from areal_agents.training.model.model import Policy
+from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.publisher import Publisher
 
 PROMPT = as_token_ids([5, 9, 2, 40, 17, 33])
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)

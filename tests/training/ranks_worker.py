@@ -29,15 +29,16 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Checkpoints, Progress, latest_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress, latest_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.publishing import meeting, swapping
-from areal_agents.training.step import StepOptions, Stopped, train_batch
-from areal_agents.training.trainer import run
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.publish import preflight as meeting
+from areal_agents.training.publish import swapping
+from areal_agents.training.run import run
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import StepOptions, Stopped, train_batch
 
 ALGORITHM = AlgorithmConfig(clip_high=0.28, minibatches=2)
 OPTIONS = StepOptions(microbatch_tokens=150, share_prefixes=True, grad_clip=1.0)

@@ -17,9 +17,9 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks, ranks
-from areal_agents.training.loading import load_weights
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, Policy, load_policy
+from areal_agents.training.model.loading import load_weights
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
 
 OPTIONS = {
     "plain": ModelOptions(),

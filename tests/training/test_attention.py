@@ -12,8 +12,13 @@ from training_support import make_sample
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.packing.token_tree import TokenTree, build_tree
-from areal_agents.training.attention import ROWS, gathered_attention, plan, tree_attention
-from areal_agents.training.attention_gpu import flex_tree_attention, gpu_attention, gpu_plan, tree_block_mask
+from areal_agents.training.model.attention import ROWS, gathered_attention, plan, tree_attention
+from areal_agents.training.model.attention_gpu import (
+    flex_tree_attention,
+    gpu_attention,
+    gpu_plan,
+    tree_block_mask,
+)
 
 SCALE = 0.3
 

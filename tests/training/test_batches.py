@@ -20,8 +20,8 @@ from stored_support import (
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
 
 DPO = AlgorithmConfig.model_validate({"preset": "dpo"})
 REFILL = AlgorithmConfig(refill_equal_groups=True)

@@ -18,12 +18,12 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale, Reward, Task
 from areal_agents.errors import TrainingError
 from areal_agents.store import NewEpisode, Store
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.between_batches import wait_until_whole
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
+from areal_agents.training.batches.source import wait_until_whole
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.plan import lay_out
-from areal_agents.training.vetting import Limits
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.step.plan import lay_out
 
 
 class Waking(Store):

@@ -16,13 +16,18 @@ from training_support import build_model, random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
-from areal_agents.training.checkpoint import Checkpoints, Progress, latest_checkpoint, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import (
+    Checkpoints,
+    Progress,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, Policy, load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.step import StepOptions, train_batch
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import StepOptions, train_batch
 
 OPTIONS = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1.0)
 

@@ -18,7 +18,7 @@ from stored_support import put_group
 
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Checkpoints, Progress, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress, load_checkpoint
 from areal_agents.training.distributed import Ranks
 
 Spawned = tuple[Path, dict[str, torch.Tensor], list[Any]]

@@ -14,8 +14,7 @@ from torch import Tensor
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import WeightsChecksum
-from areal_agents.training.publishing.checksums import Agreement, Checksums, Comparison
-from areal_agents.training.publishing.hashes import cpu_hash, gpu_hash
+from areal_agents.training.publish.checksums import Agreement, Checksums, Comparison, cpu_hash, gpu_hash
 
 
 def served(folder: Path) -> dict[str, Tensor]:

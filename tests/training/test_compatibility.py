@@ -13,10 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
-from areal_agents.training import attention
-from areal_agents.training.compatibility import check_layers, logit_scale
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.model import attention
+from areal_agents.training.model.compatibility import check_layers, logit_scale
+from areal_agents.training.model.model import ModelOptions, load_policy
 
 SINKS = ["gpt_oss", "granite_swa", "granitemoe_swa", "flint", "mimo_v2_flash"]
 

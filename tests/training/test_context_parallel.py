@@ -19,9 +19,9 @@ from training_support import make_sample
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.inference.ports import reserved_ports
-from areal_agents.training.context_parallel import check_heads, local_share
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model.context_parallel import check_heads, local_share
+from areal_agents.training.model.model import load_policy
 
 
 @pytest.fixture(scope="module")

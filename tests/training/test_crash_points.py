@@ -27,10 +27,11 @@ from training_support import put_back, record_groups
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training import checkpoint, trainer
+from areal_agents.training import run as trainer
+from areal_agents.training.checkpoint import checkpoint
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.publishing.config import PublishConfig
-from areal_agents.training.publishing.publisher import Publisher
+from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.publisher import Publisher
 
 STEPS, GROUPS = 3, 2
 
@@ -152,7 +153,7 @@ def test_a_death_at_any_point_changes_nothing(
 ) -> None:
     shutil.copytree(recorded.run_dir, run_dir)
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["areal_agents.training.trainer"])
+    processes.set_forkserver_preload(["areal_agents.training.run"])
     arguments = (point, run_dir, recorded.model, recorded.engine_url)
     killed = processes.Process(target=train_until_killed, args=arguments)
     killed.start()

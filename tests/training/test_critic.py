@@ -20,13 +20,13 @@ from areal_agents.core.messages import Message
 from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.critic import CriticState, load_critic
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.results import explained_variance
-from areal_agents.training.step import StepResult, train_batch
+from areal_agents.training.model.critic import CriticState, load_critic
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.results import explained_variance
+from areal_agents.training.step.step import StepResult, train_batch
 
 
 def played(

@@ -31,16 +31,16 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.store import Store
-from areal_agents.training import trainer
+from areal_agents.training import run as trainer
+from areal_agents.training.batches.checks import Limits, vet
+from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.recorded import RecordedGroups
-from areal_agents.training.step import StepOptions, StepResult, train_batch
-from areal_agents.training.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
-from areal_agents.training.trainer import RunResult, run
-from areal_agents.training.vetting import Limits, vet
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.run import RunResult, run
+from areal_agents.training.step.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
+from areal_agents.training.step.step import StepOptions, StepResult, train_batch
+from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
 
 LR = 0.05
 ROWS, WIDTH, TEACHER_WIDTH, TOKENS = 11, 6, 9, 40

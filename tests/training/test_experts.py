@@ -19,10 +19,10 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.experts import prepare_replay, router_of
-from areal_agents.training.loading import load_weights
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.model.experts import prepare_replay, router_of
+from areal_agents.training.model.loading import load_weights
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
 
 
 @pytest.fixture(scope="module")

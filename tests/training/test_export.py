@@ -14,14 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import ConfigError, TrainingError
-from areal_agents.training.checkpoint import Checkpoints, Progress
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress
+from areal_agents.training.checkpoint.export import export, facts_of, lora_options
 from areal_agents.training.config import LoraConfig, TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.export import export, facts_of, lora_options
-from areal_agents.training.model import ModelOptions, load_policy
-from areal_agents.training.model_folder import write_model
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.step import StepOptions, train_batch
+from areal_agents.training.model.folder import write_model
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import StepOptions, train_batch
 
 
 def save_run(model: Path, run: Path, group: Ranks, lora: LoraConfig | None = None) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from model_support import packed, reference, samples
 
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model.model import load_policy
 
 # These have to be compared: neither refused nor impossible to build here. The rest may change with
 # transformers' releases.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from areal_agents.core.rollout import Reward, Task
 from areal_agents.store import NewEpisode, Store
-from areal_agents.training.heldout import heldout_reward
+from areal_agents.training.checkpoint.best import heldout_reward
 
 
 def evaluate(store: Store, step: int, scores: list[float], *, end: str = "finished") -> None:

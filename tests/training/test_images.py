@@ -20,8 +20,8 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.loading import load_weights
-from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.model.loading import load_weights
+from areal_agents.training.model.model import ModelOptions, load_policy
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.presets import PRESETS
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.results import StepResult
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.step.results import StepResult
 
 
 @pytest.fixture(scope="module")

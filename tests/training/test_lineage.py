@@ -12,9 +12,9 @@ from stored_support import put_group
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale
 from areal_agents.store import Store
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.lineage import Lineage
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
+from areal_agents.training.batches.staleness import Lineage
 
 
 @pytest.fixture

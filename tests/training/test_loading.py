@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.loading import load_weights
-from areal_agents.training.model import load_policy
-from areal_agents.training.stored import Checkpoint
+from areal_agents.training.model.loading import load_weights
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.model.safetensors_files import Checkpoint
 
 
 def split(folder: Path, out: Path) -> Path:

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from areal_agents.inference.embedded.head import TILE
-from areal_agents.training.logprobs import CPU_ROWS, token_logprobs
+from areal_agents.inference.embedded.model.head import TILE
+from areal_agents.training.step.logprobs import CPU_ROWS, token_logprobs
 
 ROWS, WIDTH, VOCAB = 10, 8, 50
 

@@ -18,9 +18,9 @@ from vision_support import build_vision_model, samples_with_images
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions, write_adapter
-from areal_agents.training.model import ModelOptions, Policy, load_policy
-from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.model.lora import LoraOptions, write_adapter
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
 
 LORA = LoraOptions(rank=3, alpha=5)
 

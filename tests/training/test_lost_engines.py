@@ -17,16 +17,16 @@ from areal_agents.errors import EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import WeightBucket
+from areal_agents.inference.engine_process import EngineProcess
 from areal_agents.inference.pool import CurrentVersion
-from areal_agents.inference.pool.loading import load
+from areal_agents.inference.pool.watching import load
 from areal_agents.inference.ports import reserved_ports
-from areal_agents.inference.server import EngineProcess
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, load_policy
 
-PUBLISHING = "areal_agents.training.publishing"
+PUBLISHING = "areal_agents.training.publish"
 OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256}
 
 

@@ -23,17 +23,17 @@ from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.metrics import (
+from areal_agents.training.metrics.mfu import mfu, peak_flops, peak_of
+from areal_agents.training.metrics.step_metrics import (
     SECTIONS,
     MetricsWriter,
     data_metrics,
     policy_metrics,
     system_metrics,
 )
-from areal_agents.training.mfu import mfu, peak_flops, peak_of
-from areal_agents.training.publishing.publisher import Published
-from areal_agents.training.results import CriticResult, DpoResult, ObservationResult, StepResult
-from areal_agents.training.trainer import run
+from areal_agents.training.publish.publisher import Published
+from areal_agents.training.run import run
+from areal_agents.training.step.results import CriticResult, DpoResult, ObservationResult, StepResult
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 REPORT = BatchReport(

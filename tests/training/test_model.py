@@ -23,7 +23,7 @@ from transformers import (
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.model.model import ModelOptions, load_policy
 
 FIXED = {"rope_type": "default", "rope_theta": 10_000.0}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0}

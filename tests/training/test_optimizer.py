@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.optimizer import JointOptimizer, make_optimizer, optimizer_state
-from areal_agents.training.schedule import rate_factor, set_learning_rate
+from areal_agents.training.step.learner import rate_factor, set_learning_rate
+from areal_agents.training.step.optimizer import JointOptimizer, make_optimizer, optimizer_state
 
 
 def rates(**options: Any) -> list[float]:

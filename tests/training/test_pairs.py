@@ -11,10 +11,10 @@ from presets_support import WHOLE, groups, preset, train_once
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.reference import load_reference
-from areal_agents.training.step import train_batch
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.model.run_models import load_reference
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import train_batch
 
 
 def test_dpo_raises_the_margin_from_zero(model_folder: Path, group: Ranks) -> None:

@@ -13,7 +13,7 @@ from training_support import VOCAB, make_sample
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model.model import load_policy
 
 
 def group_of_eight() -> list[TrainingSample]:

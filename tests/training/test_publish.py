@@ -17,10 +17,10 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import PauseMode, SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, Policy, load_policy
-from areal_agents.training.publishing.disk import swap
-from areal_agents.training.publishing.verifying import Verified, verify
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.publish.disk import swap
+from areal_agents.training.publish.verifying import Verified, verify
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
 @pytest.fixture
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hundred buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publishing.transports.MB", 1_000)
+    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 1_000)
 
 
 async def verified(url: str, store: Store, *, base: Path | None = None) -> Verified:

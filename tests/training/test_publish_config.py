@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.publishing.config import PublishConfig
+from areal_agents.training.publish.config import PublishConfig
 
 
 def test_adapters_are_published_alone_unless_another_transport_is_named() -> None:

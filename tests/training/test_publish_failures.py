@@ -21,10 +21,10 @@ from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable, 
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import ModelInfo, PauseMode, WeightBucket, WeightsChecksum
-from areal_agents.inference.server import EngineProcess
+from areal_agents.inference.engine_process import EngineProcess
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import Policy, load_policy
+from areal_agents.training.model.model import Policy, load_policy
 
 ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
 OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256, "port": 0}
@@ -38,7 +38,7 @@ def policy(model_folder: Path, group: Ranks) -> Policy:
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several buckets where there would be one."""
-    monkeypatch.setattr("areal_agents.training.publishing.transports.MB", 100)
+    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
 
 
 @pytest.fixture

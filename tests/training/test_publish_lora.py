@@ -23,9 +23,9 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.lora import LoraOptions
-from areal_agents.training.model import ModelOptions, Policy, load_policy
-from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.run import RunResult, run
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_an_old_adapter_that_is_in_use_holds_neither_the_trainer_nor_its_end(
                 published = await asyncio.to_thread(out.publish, version=version, step=version)
                 assert published is not None and published.publish_s < 15
             if goes_on == "afterwards":
-                monkeypatch.setattr("areal_agents.training.publishing.old_adapters._END_S", 0.05)
+                monkeypatch.setattr("areal_agents.training.publish.adapters._END_S", 0.05)
                 await asyncio.wait_for(asyncio.to_thread(published_by.close), 15)
             await engine.resume()
             return set((await running).versions.tolist())

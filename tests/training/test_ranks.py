@@ -15,11 +15,11 @@ from training_support import build_model, record_groups
 from areal_agents.inference import running_engine
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import Progress, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Progress, load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.optimizer import make_optimizer
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.step.optimizer import make_optimizer
 
 
 @pytest.fixture(scope="module")

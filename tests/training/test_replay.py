@@ -12,8 +12,8 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.config import validate_config
 from areal_agents.errors import ConfigError
 from areal_agents.store import Store
-from areal_agents.training.batches import Batch, next_batch
-from areal_agents.training.vetting import Limits
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
 
 REPLAY = AlgorithmConfig.model_validate({"replay": "recent", "replay_groups": 2, "replay_uses": 3})
 

@@ -23,12 +23,12 @@ import areal_agents
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.checkpoint import load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.run import RunResult, run
+from areal_agents.training.step.optimizer import make_optimizer
 
 
 def rows(run_dir: Path, query: str) -> list[tuple]:

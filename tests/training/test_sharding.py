@@ -19,7 +19,7 @@ from vision_support import build_vision_model, samples_with_images
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import ModelOptions, load_policy
+from areal_agents.training.model.model import ModelOptions, load_policy
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
-from areal_agents.training.publishing.sleep import fall_asleep, wake
-from areal_agents.training.step import Stopped
+from areal_agents.training.model.model import load_policy
+from areal_agents.training.publish.sleep import fall_asleep, wake
+from areal_agents.training.step.step import Stopped
 
 GREEDY = SamplingParams(200, temperature=0.0, ignore_eos=True)
 KV = ("kv_cache",)

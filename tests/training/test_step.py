@@ -16,9 +16,9 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.core.sample import TrainingSample
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import Policy, load_policy
-from areal_agents.training.optimizer import make_optimizer
-from areal_agents.training.step import StepOptions, StepResult, Stopped, train_batch
+from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
 
 ALGORITHM = AlgorithmConfig(clip_high=0.28)
 OPTIONS = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1e9)

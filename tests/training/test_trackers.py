@@ -17,7 +17,7 @@ from trackio.sqlite_storage import SQLiteStorage
 from wandb.proto.wandb_internal_pb2 import Record
 
 from areal_agents.errors import ConfigError
-from areal_agents.training.trackers import Trackers
+from areal_agents.training.metrics.trackers import Trackers
 
 CONFIG = {"trainer": {"lr": 1e-3}}
 LIVES = (({1: 0.5, 2: 0.25, 3: 9.0}, 0), ({3: 0.125}, 2))  # the second takes step 3 again

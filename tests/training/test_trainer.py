@@ -18,7 +18,7 @@ from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.trainer import RunResult, run
+from areal_agents.training.run import RunResult, run
 
 
 def train(

@@ -15,7 +15,7 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.model import load_policy
+from areal_agents.training.model.model import load_policy
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
 

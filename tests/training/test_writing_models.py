@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from areal_agents.errors import TrainingError
-from areal_agents.training.model_folder import ModelFolder, write_model
+from areal_agents.training.model.folder import ModelFolder, write_model
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.trainer import run
+from areal_agents.training.run import run
 
 if __name__ == "__main__":
     run_dir, model, engine_url, steps = sys.argv[1:]

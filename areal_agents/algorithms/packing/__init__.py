@@ -1,0 +1,1 @@
+"""Packing: samples into micro-batches, with shared prefixes computed once."""

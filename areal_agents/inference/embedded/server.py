@@ -21,17 +21,21 @@ import uvicorn
 
 from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.config import EmbeddedEngineConfig
-from areal_agents.inference.embedded.app import create_app
-from areal_agents.inference.embedded.architecture import DEFAULT_MAX_CONTEXT, Architecture, read_architecture
-from areal_agents.inference.embedded.groups import WeightGroups
-from areal_agents.inference.embedded.model_set import BASE
-from areal_agents.inference.embedded.runner import Runner
-from areal_agents.inference.embedded.scheduler import Scheduler
-from areal_agents.inference.embedded.service import EngineService
-from areal_agents.inference.embedded.text import Detokenizer
-from areal_agents.inference.embedded.torch_runner import TorchRunner
-from areal_agents.inference.embedded.warmup import warm_up
-from areal_agents.inference.embedded.weights import load_weights, random_weights
+from areal_agents.inference.embedded.http.app import create_app
+from areal_agents.inference.embedded.model.architecture import (
+    DEFAULT_MAX_CONTEXT,
+    Architecture,
+    read_architecture,
+)
+from areal_agents.inference.embedded.model.model_set import BASE
+from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.torch_runner import TorchRunner
+from areal_agents.inference.embedded.model.warmup import warm_up
+from areal_agents.inference.embedded.model.weights import load_weights, random_weights
+from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
+from areal_agents.inference.embedded.scheduling.service import EngineService
+from areal_agents.inference.embedded.scheduling.text import Detokenizer
+from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +152,7 @@ def make_runner(
         raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
     if _use_numba(config):
         try:
-            from areal_agents.inference.embedded.numba_runner import NumbaRunner
+            from areal_agents.inference.embedded.model.numba_runner import NumbaRunner
         except RuntimeError as error:  # numba finds no folder for its compiled code
             raise ConfigError(
                 f"engine.kernel: {error}; set NUMBA_CACHE_DIR to a writable folder, or use kernel=torch"

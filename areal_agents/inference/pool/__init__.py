@@ -1,10 +1,10 @@
 """Several replicas of one model as one sampler."""
 
 from areal_agents.inference.pool.agreement import refuse_other_models
+from areal_agents.inference.pool.external_router import RouterEngine
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.pool import EnginePool, PoolCounts
 from areal_agents.inference.pool.replica import CurrentVersion, Replica
-from areal_agents.inference.pool.router import RouterEngine
 
 __all__ = [
     "CurrentVersion",

@@ -17,15 +17,14 @@ from functools import partial
 
 from areal_agents.core.completion import UNSURE, Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.draft import Decode, Draft, OldVersion, StopString
+from areal_agents.inference.continuation import Decode, Draft, OldVersion, StopString
 from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PromptScores, Sampler
+from areal_agents.inference.pool.balancing import Affinities
+from areal_agents.inference.pool.external_router import is_routable
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
-from areal_agents.inference.pool.router import is_routable
-from areal_agents.inference.pool.routing import Affinities
-from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived
+from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived, is_garbage, rid_of, stalled
 from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavailable
-from areal_agents.inference.resubmit import is_garbage, rid_of, stalled
 
 _NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
 _MOST_GARBAGE = 3  # different requests in a row with invalid answers, after which a replica rests

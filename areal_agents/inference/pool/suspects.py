@@ -4,6 +4,10 @@ The death of an engine does not say which of its requests it died of, so all of 
 that has seen several deaths is a suspect: of the suspects of a pool one at a time is sent, until it has come
 further than it was when an engine died. An engine that dies before that has died of it, and the request is
 given up. Innocents wait for their turn, which is short, and go on.
+
+What a generation that was broken off is called when it is sent again, and when it is given up.
+
+See `draft.Draft` for what is kept of it, and `pool.EnginePool` for where it goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +21,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 
 from areal_agents.core.completion import SamplingParams, TokenIds
-from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.continuation import OldVersion
 from areal_agents.inference.pool.limits import PoolLimits
 
 _UNSEEN = 8  # tokens that a dying engine may have sampled and that did not arrive any more
@@ -123,3 +128,35 @@ class Case:
         if self.is_tried:
             self.is_tried = False
             self._suspects.turn.release()
+
+
+MOST_STALLS = 5  # attempts in a row that brought no token, after which a completion is given up
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+
+
+def rid_of(rid: str, attempt: int) -> str:
+    """The name of an attempt: the engine may still know the one before."""
+    return f"{rid}~{attempt}" if attempt else rid
+
+
+def is_garbage(error: Exception | None) -> bool:
+    """Whether an attempt failed because of an invalid answer, not because the engine was lost or behind."""
+    others = EngineUnavailable | EngineRejected | OldVersion
+    return isinstance(error, EngineError) and not isinstance(error, others)
+
+
+async def stalled(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
+    """Count an attempt that ended early, and wait before the next one if it brought no token.
+
+    EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was invalid.
+    """
+    if brought:
+        return 0
+    if stalls >= MOST_STALLS:
+        why = f"; the last time: {cause}" if cause is not None else ""
+        kind = EngineError if is_garbage(cause) else EngineUnavailable
+        raise kind(
+            f"the generation was broken off {stalls + 1} times in a row without a token{why}"
+        ) from cause
+    await asyncio.sleep(min(_FIRST_WAIT_S * 2**stalls, _LONGEST_WAIT_S))
+    return stalls + 1

@@ -8,6 +8,12 @@ a swap is never mistaken for a death.
 No engine says whether it is paused. While a trainer lives nobody but it resumes one: each of its
 publications ends so. Where none lives, and none can begin meanwhile, a replica that may have been left
 paused is resumed from here, once it has the current version.
+
+A replica that came late, or came back, is brought to the current version.
+
+From the folder that the version's row names, so that it needs nobody but the replica itself. Several
+processes may find the same replica: each looks once more before it loads, and loading twice is no harm.
+It is not paused for that, since resuming it could cut into a swap of the trainer's.
 """
 
 from __future__ import annotations
@@ -17,12 +23,12 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
+from pathlib import Path
 
 from areal_agents.errors import ArealAgentsError, EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.engine import ModelInfo
+from areal_agents.inference.engine import Engine, ModelInfo, adapter_name
 from areal_agents.inference.pool.agreement import difference_of, other_weights
 from areal_agents.inference.pool.limits import PoolLimits
-from areal_agents.inference.pool.loading import load
 from areal_agents.inference.pool.replica import CurrentVersion, Replica
 
 log = logging.getLogger(__name__)
@@ -277,3 +283,25 @@ def unavailable(replicas: Sequence[Replica], waited_s: float = 0.0) -> EngineUna
     reasons = "; ".join(f"{r.name} is {r.state}{_because(r)}" for r in replicas)
     waited = f" within {waited_s:g} s" if waited_s else ""
     return EngineUnavailable(f"no engine serves{waited}: {reasons}")
+
+
+_OTHERS_S = 0.5  # that whoever else has loaded an adapter may take to name the version
+
+
+async def load(engine: Engine, goal: CurrentVersion) -> None:
+    """Make an engine serve `goal`. EngineError if it cannot."""
+    if not (Path(goal.path) / "adapter_config.json").is_file():
+        await engine.update_weights_from_disk(goal.path, goal.version)
+        return
+    name = adapter_name(goal.version)
+    try:
+        await engine.load_adapter(name, goal.path)
+    except EngineRejected as error:
+        await asyncio.sleep(_OTHERS_S)
+        if (await engine.model_info()).version == goal.version:
+            return  # somebody else did it, and its requests would miss the adapter if it were unloaded
+        # Most likely somebody loaded it and was lost before they named the version.
+        log.info("the adapter %s is loaded once more: %s", name, error)
+        await engine.unload_adapter(name)
+        await engine.load_adapter(name, goal.path)
+    await engine.set_version(goal.version, abort_running=False)

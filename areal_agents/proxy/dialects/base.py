@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from areal_agents.core.forest import Forest
 from areal_agents.core.messages import ToolCall
 from areal_agents.errors import RequestError
-from areal_agents.proxy.dialects.memo import MessageMemo
-from areal_agents.proxy.request import CompletedTurn, ModelRequest
+from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
+from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.rendering import Tokenizer
 
 

@@ -20,8 +20,8 @@ from areal_agents.proxy.auth import Authenticator, Caller, key_hash
 from areal_agents.proxy.bodies import Bodies
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
-from areal_agents.proxy.dialects.memo import MessageMemo
-from areal_agents.proxy.implicit import (
+from areal_agents.proxy.dialects.replayed import MessageMemo
+from areal_agents.proxy.episodes.implicit import (
     ImplicitEpisodes,
     home_key,
     home_key_of,
@@ -29,7 +29,7 @@ from areal_agents.proxy.implicit import (
     is_named,
     session_name,
 )
-from areal_agents.proxy.sessions import Sessions
+from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.proxy.values import refuse_many_values
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership

@@ -1,0 +1,62 @@
+"""A running request as server-sent events, in SGLang's two forms: all tokens so far, or the new ones only."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import orjson
+
+from areal_agents.inference.embedded.http.protocol import Generation, answer, text_of
+from areal_agents.inference.embedded.scheduling.request import Progress, Request
+from areal_agents.inference.embedded.scheduling.text import Detokenizer, TextStream
+
+DONE = b"data: [DONE]\n\n"
+
+
+class EventWriter:
+    """Writes the chunks of one request. With `incremental`, joined they are what the last would hold."""
+
+    def __init__(
+        self, request: Request, generation: Generation, detokenizer: Detokenizer, *, incremental: bool
+    ) -> None:
+        self._request = request
+        self._generation = generation
+        self._detokenizer = detokenizer
+        self._incremental = incremental
+        self._pieces = TextStream(detokenizer, skip_special_tokens=generation.skip_special_tokens)
+        self._started = time.perf_counter()
+        self._sent = 0
+
+    def step(self) -> bytes | None:
+        """A chunk for a request that is still running; None where it has nothing new."""
+        progress = self._request.progress
+        if progress is None or progress.finish is not None or len(progress.ids) == self._sent:
+            return None
+        if self._incremental:
+            return self._chunk(progress, self._pieces.feed(progress.ids))
+        return self._chunk(progress, text_of(progress, self._generation, self._detokenizer))
+
+    def last(self) -> bytes:
+        """The chunk of a finished request, which tells why and under which weights."""
+        progress = self._request.progress
+        assert progress is not None and progress.finish is not None, "a finished request was published"
+        text = text_of(progress, self._generation, self._detokenizer)
+        return self._chunk(progress, text[self._pieces.length :])
+
+    def _chunk(self, progress: Progress, text: str) -> bytes:
+        chunk = answer(
+            self._request,
+            self._generation,
+            progress,
+            text,
+            latency_s=time.perf_counter() - self._started,
+            first=self._sent if self._incremental else 0,
+        )
+        self._sent = len(progress.ids)
+        return event(chunk)
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(content) + b"\n\n"

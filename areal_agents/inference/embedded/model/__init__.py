@@ -1,0 +1,1 @@
+"""The forward pass: architectures, weights, adapters, and the runners that compute."""

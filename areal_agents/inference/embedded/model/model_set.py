@@ -1,0 +1,89 @@
+"""The models that one runner computes with in turn: the base, and each adapter merged into a copy of it.
+
+They share slots and steps, and nothing else. A model's number is never used for another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.weights import Weights
+from areal_agents.inference.engine import MemoryKind
+
+BASE = 0  # the number of the model without an adapter
+
+
+class ModelSet:
+    """Models by number. The weights that `runner` was given are the base's until `replace`.
+
+    Attributes:
+        without: what was released and is not there again; nothing is computed until it is empty.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self.without: set[MemoryKind] = set()
+        self._runner = runner
+        self._weights: dict[int, Weights] = {}
+        self._loaded = BASE
+        self._retiring: dict[int, Callable[[], None]] = {}
+
+    def replace(self, models: Mapping[int, Weights]) -> None:
+        """Serve `models`, placed weights by number, BASE among them, instead of what there was. Retired ones
+        stay as they are while something uses them."""
+        retiring = {n: weights for n, weights in self._weights.items() if n in self._retiring}
+        self._weights = {**retiring, **models}
+        self._load(BASE)
+        self.without.discard("weights")
+
+    def add(self, number: int, weights: Weights) -> None:
+        """Serve one more; its number was never used before."""
+        self._weights[number] = weights
+
+    def retire(self, number: int, dropped: Callable[[], None]) -> None:
+        """Drop a model at the first `drop_retired` that finds it unused; then call `dropped`."""
+        self._retiring[number] = dropped
+
+    @property
+    def is_retiring(self) -> bool:
+        """Whether a retired model is still there."""
+        return bool(self._retiring)
+
+    def drop_retired(self, used: set[int]) -> None:
+        """Forget the retired models that are not in `used`."""
+        for number in self._retiring.keys() - used:
+            self._weights.pop(number, None)
+            if number == self._loaded and self._weights:
+                self._load(BASE)
+            self._retiring.pop(number)()
+
+    def take_turn(self, numbers: np.ndarray) -> int:
+        """The model whose turn it is of those that `numbers` holds; the runner computes with it."""
+        if len(self._weights) > 1:
+            waiting = np.unique(numbers)
+            later = waiting[waiting > self._loaded]
+            number = int(later[0] if len(later) else waiting[0])
+            if number != self._loaded:
+                self._load(number)
+        return self._loaded
+
+    def release(self, kinds: set[MemoryKind]) -> None:
+        """Give back memory while nothing runs."""
+        if "kv_cache" in kinds:
+            self._runner.free_cache()
+        if "weights" in kinds:
+            self._runner.unload()
+            self._weights.clear()
+        self.without |= kinds
+
+    def take_back_cache(self) -> None:
+        """Have memory for keys and values again after `release`."""
+        if "kv_cache" in self.without:
+            self._runner.make_cache()
+            self.without.discard("kv_cache")
+
+    def _load(self, number: int) -> None:
+        self._runner.load(self._weights[number])
+        self._loaded = number

@@ -1,0 +1,78 @@
+"""What computes: rows of tokens in, logits out, keys and values kept per slot in between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from areal_agents.inference.embedded.model.weights import Weights
+from areal_agents.inference.embedded.scheduling.sampling import SamplingBatch
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The tokens of one forward pass, N rows in S segments; a segment is the next tokens of one slot.
+
+    Attributes:
+        tokens, slots, positions: [N]; the rows of a segment are contiguous, their positions ascending by one.
+        prefix_slots, prefix_lengths: [N] another slot whose first positions hold the same keys and values,
+            and how many do. Read there they give the same result, faster where many slots share them.
+        segment_starts: [S + 1] first row of each segment, then N.
+        outputs: [M] ascending rows whose logits are wanted.
+    """
+
+    tokens: Int32
+    slots: Int32
+    positions: Int32
+    prefix_slots: Int32
+    prefix_lengths: Int32
+    segment_starts: Int32
+    outputs: Int32
+
+
+class Runner(Protocol):
+    """A model with its keys and values. Not thread-safe: the scheduler's thread alone calls it."""
+
+    @property
+    def kind(self) -> Literal["numba", "torch"]:
+        """What computes."""
+        ...
+
+    def place(self, weights: Weights) -> Weights:
+        """The same weights in the type and layout that this runner computes with. It takes long, any thread
+        may call it, and what is placed already is shared, not copied."""
+        ...
+
+    def load(self, weights: Weights) -> None:
+        """Replace the weights, at once if they are placed; keys and values stay as they are."""
+        ...
+
+    def unload(self) -> None:
+        """Let go of the weights; `load` comes before the next `forward`."""
+        ...
+
+    def free_cache(self) -> None:
+        """Let go of all keys and values and of their memory; `make_cache` comes before the next `forward`."""
+        ...
+
+    def make_cache(self) -> None:
+        """Take memory for keys and values."""
+        ...
+
+    def forward(self, rows: Rows) -> Tensor:
+        """Store the rows' keys and values and return logits [M, V], float32, valid until the next call."""
+        ...
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, npt.NDArray[np.float32]]:
+        """Draw tokens [M] with their logprobs [M] from logits [M, V]; see sampling.sample."""
+        ...
+
+    def copy_prefix(self, source: int, target: int, length: int) -> None:
+        """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
+        ...

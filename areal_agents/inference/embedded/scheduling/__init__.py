@@ -1,0 +1,1 @@
+"""Continuous batching: requests, slots, sampling and grammars."""

@@ -1,0 +1,72 @@
+"""Updates that come as tensors or broadcasts: pieces from begin to end, and there one swap of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from areal_agents.errors import RequestError
+from areal_agents.inference.embedded.model.architecture import Architecture
+from areal_agents.inference.embedded.model.served import ServedModels
+from areal_agents.inference.embedded.updates.incoming import IncomingWeights, read_payload, split_bucket
+from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
+from areal_agents.inference.engine import WeightBucket
+
+NOT_OPEN = "no weight-update session is open; call begin_weight_update() first"
+
+
+class WeightUpdates:
+    """At most one update is open. Whatever ends it, nothing of it is left."""
+
+    def __init__(self, models: ServedModels, groups: WeightGroups, arch: Architecture) -> None:
+        self._models = models
+        self._groups = groups
+        self._arch = arch
+        self._open: IncomingWeights | None = None
+
+    def begin(self) -> None:
+        """Open an update; RequestError while one is open."""
+        if self._open is not None:
+            raise RequestError("a weight-update session is already open; call end_weight_update() first")
+        self._open = IncomingWeights(self._arch)
+
+    async def add_tensors(
+        self, payloads: Sequence[object], version: str | None, *, flush_cache: bool
+    ) -> None:
+        """Take a piece of the open update; see incoming.read_payload."""
+        update = self._used()
+        if len(payloads) != 1:
+            raise RequestError(
+                f"expected one of serialized_named_tensors, for this engine's one worker, got {len(payloads)}"
+            )
+        named = await asyncio.to_thread(read_payload, payloads[0])
+        update.add(named)
+        update.note(version, flush_cache=flush_cache)
+
+    async def receive(
+        self, bucket: WeightBucket, group: str, version: str | None, *, flush_cache: bool
+    ) -> None:
+        """Take a piece of the open update from rank 0 of `group`."""
+        update = self._used()
+        update.check(bucket.names, bucket.shapes)
+        flat = await self._groups.receive(group, bucket)
+        update.add(split_bucket(flat, bucket))
+        update.note(version, flush_cache=flush_cache)
+
+    async def end(self) -> None:
+        """Close the update and swap in what came; RequestError, and the old weights kept, unless it is
+        everything. One of which nothing was announced changes nothing."""
+        update, self._open = self._current(), None
+        if not update.is_used:
+            return
+        await self._models.update(update.finish, update.version, flush_cache=update.flush_cache)
+
+    def _used(self) -> IncomingWeights:
+        update = self._current()
+        update.is_used = True
+        return update
+
+    def _current(self) -> IncomingWeights:
+        if self._open is None:
+            raise RequestError(NOT_OPEN)
+        return self._open

@@ -1,0 +1,367 @@
+"""A client of SGLang's native HTTP protocol, for the real server and the embedded one alike.
+
+Token ids are checked before they are sent: one outside the vocabulary ends a real server. Every wait has a
+time limit, and every answer is checked before it becomes a Completion.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import numpy as np
+
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.answers import Asked, end_ids_of
+from areal_agents.inference.engine import (
+    ModelInfo,
+    OnTokens,
+    PromptScores,
+    adapter_name,
+    version_from_wire,
+)
+from areal_agents.inference.expert_routing import RoutingAsked, expert_layout
+from areal_agents.inference.sglang.control import SGLangControl
+from areal_agents.inference.sglang.scoring import check_range, scores_from_wire, scoring_to_wire
+from areal_agents.inference.sglang.transport import HttpTransport
+from areal_agents.inference.sglang.wire import (
+    StreamedCompletion,
+    as_object,
+    completion_from_wire,
+    sampling_to_wire,
+    shorten,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
+# What every id ends with on the wire: a real server aborts all requests whose ids begin with the one given,
+# and no id with an end that none has inside begins another.
+RID_END = "$"
+
+
+class SGLangEngine(SGLangControl):
+    """One SGLang server; implements `engine.Engine`.
+
+    Args:
+        base_url: for example http://127.0.0.1:30000.
+        request_timeout_s: longest wait for one completion.
+        control_timeout_s: longest wait for anything else.
+        update_timeout_s: longest wait for a step of an update of weights or adapters; by default as
+            `control_timeout_s`.
+        connect_timeout_s: longest wait for a connection.
+        vocab_size: where the server does not say and its model folder is not readable from here.
+        adapters: the policy is a LoRA adapter. Every call asks for the version that the server reports, names
+            its adapter, none for version 0, and keeps it to its end; its tokens carry that version.
+        decode: the text of token ids, special tokens included. With it a completion that says it ended at a
+            stop string must have one.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        request_timeout_s: float = 600.0,
+        control_timeout_s: float = 120.0,
+        update_timeout_s: float | None = None,
+        connect_timeout_s: float = 10.0,
+        vocab_size: int | None = None,
+        adapters: bool = False,
+        decode: Callable[[Sequence[int]], str] | None = None,
+    ) -> None:
+        http = HttpTransport(base_url, connect_timeout_s=connect_timeout_s)
+        super().__init__(
+            http, control_timeout_s=control_timeout_s, update_timeout_s=update_timeout_s or control_timeout_s
+        )
+        self._request_timeout_s = request_timeout_s
+        self._given_vocab_size = vocab_size
+        self._vocab_size = vocab_size  # what ids are checked against
+        self._server: dict[str, Any] | None = None  # what /server_info said, which takes the engine a step
+        self._adapters = adapters
+        self._served: int | None = None  # the version last reported
+        self._info: ModelInfo | None = None  # what was reported last, None once the server was not there
+        self._end_ids: frozenset[int] | None = None  # of the server's model, once they are known
+        self._folder = ""  # where they were looked for last
+        self._decode = decode
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> SGLangEngine:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def generate(
+        self,
+        rid: str,
+        input_ids: TokenIds,
+        sampling: SamplingParams,
+        on_tokens: OnTokens | None = None,
+        *,
+        affinity: str = "",
+    ) -> Completion:
+        """See Engine.generate."""
+        vocab_size = await self._check_ids(input_ids)
+        info = self._info
+        asked = Asked(
+            sampling,
+            vocab_size,
+            len(input_ids),
+            rid + RID_END,
+            most_tokens=None if info is None else info.room,
+            end_ids=None if info is None else info.end_ids,
+            decode=self._decode,
+        )
+        body = {
+            "rid": rid + RID_END,
+            "input_ids": np.ascontiguousarray(input_ids),
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "stream": on_tokens is not None,
+            "sampling_params": sampling_to_wire(sampling),
+        }
+        if sampling.top_logprobs:
+            body["top_logprobs_num"] = sampling.top_logprobs
+        routing = await self._routing_asked(len(input_ids), sampling)
+        if routing is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
+        if not self._adapters:
+            return await self._generate(body, on_tokens, routing, asked)
+        return await self._with_adapter(
+            lambda version: self._generate_under(version, body, on_tokens, routing, asked)
+        )
+
+    async def score(
+        self, rid: str, input_ids: TokenIds, *, start: int, top: int = 0, affinity: str = ""
+    ) -> PromptScores:
+        """See Sampler.score."""
+        vocab_size = await self._check_ids(input_ids)
+        check_range(len(input_ids), start, top, vocab_size)
+        body = {"rid": rid + RID_END, **scoring_to_wire(input_ids, start, top)}
+
+        async def scored(version: int | None) -> PromptScores:
+            named = {**body, "lora_path": adapter_name(version)} if version else body
+            with self._aborting(rid):
+                answer = await self._http.call("POST", "/generate", named, timeout_s=self._request_timeout_s)
+            scores = scores_from_wire(answer, input_ids, start=start, top=top, vocab_size=vocab_size)
+            return scores if version is None else replace(scores, version=version)
+
+        if not self._adapters:
+            return await scored(None)
+        return await self._with_adapter(scored)
+
+    async def _generate(
+        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, asked: Asked
+    ) -> Completion:
+        with self._aborting(body["rid"].removesuffix(RID_END)):
+            if on_tokens is not None:
+                return await self._generate_streamed(body, on_tokens, routing, asked)
+            answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
+        completion = completion_from_wire(answer, routing, asked)
+        self._heard(answer["meta_info"].get("weight_version"))
+        return completion
+
+    @contextmanager
+    def _aborting(self, rid: str) -> Iterator[None]:
+        """Abort the request `rid` on the server if its caller is cancelled, or its answer cannot be used."""
+        try:
+            yield
+        except (EngineRejected, EngineUnavailable):
+            raise
+        except (asyncio.CancelledError, Exception):
+            # A real server looks for closed connections every 4 s only, and samples on until then.
+            task = asyncio.create_task(self._abort_left(rid))
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+            raise
+
+    async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
+        """`ask` under the adapter of the version served; what it answers is of that version, whatever the
+        server says."""
+        # Asked each time: what was heard last may be older than what the next batch must be drawn by.
+        version = (await self.model_info()).version
+        try:
+            return await ask(version)
+        except EngineRejected:
+            # The adapter may be gone: versions have gone on, or the server was started again.
+            now = (await self.model_info()).version
+            if now == version:
+                raise
+            return await ask(now)
+
+    async def _generate_under(
+        self,
+        version: int,
+        body: Any,
+        on_tokens: OnTokens | None,
+        routing: RoutingAsked | None,
+        asked: Asked,
+    ) -> Completion:
+        def labelled(chunk: TokenChunk) -> None:
+            assert on_tokens is not None
+            on_tokens(replace(chunk, versions=(version,) * len(chunk.token_ids)))
+
+        named = {**body, "lora_path": adapter_name(version)} if version else body
+        completion = await self._generate(named, labelled if on_tokens is not None else None, routing, asked)
+        return replace(completion, versions=np.full(len(completion), version, np.int32))
+
+    def _heard(self, weight_version: object) -> None:
+        """An answer may have been overtaken by others, so here versions only grow."""
+        if weight_version is not None:
+            self._served = max(self._served or 0, version_from_wire(weight_version))
+
+    async def abort(self, rid: str) -> None:
+        """See Engine.abort."""
+        await self._call("POST", "/abort_request", {"rid": rid + RID_END})
+
+    async def health(self) -> None:
+        """See Engine.health."""
+        await self._call("GET", "/health")
+
+    async def model_info(self) -> ModelInfo:
+        """See Engine.model_info. What SGLang leaves out is read from the model folder's config.json."""
+        try:
+            info = as_object(await self._call("GET", "/model_info"), "/model_info")
+        except EngineUnavailable:
+            self._server, self._vocab_size, self._info = None, self._given_vocab_size, None
+            self._end_ids, self._folder = None, ""
+            raise  # whatever answers there next may be another server
+        path = info.get("model_path")
+        if not isinstance(path, str):
+            raise EngineError(f"{self.base_url}/model_info names no model_path: {shorten(str(info))}")
+        config = _local_config(path)
+        vocab_size = self._given_vocab_size or info.get("vocab_size") or config.get("vocab_size")
+        if self._server is None and not info.get("context_length"):
+            self._server = await self._server_info()
+        server = self._server or {}
+        context = (
+            info.get("context_length")
+            or server.get("context_length")
+            or config.get("max_position_embeddings")
+        )
+        if not isinstance(vocab_size, int) or not isinstance(context, int):
+            raise EngineError(
+                f"{self.base_url} does not say its vocabulary or context size, and {path}/config.json "
+                "is not readable from here: start it on a folder that this machine can read under that path"
+            )
+        version = self._served = version_from_wire(info.get("weight_version", "default"))
+        kernel = str(info.get("kernel", ""))
+        workers = server.get("tp_size") or 1
+        experts, architecture = expert_layout(config), str(info.get("model_type") or "")
+        if self._end_ids is None and path != self._folder:
+            self._folder, self._end_ids = path, await asyncio.to_thread(end_ids_of, path)
+        self._info = ModelInfo(
+            path,
+            version,
+            vocab_size,
+            context,
+            kernel,
+            experts,
+            workers,
+            architecture,
+            room=_room(context, info, server),
+            end_ids=self._end_ids,
+        )
+        return self._info
+
+    async def busy_s(self) -> float | None:
+        """See Engine.busy_s. The embedded engine counts, SGLang does not."""
+        value = (await self._server_info()).get("busy_s")
+        return float(value) if isinstance(value, int | float) else None
+
+    async def aclose(self) -> None:
+        """See Engine.aclose."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=ABORT_WAIT_S)
+        await super().aclose()
+
+    async def _generate_streamed(
+        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None, asked: Asked
+    ) -> Completion:
+        whole = StreamedCompletion(self._served, asked)
+        async with aclosing(
+            self._http.events("/generate", body, timeout_s=self._request_timeout_s)
+        ) as batches:
+            async for events in batches:
+                # A cumulative chunk holds the ones before it: of many that have arrived, the last is enough.
+                for event in events[-1:] if whole.cumulative else events:
+                    new = whole.feed(event)
+                    if new is not None:
+                        on_tokens(new)
+        if not whole.finished:
+            raise EngineUnavailable(
+                f"{self.base_url}/generate ended its stream before the completion finished"
+            )
+        self._heard(whole.weight_version)
+        return whole.completion(routing)
+
+    async def _routing_asked(self, prompt_tokens: int, sampling: SamplingParams) -> RoutingAsked | None:
+        if sampling.routed_experts_from is None:
+            return None
+        experts = (self._info or await self.model_info()).experts
+        if experts is None:
+            experts = (await self.model_info()).experts  # the folder may have become readable
+        if experts is None:
+            raise EngineError(
+                f"routed experts are asked for, and the model that {self.base_url} serves has none, or its "
+                "folder's config.json is not readable from here"
+            )
+        return RoutingAsked(experts, sampling.routed_experts_from, prompt_tokens)
+
+    async def _abort_left(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except EngineError as error:  # nobody waits for the answer; the server ends it a little later
+            log.warning("the generation %s, whose caller has left, could not be aborted: %s", rid, error)
+
+    async def _server_info(self) -> dict[str, Any]:
+        return as_object(await self._call("GET", "/server_info"), "/server_info")
+
+    async def _check_ids(self, input_ids: TokenIds) -> int:
+        """The size of the vocabulary. EngineRejected for ids outside it, and for none at all."""
+        if self._vocab_size is None:
+            self._vocab_size = (await self.model_info()).vocab_size
+        if not len(input_ids):
+            raise EngineRejected("input_ids is empty")
+        low, high = int(np.min(input_ids)), int(np.max(input_ids))
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise EngineRejected(f"token id {wrong} is outside the engine's vocabulary of {self._vocab_size}")
+        return self._vocab_size
+
+
+def _room(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
+    """The length in tokens at which the server may end a completion early; None if not known.
+
+    A server that reports its context length in /model_info, as the embedded engine does, ends there. SGLang
+    ends two tokens earlier, or when its key-value cache is full, where two pages and a token stay free.
+    """
+    if info.get("context_length"):
+        return context
+    tokens, page = server.get("max_total_num_tokens"), server.get("page_size") or 1
+    if type(tokens) is not int or type(page) is not int or server.get("max_total_num_tokens_swa"):
+        return None
+    return min(context - 2, tokens - 2 * page - 1)
+
+
+def _local_config(path: str) -> dict[str, Any]:
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        return {}
+    try:
+        config = json.loads(file.read_text())
+    except ValueError:
+        return {}
+    return config if isinstance(config, dict) else {}

@@ -1,0 +1,217 @@
+"""What a trainer asks of an SGLang server: pauses, weights by each transport, adapters, checksums, memory.
+
+Every answer is checked: a server that did not do what it was asked is an EngineError that names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_agents.errors import EngineError, EngineRejected
+from areal_agents.inference.engine import (
+    MemoryKind,
+    PauseMode,
+    WeightBucket,
+    WeightGroup,
+    WeightsChecksum,
+)
+from areal_agents.inference.sglang.transport import HttpTransport
+from areal_agents.inference.sglang.wire import as_object, shorten
+
+log = logging.getLogger(__name__)
+
+PREPARE_PATH = "/prepare_weights_from_disk"  # the embedded engine's own; SGLang has nothing like it
+
+
+class SGLangControl:
+    """The methods of `engine.Engine` that replace weights.
+
+    Args:
+        http: the server.
+        control_timeout_s: longest wait for any of them but
+        update_timeout_s: for a step of an update of weights or adapters.
+    """
+
+    def __init__(self, http: HttpTransport, *, control_timeout_s: float, update_timeout_s: float) -> None:
+        self._http = http
+        self._control_timeout_s = control_timeout_s
+        self._update_timeout_s = update_timeout_s
+        self._paused: PauseMode | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Where the server is."""
+        return self._http.base_url
+
+    async def pause(self, mode: PauseMode) -> None:
+        """See Engine.pause. EngineError for in_place on a server that would label tokens wrongly."""
+        if mode == "in_place":
+            await self._check_may_freeze()
+        await self._call("POST", "/pause_generation", {"mode": mode})
+        self._paused = mode
+
+    async def resume(self) -> None:
+        """See Engine.resume."""
+        await self._call("POST", "/continue_generation", {})
+        self._paused = None
+
+    async def prepare_weights_from_disk(self, path: str) -> None:
+        """See Engine.prepare_weights_from_disk."""
+        await self._do(PREPARE_PATH, {"model_path": path}, optional=True)
+
+    async def update_weights_from_disk(self, path: str, version: int) -> None:
+        """See Engine.update_weights_from_disk."""
+        body = {"model_path": path, **self._taking_effect(version)}
+        await self._do("/update_weights_from_disk", body)
+
+    async def begin_weight_update(self) -> None:
+        """See Engine.begin_weight_update."""
+        body = {"selector": "all"}
+        try:
+            await self._do("/begin_weight_update", body, optional=True)
+        except EngineRejected as error:
+            if "already open" not in str(error):
+                raise
+            log.warning("%s: an update that was never ended is given up: %s", self.base_url, error)
+            await self._give_up_update()
+            await self._do("/begin_weight_update", body)
+
+    async def update_weights_from_tensors(
+        self, payloads: Sequence[str], version: int, *, last: bool = True
+    ) -> None:
+        """See Engine.update_weights_from_tensors."""
+        body = {"serialized_named_tensors": list(payloads), **self._part_of(version, last)}
+        await self._do("/update_weights_from_tensor", body)
+
+    async def join_weight_group(self, group: WeightGroup) -> None:
+        """See Engine.join_weight_group."""
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": group.rank_offset,
+            "world_size": group.world_size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._do("/init_weights_update_group", body)
+
+    async def leave_weight_group(self, name: str) -> None:
+        """See Engine.leave_weight_group."""
+        body = {"group_name": name}
+        await self._do("/destroy_weights_update_group", body, timeout_s=self._control_timeout_s)
+
+    async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
+        """See Engine.receive_weights."""
+        body = {
+            "names": bucket.names,
+            "dtypes": bucket.dtypes,
+            "shapes": bucket.shapes,
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            **self._part_of(version, last),
+        }
+        await self._do("/update_weights_from_distributed", body)
+
+    async def end_weight_update(self) -> None:
+        """See Engine.end_weight_update."""
+        await self._do("/end_weight_update", {}, optional=True)
+
+    async def load_adapter(self, name: str, path: str) -> None:
+        """See Engine.load_adapter."""
+        await self._do("/load_lora_adapter", {"lora_name": name, "lora_path": path})
+
+    async def unload_adapter(self, name: str) -> None:
+        """See Engine.unload_adapter."""
+        # It waits for generations, but no new version should wait for it longer than need be.
+        await self._do("/unload_lora_adapter", {"lora_name": name}, timeout_s=self._control_timeout_s)
+
+    async def set_version(self, version: int, *, abort_running: bool) -> None:
+        """See Engine.set_version."""
+        await self._do("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        if abort_running:
+            # Afterwards, so that an aborted call is already told the version under which to go on.
+            await self._call("POST", "/abort_request", {"abort_all": True})
+
+    async def checksum(self) -> WeightsChecksum:
+        """See Engine.checksum."""
+        answer = await self._do("/weights_checker", {"action": "checksum"})
+        ranks = answer.get("ranks")
+        try:
+            return WeightsChecksum(tuple(_hashes(rank["checksums"]) for rank in ranks or ()))
+        except (TypeError, KeyError, ValueError) as error:
+            raise EngineError(
+                f"{self.base_url}/weights_checker answered no checksums by tensor: {shorten(str(answer))}"
+            ) from error
+
+    async def release_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """See Engine.release_memory. A real server ends itself if requests run, so that is checked here."""
+        if self._paused not in ("retract", "abort"):
+            raise EngineError(
+                f"{self.base_url}: memory is released only after a pause in mode retract or abort, "
+                f"got {self._paused or 'no pause'}"
+            )
+        await self._call("POST", "/release_memory_occupation", {"tags": list(kinds)})
+
+    async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
+        """See Engine.resume_memory."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": list(kinds)})
+
+    async def aclose(self) -> None:
+        """See Engine.aclose."""
+        await self._http.aclose()
+
+    def _taking_effect(self, version: int) -> dict[str, Any]:
+        # Requests frozen in place need their keys and values: the server refuses to flush under them.
+        return {"weight_version": str(version), "flush_cache": self._paused != "in_place"}
+
+    def _part_of(self, version: int, last: bool) -> dict[str, Any]:
+        return self._taking_effect(version) if last else {"flush_cache": False}
+
+    async def _check_may_freeze(self) -> None:
+        """With SGLang's overlapped schedule the result of one step is not looked at when a pause in place
+        begins, and its token, drawn by the old weights, is counted to the new version. And the prefix cache
+        cannot be flushed under frozen requests: later ones would find the old weights' keys and values."""
+        info = as_object(await self._call("GET", "/server_info"), "/server_info")
+        for setting, harm in (
+            ("disable_overlap_schedule", "give the first token after a swap the wrong version"),
+            ("disable_radix_cache", "leave keys and values of the old weights to later requests"),
+        ):
+            if info.get(setting) is False:
+                raise EngineError(
+                    f"{self.base_url}: pause in_place would {harm}; start SGLang with "
+                    f"--{setting.replace('_', '-')}, or pause with retract"
+                )
+
+    async def _give_up_update(self) -> None:
+        try:
+            await self._do("/end_weight_update", {})
+        except EngineRejected as error:  # an incomplete update is refused, and closed by it all the same
+            log.debug("%s", error)
+
+    async def _do(
+        self, path: str, body: Any, *, optional: bool = False, timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Ask for something; its answer, which says success. Empty where `optional` and unknown to the
+        server."""
+        answer = await self._http.call(
+            "POST", path, body, timeout_s=timeout_s or self._update_timeout_s, optional=optional
+        )
+        if optional and answer is None:
+            log.debug("%s has no %s: nothing to do", self.base_url, path)
+            return {}
+        done = as_object(answer, self.base_url + path)
+        if done.get("success") is not True:
+            said = done.get("message") or done.get("error_message") or done
+            raise EngineError(f"{self.base_url}{path} did not succeed: {shorten(str(said))}")
+        return done
+
+    async def _call(self, method: str, path: str, body: Any = None) -> Any:
+        return await self._http.call(method, path, body, timeout_s=self._control_timeout_s)
+
+
+def _hashes(found: Any) -> Mapping[str, str]:
+    if not isinstance(found, dict) or not found:
+        raise ValueError(f"expected a mapping of names to hashes, got {type(found).__name__}")
+    return {str(name): str(value) for name, value in found.items()}

@@ -1,0 +1,121 @@
+"""Starts an SGLang server: a script for the Python that has SGLang, which imports nothing of this package.
+
+    SGLANG_PYTHON areal_agents/inference/sglang/environment/serve.py --model-path DIR --port 30000
+
+Its arguments are SGLang's own. The server ends, with every process that it spawned, when standard input
+closes, which it does when whoever started it dies.
+
+With a CPU build of torch some calls of SGLang fail that a CPU could answer: torchvision's compiled operators,
+of which only the schemas are asked for; `sgl_kernel`, which has no CPU wheel; waiting for a GPU; and memory
+that is pinned for one. These get a stand-in here, and no installed file is changed. SGLang spawns processes
+that run this file again up to its last lines, and get the stand-ins that way.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class _Kernels(types.ModuleType):
+    """A module whose functions exist and say, when they are called, that this machine does not have them."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def absent(*_args: Any, **_options: Any) -> Any:
+            raise NotImplementedError(f"{self.__name__}.{name} needs a GPU build of sgl_kernel")
+
+        return absent
+
+
+def _write_slots(requests: Any, table: Any, starts: Any, ends: Any, slots: Any, _width: int) -> None:
+    """Note which cache slots the new tokens of each request got: the one kernel that a CPU server calls."""
+    taken = 0
+    for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        count = end - start
+        table[request, start:end] = slots[taken : taken + count].to(table.dtype)
+        taken += count
+
+
+def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*args: Any, pin_memory: bool = False, **options: Any) -> Any:
+        return make(*args, **options)
+
+    return made
+
+
+class _NoRuntime:
+    """CUDA's registration of memory, of which a CPU needs none: every call succeeds."""
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        return lambda *_arguments: 0
+
+
+def _unpinned(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
+    return tensor
+
+
+def _declare_vision_operators() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "DEF")
+    for operator in ("nms", "qnms"):
+        library.define(operator + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return library
+
+
+def _stand_in() -> torch.library.Library:
+    """Give SGLang what it lacks beside a CPU build; the declaration lives as long as the returned object."""
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    kernels = _Kernels("sgl_kernel")
+    kernels.assign_req_to_token_pool_cpu = _write_slots  # type: ignore[attr-defined]
+    sys.modules["sgl_kernel"] = kernels
+    sys.modules["sgl_kernel.mamba"] = _Kernels("sgl_kernel.mamba")
+    torch.cuda.synchronize = lambda device=None: None  # a CPU has nothing to wait for
+    for make in ("tensor", "empty", "zeros"):
+        setattr(torch, make, _without_pinning(getattr(torch, make)))
+    torch.cuda.cudart = lambda: _NoRuntime()
+    torch.Tensor.pin_memory = _unpinned  # type: ignore[method-assign, assignment]
+    return _declare_vision_operators()
+
+
+def _end_with_starter(kill_process_tree: Callable[..., None]) -> None:
+    """End everything once the other end of standard input is gone."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        kill_process_tree(os.getpid(), include_parent=True)
+
+    threading.Thread(target=watch, name="starter-watch", daemon=True).start()
+
+
+def main() -> None:
+    """Serve until SIGTERM; no process stays behind."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    _end_with_starter(kill_process_tree)
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+VISION = None if torch.version.cuda or torch.version.hip else _stand_in()
+
+if __name__ == "__main__":
+    main()

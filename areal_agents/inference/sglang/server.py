@@ -1,0 +1,250 @@
+"""Starts real SGLang servers: from which environment, with which arguments, on which GPUs.
+
+SGLang lives in an environment of its own, which nothing here imports. On a machine without a GPU the same
+servers start on the CPU, which is slow and meant for tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_agents.direct_http import bypassing_proxies
+from areal_agents.errors import ConfigError
+from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.engine_process import ServerProcess
+from areal_agents.inference.ports import reserved_ports
+
+SCRIPTS = Path(__file__).parent / "environment"
+OLDEST, TRIED = (0, 5, 21), "0.5.21"
+PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
+STOP_TIMEOUT_S = 12.0  # it looks for the signal every 5 s
+CPU_TOKENS = 32768  # of keys and values: by itself SGLang would take most of the machine's memory
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_SLOTS, LORA_LOADED = 4, 8  # adapters on the device, the base among them; and in all
+HOW_TO = (
+    f"make an environment for it (python3 -m venv sglang; sglang/bin/pip install sglang=={TRIED}; "
+    "on a machine without a GPU: make sglang) and give engine.python: sglang/bin/python, or give engine.urls"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SGLangEnvironment:
+    """An environment that can serve: its Python, the version of SGLang, and how many GPUs it sees."""
+
+    python: str
+    version: str
+    gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one replica computes: these GPUs, by number; none stands for the CPU."""
+
+    gpus: tuple[int, ...] = ()
+
+
+def find_environment(python: str) -> SGLangEnvironment:
+    """Look into the environment of `python`.
+
+    Raises:
+        ConfigError: there is no such Python, no SGLang in its environment, or one that is too old.
+    """
+    try:
+        done = subprocess.run(
+            [python, str(SCRIPTS / "probe.py")], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
+    except OSError as error:
+        raise ConfigError(f"engine.python: {python} cannot be run ({error.strerror}); {HOW_TO}") from None
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"engine.python: {python} did not answer within {PROBE_TIMEOUT_S:g} s") from None
+    try:
+        found = json.loads(done.stdout)
+        version, gpus, fault = found["sglang"], int(found["gpus"]), found["error"]
+    except (ValueError, KeyError, TypeError):
+        said = (done.stderr or done.stdout).strip()[-300:]
+        raise ConfigError(f"engine.python: {python} is no working Python: {said}; {HOW_TO}") from None
+    if fault:
+        raise ConfigError(f"engine.python: {python}: {fault}; {HOW_TO}")
+    if _release(version) < OLDEST:
+        raise ConfigError(f"engine.python: {python} has SGLang {version}, older than {TRIED}; {HOW_TO}")
+    return SGLangEnvironment(python, version, gpus)
+
+
+def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[Placement, ...]:
+    """Where each replica computes, on a machine of `gpus` GPUs of which the trainer takes the first ones.
+
+    ConfigError if they are too few.
+    """
+    if config.device == "cpu" or (config.device == "auto" and not gpus):
+        return (Placement(),) * config.replicas
+    width = config.tensor_parallel
+    if config.device.startswith("cuda:"):
+        first = int(config.device.removeprefix("cuda:"))
+    else:
+        first = 0 if config.colocate != "none" else trainer_gpus
+    needed = first + config.replicas * width
+    if needed > gpus:
+        share = "" if config.colocate != "none" else f", besides the trainer's {trainer_gpus}"
+        raise ConfigError(
+            f"engine: replicas {config.replicas} × tensor_parallel {width}, from GPU {first} on, need "
+            f"{needed} GPUs{share}, and there are {gpus}; use fewer, device: cuda:N, or colocate: split or "
+            "sleep to share the trainer's"
+        )
+    return tuple(
+        Placement(tuple(range(first + i * width, first + (i + 1) * width))) for i in range(config.replicas)
+    )
+
+
+def server_command(
+    config: EngineConfig,
+    model: str | Path,
+    placement: Placement,
+    *,
+    port: int,
+    host: str = "127.0.0.1",
+    seed: int = 0,
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = LORA_TARGETS,
+    routed_experts: bool = False,
+    exact_in_place: bool = False,
+    cumulative: bool = False,
+) -> list[str]:
+    """The command that starts one server with the Python of `config`.
+
+    Args:
+        lora_rank: largest rank of the adapters that it may be given; 0 serves none.
+        lora_targets: the layers that have one.
+        routed_experts: whether it says which experts each token went through.
+        exact_in_place: whether weights may be swapped under requests that are frozen in place. SGLang
+            prepares a step ahead, so that of each request one token that the old weights drew would carry
+            the new version; and its prefix cache cannot be flushed then, so that later requests would go on
+            from the old weights' keys and values. This turns both off, at a cost in speed.
+        cumulative: whether each streamed chunk repeats those before it, as it does where SGLang is not told
+            otherwise; the client reads both.
+    """
+    command = [config.python, str(SCRIPTS / "serve.py"), "--model-path", str(model)]
+    command += ["--host", host, "--port", str(port), "--random-seed", str(seed), "--dtype", config.dtype]
+    command += ["--tp-size", str(max(1, len(placement.gpus)))]
+    if not cumulative:
+        command += ["--incremental-streaming-output"]
+    if config.max_context:
+        command += ["--context-length", str(config.max_context)]
+    if lora_rank:
+        command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
+        command += ["--max-loras-per-batch", str(LORA_SLOTS), "--max-loaded-loras", str(LORA_LOADED)]
+        command += ["--lora-target-modules", *lora_targets]
+    if routed_experts:
+        command += ["--enable-return-routed-experts"]
+    if exact_in_place:
+        command += ["--disable-overlap-schedule", "--disable-radix-cache"]
+    command += _device_arguments(config, placement, lora=bool(lora_rank))
+    return [*command, *config.arguments]
+
+
+def server_environment(placement: Placement, host: str = "127.0.0.1") -> dict[str, str]:
+    """The variables of the process of a server on `host`.
+
+    They are this process's, with its GPUs, with leave to keep what it compiles, and with NO_PROXY for its own
+    address: SGLang warms itself up over HTTP, and ends where an HTTP proxy of the environment gets that call.
+    """
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+    if placement.gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(placement.gpus, environment))
+    address = f"[{host}]" if ":" in host else host
+    return bypassing_proxies(environment, "http://127.0.0.1", "http://localhost", f"http://{address}")
+
+
+class SGLangProcess(ServerProcess):
+    """A real SGLang server for the length of a with-block.
+
+    Args:
+        command: see `server_command`; its port is `port`.
+        environment: see `server_environment`.
+
+    The others are ServerProcess's.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        port: int,
+        host: str = "127.0.0.1",
+        log_path: Path | None = None,
+        start_timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(
+            "SGLang", log_path=log_path, start_timeout_s=start_timeout_s, stop_timeout_s=STOP_TIMEOUT_S
+        )
+        self._command, self._environment = list(command), dict(environment)
+        self.url = f"http://{host}:{port}"
+
+    def start(self) -> None:
+        """See ServerProcess.start."""
+        self._spawn(self._command, self._environment)
+
+
+@contextmanager
+def running_sglang(
+    python: str,
+    model: str | Path,
+    *arguments: str,
+    start_timeout_s: float = 600.0,
+    **options: Any,
+) -> Iterator[str]:
+    """One float32 server on `model`, on a GPU where there is one; yields its URL.
+
+    `arguments` are SGLang's own; `options` are those of `server_command`.
+    """
+    config = EngineConfig(kind="sglang", python=python, arguments=arguments)
+    (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)
+    with reserved_ports(1) as (port,):
+        command = server_command(config, model, placement, port=port, **options)
+        environment = server_environment(placement)
+        with SGLangProcess(command, environment, port=port, start_timeout_s=start_timeout_s) as server:
+            yield server.url
+
+
+def _device_arguments(config: EngineConfig, placement: Placement, *, lora: bool) -> list[str]:
+    if not placement.gpus:
+        arguments = [
+            "--device",
+            "cpu",
+            "--attention-backend",
+            "torch_native",
+            "--sampling-backend",
+            "pytorch",
+        ]
+        arguments += ["--max-total-tokens", str(CPU_TOKENS), "--sleep-on-idle", "--skip-server-warmup"]
+        return arguments + (["--lora-backend", "torch_native"] if lora else [])
+    arguments = []
+    if config.static_memory:
+        arguments += ["--mem-fraction-static", f"{config.static_memory:g}"]
+    if config.colocate == "sleep":  # weights come back as they were, whatever the next publication brings
+        arguments += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    return arguments
+
+
+def _visible(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
+    """The names of `gpus`, which are numbers among those that this process may see."""
+    given = environment.get("CUDA_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    return [names[gpu] if names else str(gpu) for gpu in gpus]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers at the front of a version: 0.5.21.post1 → (0, 5, 21)."""
+    numbers: list[int] = []
+    for part in version.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)

@@ -1,0 +1,148 @@
+"""HTTP to one server: every wait has a time limit, and whatever goes wrong is an error of the tree.
+
+Server-sent events out of a byte stream, however the reads cut it: inside a line, or many events at once.
+
+Invariant: what is held back is at most one unfinished event, of bounded size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from typing import Any
+
+import aiohttp
+import orjson
+
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference.sglang.wire import error_of
+
+JSON = {"Content-Type": "application/json"}
+# Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
+KEEP_ALIVE_S = 3.0
+END_WAIT_S = 1.0  # longest wait for a stream's end after its last event
+DONE = b"[DONE]"  # what follows the last chunk of a stream
+NO_ENDPOINT = (404, 405)
+
+
+class HttpTransport:
+    """Requests and streams to `base_url`. ValueError if that is no HTTP URL."""
+
+    def __init__(self, base_url: str, *, connect_timeout_s: float) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url must start with http:// or https://, got {base_url!r}")
+        self.base_url = base_url.rstrip("/")
+        self._connect_timeout_s = connect_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def call(
+        self, method: str, path: str, body: Any = None, *, timeout_s: float, optional: bool = False
+    ) -> Any:
+        """One request; the parsed JSON, or None for an empty body.
+
+        With `optional`, None too from a server that does not have the endpoint.
+        """
+        url = self.base_url + path
+        with _mapped_errors(url, timeout_s):
+            async with self._open(method, url, body, timeout_s) as response:
+                raw, status = await response.read(), response.status
+        if optional and status in NO_ENDPOINT:
+            return None
+        if (error := error_of(url, status, raw)) is not None:
+            raise error
+        if not raw:
+            return None
+        try:
+            return orjson.loads(raw)
+        except ValueError:
+            return raw.decode(errors="replace")  # /flush_cache and /health answer in words
+
+    async def events(self, path: str, body: Any, *, timeout_s: float) -> AsyncGenerator[list[bytes], None]:
+        """The events of a streamed answer, in the batches in which they arrive, without the last, [DONE]."""
+        url, reader = self.base_url + path, EventReader()
+        with _mapped_errors(url, timeout_s):
+            async with self._open("POST", url, body, timeout_s) as response:
+                if (error := error_of(url, response.status, b"")) is not None:
+                    raise error_of(url, response.status, await response.read()) or error
+                async for received in response.content.iter_any():
+                    events = reader.feed(received)
+                    done = bool(events) and events[-1] == DONE
+                    if events[: len(events) - done]:
+                        yield events[: len(events) - done]
+                    if done:
+                        await _finish(response)
+                        return
+
+    async def aclose(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    def _open(
+        self, method: str, url: str, body: Any, timeout_s: float
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        if self._session is None:
+            # No limit on connections: how many calls are in flight is the caller's admission to decide.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
+            )
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
+        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        return self._session.request(method, url, data=data, headers=JSON, timeout=timeout)
+
+
+async def _finish(response: aiohttp.ClientResponse) -> None:
+    """Read to the end, which follows at once, so that the connection can be used again."""
+    with suppress(TimeoutError, aiohttp.ClientError):
+        async with asyncio.timeout(END_WAIT_S):
+            await response.read()
+
+
+@contextmanager
+def _mapped_errors(url: str, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError as error:
+        raise EngineUnavailable(f"{url} did not answer within {timeout_s:g} s") from error
+    except aiohttp.ClientError as error:
+        raise EngineUnavailable(f"{url} is not reachable: {error}") from error
+
+
+MAX_EVENT_BYTES = 64 * 1024 * 1024  # twice a cumulative chunk of 32k tokens with 20 top logprobs
+
+
+class EventReader:
+    """Collects the `data:` of each event; comments and other fields are skipped."""
+
+    def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
+        self._limit = limit
+        self._rest = bytearray()  # the line that has not ended
+        self._scanned = 0  # bytes of it that are known to hold no line end
+        self._data: list[bytes] = []  # the event that has not ended
+        self._held = 0  # its bytes
+
+    def feed(self, received: bytes) -> list[bytes]:
+        """The data of the events that `received` completes; EngineError for one larger than the limit."""
+        self._rest += received
+        events: list[bytes] = []
+        start = 0
+        while (end := self._rest.find(b"\n", max(start, self._scanned))) >= 0:
+            with memoryview(self._rest) as view:
+                line = bytes(view[start:end])
+            start = end + 1
+            self._take(line.removesuffix(b"\r"), events)
+        del self._rest[:start]
+        self._scanned = len(self._rest)
+        if self._held + len(self._rest) > self._limit:
+            raise EngineError(f"the engine streamed an event of more than {self._limit} bytes")
+        return events
+
+    def _take(self, line: bytes, events: list[bytes]) -> None:
+        if line.startswith(b"data:"):
+            self._data.append(line[5:].removeprefix(b" "))
+            self._held += len(line)
+        elif not line and self._data:
+            events.append(b"\n".join(self._data))
+            self._data, self._held = [], 0

@@ -1,0 +1,107 @@
+"""Whether the disks of a run have room for more, asked before anything new is submitted.
+
+What is on its way may still be written: so the answer is no while there is still room for the episodes
+that run, the next checkpoint and the next weights.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from areal_agents.config import Config
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.training.publish.config import versions_folder
+
+GB = 1e9
+
+
+class Room:
+    """The disks that a run writes to.
+
+    Args:
+        folders: everything that is written lies in one of them; they need not exist yet.
+        kept: folders of folders that are written whole, the checkpoints and the weights; each needs room
+            for one more as large as its newest.
+        min_free_gb: what stays free besides, on every disk; 0 asks for nothing.
+    """
+
+    def __init__(self, folders: Iterable[Path], *, kept: Iterable[Path], min_free_gb: float) -> None:
+        self._folders = tuple(folders)
+        self._kept = tuple(kept)
+        self._min_free = min_free_gb * GB
+        self._sizes: dict[Path, int] = {}  # of the newest entry of each kept folder, by its path
+
+    def lack(self) -> str | None:
+        """What is missing where, for the user; None if there is room."""
+        if not self._min_free:
+            return None
+        needs: dict[int, tuple[Path, float]] = {}
+        for folder in (*self._folders, *self._kept):
+            place = _existing(folder)
+            device = os.stat(place).st_dev
+            path, need = needs.get(device, (place, self._min_free))
+            needs[device] = (path, need + (self._next_size(folder) if folder in self._kept else 0))
+        for path, need in needs.values():
+            free = shutil.disk_usage(path).free
+            if free < need:
+                return (
+                    f"the disk of {path} has {free / GB:.1f} GB free and the run keeps {need / GB:.1f} GB "
+                    "(store.min_free_gb, the next checkpoint and weights): nothing new is submitted until "
+                    "there is room"
+                )
+        return None
+
+    def _next_size(self, folder: Path) -> int:
+        entries = [entry for entry in _scan(folder) if not entry.name.startswith(".")]
+        if not entries:
+            return 0
+        newest = Path(max(entries, key=_modified).path)
+        if newest not in self._sizes:
+            try:
+                found = sum(_size(file) for file in newest.rglob("*"))
+            except FileNotFoundError:  # an old one that is being removed is the last that was changed
+                return max((size for path, size in self._sizes.items() if path.parent == folder), default=0)
+            self._sizes = {path: size for path, size in self._sizes.items() if path.parent != folder}
+            self._sizes[newest] = found
+        return self._sizes[newest]
+
+
+def room_of(config: Config, folder: RunFolder) -> Room:
+    """The disks of a run: its folder, and a store elsewhere."""
+    store = folder.store_at(config.store.url)
+    elsewhere = [] if "://" in str(store) else [Path(store).absolute().parent]
+    return Room(
+        [folder.root, *elsewhere],
+        kept=[folder.root / "checkpoints", versions_folder(config.trainer.publish.folder, folder.root)],
+        min_free_gb=config.store.min_free_gb,
+    )
+
+
+def _existing(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(candidate for candidate in (path, *path.parents) if candidate.exists())
+
+
+def _scan(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return [entry for entry in entries if entry.is_dir()]
+    except FileNotFoundError:
+        return []
+
+
+def _modified(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat().st_mtime
+    except FileNotFoundError:  # the trainer removes old ones meanwhile
+        return 0.0
+
+
+def _size(file: Path) -> int:
+    try:
+        return file.lstat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,93 @@
+"""Models that are not the policy (a judge, a simulated user, embeddings): forwarded, never trained.
+
+The upstream's key is the proxy's; whatever key the agent sent stays here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from areal_agents.errors import EngineUnavailable, RequestError
+from areal_agents.proxy.calls.streaming import EventStream
+from areal_agents.proxy.config import ProxyConfig, Upstream
+
+_CONNECT_S = 10.0
+_PASSED = ("accept", "anthropic-version", "anthropic-beta", "openai-beta", "user-agent")
+
+
+class PassThrough:
+    """The upstreams of a configuration, by the model names that agents use."""
+
+    def __init__(self, config: ProxyConfig) -> None:
+        self._models = config.models
+        self._timeout = aiohttp.ClientTimeout(total=config.generate_timeout_s, sock_connect=_CONNECT_S)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    def upstream(self, body: Mapping[str, Any]) -> Upstream | None:
+        """Who answers for the model of a request; None for the policy."""
+        model = body.get("model")
+        return self._models.get(model) if isinstance(model, str) else None
+
+    async def forward(
+        self, request: Request, path: str, body: Mapping[str, Any], upstream: Upstream
+    ) -> Response:
+        """The upstream's own answer, streamed as it streams. EngineUnavailable if it does not answer."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        try:
+            sent = orjson.dumps({**body, "model": upstream.model or body["model"]})
+        except orjson.JSONEncodeError:
+            raise RequestError("the request is nested too deeply", code="invalid_json") from None
+        headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
+        headers["content-type"] = "application/json"
+        if upstream.key is not None:
+            headers |= {"authorization": f"Bearer {upstream.key}", "x-api-key": upstream.key}
+        url = upstream.base_url.rstrip("/") + path
+        try:
+            answer = await self._session.post(
+                url, data=sent, headers=headers, timeout=self._timeout, allow_redirects=False
+            )
+            if answer.content_type == "text/event-stream":
+                return EventStream(_parts(answer, request))
+            async with answer:
+                content = await answer.read()
+        except (TimeoutError, aiohttp.ClientError) as error:
+            raise EngineUnavailable(f"{url} did not answer: {str(error) or type(error).__name__}") from error
+        passed = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
+        return Response(content, status_code=answer.status, headers=passed, media_type=answer.content_type)
+
+
+async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGenerator[bytes, None]:
+    """What the upstream streams, until its end or until the client has gone; then it is left at once."""
+    gone = asyncio.ensure_future(_hang_up(request))
+    reading: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            reading = asyncio.ensure_future(answer.content.readany())
+            await asyncio.wait((reading, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done() or not (part := reading.result()):
+                return
+            yield part
+    finally:
+        gone.cancel()
+        if reading is not None:
+            reading.cancel()
+        answer.close()
+
+
+async def _hang_up(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

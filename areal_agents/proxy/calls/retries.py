@@ -1,0 +1,171 @@
+"""Finds the earlier call that a request repeats: one under way, or a recorded one whose response was lost.
+
+The same request without a sign of a retry is a second sample. So is the retry of an attempt that was refused:
+that attempt has no sample, even if an equal call has one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from concurrent.futures import Future
+from enum import IntEnum
+
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError
+from areal_agents.proxy.calls.delivery import as_asked
+from areal_agents.proxy.calls.prompts import Prompts
+from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
+from areal_agents.proxy.calls.running import Call, Retry, answered_call
+from areal_agents.proxy.calls.sampling import grammar_of
+from areal_agents.proxy.episodes.sessions import KnownKey, Session
+from areal_agents.proxy.errors import as_request_error
+from areal_agents.store import Store
+
+_logger = logging.getLogger(__name__)
+
+_HUNG_UP = "the client hung up"
+_LEAST_RETRIED = 429  # the lowest status after which clients send a request again
+
+
+class Repeated(IntEnum):
+    """The kind of call that a request repeats in an episode; of several episodes, the greatest wins."""
+
+    RECORDED = 1  # a recorded call of an episode that has no other turns
+    UNDER_WAY = 2  # a call that is still running
+    UNDELIVERED = 3  # a call that was recorded after its client had disconnected
+    NAMED = 4  # the call with the same Idempotency-Key
+
+
+class Retries:
+    """Finds the calls that requests repeat. All state is in the sessions and in the store."""
+
+    def __init__(self, store: Store, prompts: Prompts) -> None:
+        self._store = store
+        self._prompts = prompts
+
+    def begin(self, session: Session, request: ModelRequest, retry: Retry, call: Call) -> None:
+        """Note a call that is under way, under every name that a retry may use."""
+        key = request.key()
+        names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
+        session.begun(names, call)
+        if retry.idempotency_key:
+            session.remember_key(retry.idempotency_key, key, call.turn_ids)
+
+        def landed(_: object) -> None:
+            session.landed(names, call)
+            failure = None if call.is_abandoned else call.failure
+            if failure is not None and as_request_error(failure).status >= _LEAST_RETRIED:
+                session.refused[key] += 1
+
+        call.task.add_done_callback(landed)
+
+    def discard(self, session: Session, call: Call) -> None:
+        """Mark the turns of a recorded call as undelivered; a retry may still fetch them."""
+        for turn_id in call.turn_ids:
+            if turn_id in session.forest and turn_id not in session.undelivered:
+                session.undelivered.add(turn_id)
+                _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
+
+    def repeated(self, session: Session, request: ModelRequest, retry: Retry) -> Repeated | None:
+        """What a request repeats in an episode that was opened with the same messages.
+
+        Unlike `earlier`, it changes nothing. In an episode that has continued, only an Idempotency-Key
+        repeats a delivered call, because its client has the response.
+        """
+        key, name = request.key(), retry.idempotency_key
+        known = session.key_of(name) if name else None
+        if known is not None and known.request == key and _has_sample(session, name, known):
+            return Repeated.NAMED
+        if retry.count and _running(session, key) is not None:
+            return Repeated.UNDER_WAY
+        turns = self._answers(session, request, retry)
+        if turns and all(turn.id in session.undelivered for turn in turns):
+            return Repeated.UNDELIVERED
+        has_gone_on = turns and len(session.forest) > len(self._prompts.answers(session.forest, request))
+        return Repeated.RECORDED if turns and not has_gone_on else None
+
+    def earlier(self, session: Session, request: ModelRequest, retry: Retry) -> Call | None:
+        """The call that a request repeats, None for a new one.
+
+        RequestError 409 if its Idempotency-Key was used for another request.
+        """
+        if retry.idempotency_key and (named := self._named(session, request, retry.idempotency_key)):
+            return named
+        if retry.count and session.refused[request.key()]:
+            session.refused[request.key()] -= 1
+            return None
+        if retry.count and (running := _running(session, request.key())) is not None:
+            return running
+        turns = self._answers(session, request, retry)
+        if not turns:
+            return None
+        session.call_answered(request)
+        return self._answered(session, turns)
+
+    def _answers(self, session: Session, request: ModelRequest, retry: Retry) -> list[Turn]:
+        """The latest recorded turns that answer a request, one per choice; [] if there are too few."""
+        if not retry.count and not session.undelivered:
+            return []
+        turns = [
+            turn
+            for turn in self._prompts.answers(session.forest, request)
+            if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
+        ]
+        return turns[-request.choices :] if len(turns) >= request.choices else []
+
+    def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
+        """The call that had an Idempotency-Key."""
+        known = session.key_of(name)
+        if known is not None and known.request != request.key():
+            raise RequestError(
+                f"the Idempotency-Key {name!r} was used for another request",
+                status=409,
+                code="idempotency_key_reused",
+            )
+        if (running := _running(session, name)) is not None:
+            return running
+        if known is None or any(turn_id not in session.forest for turn_id in known.turn_ids):
+            return None
+        return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
+
+    def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
+        """Whether a reply satisfies a request that may differ from the one for which it was sampled."""
+        limit, sampling = request.wish.max_tokens, turn.sampling
+        return (
+            (limit is None or len(turn.completion) <= limit)
+            and sampling.stop == request.wish.stop
+            and sampling.grammar == grammar_of(request, self._prompts.renderer_at_hand(request))
+            and as_asked(turn.reply, request) == turn.reply
+        )
+
+    def _answered(self, session: Session, turns: list[Turn]) -> Call:
+        for turn in turns:
+            if turn.id in session.undelivered:
+                session.undelivered.discard(turn.id)
+                _log_failure(self._store.discard_turn(turn.id, None), turn.id)
+        return answered_call([_completed(session, turn) for turn in turns])
+
+
+def _running(session: Session, name: Hashable) -> Call | None:
+    call = session.in_flight.get(name)
+    return call if call is not None and not call.is_abandoned else None
+
+
+def _has_sample(session: Session, name: str, known: KnownKey) -> bool:
+    """Whether the call that had an Idempotency-Key is under way or recorded."""
+    return _running(session, name) is not None or all(id in session.forest for id in known.turn_ids)
+
+
+def _completed(session: Session, turn: Turn) -> CompletedTurn:
+    prompt_tokens = len(session.forest.prompt_ids(turn.id))
+    reused = prompt_tokens - len(turn.new_prompt_ids)
+    return CompletedTurn(turn, prompt_tokens, session.row.created_at, reused)
+
+
+def _log_failure(write: Future[None], turn_id: str) -> None:
+    def look(done: Future[None]) -> None:
+        if (error := done.exception()) is not None:
+            _logger.error("turn %s could not be marked: %s", turn_id, error)
+
+    write.add_done_callback(look)

@@ -1,0 +1,405 @@
+"""The routes that agents call: one way through for every dialect, streamed or not.
+
+A request that fails before its answer has begun gets an ordinary error, in its own API's form, even where a
+stream was asked for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_agents.core.forest import Forest
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import Authenticator, Caller
+from areal_agents.proxy.bodies import Bodies
+from areal_agents.proxy.calls.completer import Completer
+from areal_agents.proxy.calls.fields import ignored_fields
+from areal_agents.proxy.calls.labels import label_of, session_of
+from areal_agents.proxy.calls.passthrough import PassThrough
+from areal_agents.proxy.calls.record import CallRecord, Observer
+from areal_agents.proxy.calls.request import ModelRequest
+from areal_agents.proxy.calls.running import Call, Retry
+from areal_agents.proxy.calls.streaming import EventStream, events_of, lists_many_tokens
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.dialects.base import Dialect, ReadContext
+from areal_agents.proxy.dialects.chat.dialect import ChatDialect
+from areal_agents.proxy.dialects.completions.dialect import Completions
+from areal_agents.proxy.dialects.messages.dialect import Messages, count_answer, read_for_counting
+from areal_agents.proxy.dialects.reading import flag
+from areal_agents.proxy.dialects.replayed import MessageMemo
+from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
+from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, session_name
+from areal_agents.proxy.episodes.sessions import Session, Sessions
+from areal_agents.proxy.errors import ClientGone, as_request_error, headers_of, log_refusal
+from areal_agents.rendering import ChatRenderer
+
+_logger = logging.getLogger(__name__)
+
+_MESSAGES = Messages()
+_DIALECTS: Mapping[str, Dialect] = {
+    "/v1/chat/completions": ChatDialect(),
+    "/v1/completions": Completions(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": _MESSAGES,
+}
+_LONGEST_KEY = 255
+_CONVERSATION = ("messages", "input", "prompt", "system")  # the fields that hold it, by dialect
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class ModelCalls:
+    """The model endpoints over one completer and the sessions of this process."""
+
+    def __init__(
+        self,
+        *,
+        sessions: Sessions,
+        implicit: ImplicitEpisodes,
+        auth: Authenticator,
+        bodies: Bodies,
+        completer: Completer,
+        renderer: ChatRenderer,
+        pass_through: PassThrough,
+        config: ProxyConfig,
+        observer: Observer,
+    ) -> None:
+        self._sessions = sessions
+        self._implicit = implicit
+        self._auth = auth
+        self._bodies = bodies
+        self._completer = completer
+        self._tokenizer = renderer.tokenizer
+        self._pass_through = pass_through
+        self._config = config
+        self._observer = observer
+        self._memo = MessageMemo(64)  # of calls whose episode is found by what they say
+
+    @property
+    def endpoints(self) -> dict[str, Endpoint]:
+        """What answers a POST, by path; the same under an episode's key."""
+        endpoints = {path: self._endpoint(path, dialect) for path, dialect in _DIALECTS.items()}
+        return endpoints | {
+            "/v1/messages/count_tokens": self.count_tokens,
+            "/v1/embeddings": self.embeddings,
+        }
+
+    @property
+    def dialects(self) -> Mapping[str, Dialect]:
+        """The APIs of the model calls, by path."""
+        return _DIALECTS
+
+    def routes(self) -> list[Route]:
+        """The routes, for the app: each bare, and under an episode's key."""
+        routes = []
+        for prefix in ("", "/e/{key}"):
+            posts = {prefix + path: endpoint for path, endpoint in self.endpoints.items()}
+            routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+            routes.append(Route(prefix + "/v1/responses", self.no_websocket, methods=["GET"]))
+            routes.append(Route(prefix + "/v1/models", self.models, methods=["GET"]))
+            routes.append(Route(prefix + "/v1/models/{model:path}", self.model, methods=["GET"]))
+        return routes
+
+    async def no_websocket(self, request: Request) -> Response:
+        """GET /v1/responses: some clients ask for a WebSocket first, and go on with HTTP when told so."""
+        if "upgrade" in request.headers.get("connection", "").lower():
+            return _json({"error": {"message": "use HTTP: POST /v1/responses"}}, 426)
+        raise HTTPException(405)
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models: the policy, and the models that are passed through."""
+        await self._check_caller(request)
+        names = [await self._policy_name(), *self._config.models]
+        return _json({"object": "list", "data": [_model(name) for name in names], "has_more": False})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{id}: any name that is not passed through is served by the policy."""
+        await self._check_caller(request)
+        name: str = request.path_params["model"]
+        if any(part in ("", ".", "..") for part in name.split("/")):
+            raise HTTPException(404)
+        return _json(_model(name))
+
+    async def embeddings(self, request: Request) -> Response:
+        """POST /v1/embeddings: by the upstream that `models` names, since the policy has none."""
+        try:
+            return await self._embeddings(request)
+        except Exception as error:
+            return _refused(_DIALECTS["/v1/chat/completions"], request, error)
+
+    async def _embeddings(self, request: Request) -> Response:
+        await self._check_caller(request)
+        body = await self._bodies.object(request)
+        if (upstream := self._pass_through.upstream(body)) is not None:
+            return await self._pass_through.forward(request, "/embeddings", body, upstream)
+        raise RequestError(
+            "the policy makes no embeddings: name a server for this model under `models` in the proxy's "
+            "configuration, or send embeddings there yourself",
+            status=501,
+            code="not_supported",
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        """POST /v1/messages/count_tokens."""
+        try:
+            caller = self._auth.identify(request)
+            body = await self._bodies.object(request)
+            if (upstream := self._pass_through.upstream(body)) is not None:
+                await self._check_caller(request)
+                return await self._pass_through.forward(request, "/messages/count_tokens", body, upstream)
+            key = caller.episode_key
+            session = None if key is None else await self._sessions.by_key(key)
+            context = self._context(_plain_headers(request), session)
+            asked = await self._bodies.off_loop(request, lambda: read_for_counting(body, context))
+            count = await self._completer.count_tokens(session.forest if session else Forest(), asked)
+            return Response(count_answer(count), media_type="application/json")
+        except Exception as error:
+            return _refused(_MESSAGES, request, error)
+        finally:
+            self._bodies.done_with(request)
+
+    def _endpoint(self, path: str, dialect: Dialect) -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            record = CallRecord(path, dialect.name, client=request.headers.get("user-agent", ""))
+            started = time.monotonic()
+            try:
+                return await self._answer(dialect, request, record, started)
+            except Exception as error:
+                self._ended(record, started, error)
+                return _refused(dialect, request, error)
+            finally:
+                self._bodies.done_with(request)
+
+        return endpoint
+
+    async def _answer(
+        self, dialect: Dialect, request: Request, record: CallRecord, started: float
+    ) -> Response:
+        caller = self._auth.identify(request)
+        body = await self._bodies.object(request)
+        record.ignored = ignored_fields(dialect.name, body)
+        record.streamed = flag(body, "stream")
+        if (upstream := self._pass_through.upstream(body)) is not None:
+            await self._check_caller(request)
+            record.upstream = body["model"]
+            response = await self._pass_through.forward(
+                request, record.endpoint.removeprefix("/v1"), body, upstream
+            )
+            record.status = response.status_code
+            self._ended(record, started)
+            return response
+        headers = _plain_headers(request)
+        retry = _retry(headers)
+        session, asked = await self._request(request, dialect, headers, caller, body, retry)
+        if name := session_of(headers):
+            session.main_session = session.main_session or name
+            asked = replace(asked, session=name)
+        # What was said is in `asked`, once: hundreds of calls wait for the engine at a time.
+        body = {name: value for name, value in body.items() if name not in _CONVERSATION}
+        record.retry_count, record.label = retry.count, asked.label
+        record.episode_id, record.split = session.id, session.row.split
+        call = self._completer.call(session, asked, retry=retry, streamed=record.streamed)
+        if session.opening is not None:
+            call.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, call))
+        record.repeated = call.is_repeated or call.has_client
+        call.join()
+        client = _Client(call, asyncio.ensure_future(_hang_up(request)))
+        served = _Served(dialect, session, body, asked, record, started)
+        if record.streamed and await self._opens(client):
+            if call.deltas:
+                record.first_piece_s = time.monotonic() - started
+            return EventStream(self._stream(client, served))
+        return await self._whole(client, served)
+
+    async def _opens(self, client: _Client) -> bool:
+        """Whether a stream begins: with its first piece, or to keep the client waiting; not with an error."""
+        call = client.call
+        await call.news(0, client.gone, self._config.keepalive_s)
+        return not client.gone.done() and (bool(call.deltas) or not call.has_failed)
+
+    async def _stream(self, client: _Client, served: _Served) -> AsyncGenerator[bytes, None]:
+        call, error = client.call, None
+        writer = served.dialect.stream(
+            served.body, served.asked, call.turn_ids, call.created_at, self._tokenizer
+        )
+        try:
+            keepalive_s = self._config.keepalive_s
+            async for part in events_of(call, served.asked, writer, served.dialect, client.gone, keepalive_s):
+                yield part
+            error = ClientGone() if client.gone.done() else call.failure
+        except Exception as failure:  # a bug of ours, after the stream has begun: told in the client's form
+            _logger.exception("a stream of %s broke off", served.record.endpoint)
+            error = failure
+            yield writer.error(as_request_error(failure))
+        finally:
+            self._leave(client, served, error)
+
+    async def _whole(self, client: _Client, served: _Served) -> Response:
+        call = client.call
+        try:
+            await call.end(client.gone)
+            if client.gone.done():
+                raise ClientGone
+            if call.failure is not None:
+                raise call.failure
+            done = call.task.result()
+            if lists_many_tokens(served.asked, done):
+                answer = await asyncio.to_thread(served.dialect.answer, served.body, done, self._tokenizer)
+            else:
+                answer = served.dialect.answer(served.body, done, self._tokenizer)
+        except BaseException:
+            self._leave(client, served, None, log=False)
+            raise
+        self._leave(client, served, None)
+        return Response(answer, media_type="application/json")
+
+    def _leave(self, client: _Client, served: _Served, error: Exception | None, *, log: bool = True) -> None:
+        """End a client's part in a call; what nobody got is not trained."""
+        call = client.call
+        was_there = not client.gone.done()
+        client.gone.cancel()
+        if call.leave(served=was_there):
+            self._completer.retries.discard(served.session, call)
+        if call.task.done() and not call.has_failed:
+            done = call.task.result()
+            served.record.turns = tuple(item.turn for item in done)
+            served.record.prompt_tokens, served.record.reused_tokens = (
+                done[0].prompt_tokens,
+                done[0].reused_tokens,
+            )
+        if log:
+            self._ended(served.record, served.started, error)
+
+    async def _request(
+        self,
+        request: Request,
+        dialect: Dialect,
+        headers: Mapping[str, str],
+        caller: Caller,
+        body: Mapping[str, Any],
+        retry: Retry,
+    ) -> tuple[Session, ModelRequest]:
+        """The episode that a request belongs to, and what it asks."""
+        if caller.episode_key is not None:
+            session = await self._sessions.by_key(caller.episode_key)
+            context = self._context(headers, session)
+            return session, await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+        name = session_name(headers, body)
+        known = self._implicit.find(caller, name, dialect.referenced_turn(body))
+        context = self._context(headers, known)
+        asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+        if known is None:
+            known = await self._implicit.session(
+                caller,
+                name,
+                asked,
+                retry,
+                lambda session: self._completer.retries.repeated(session, asked, retry),
+            )
+        return known, asked
+
+    def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
+        if session is None:
+            return ReadContext(self._config.max_messages, label_of(headers, ""), Forest(), self._memo)
+        label = label_of(headers, session.main_session)
+        return ReadContext(self._config.max_messages, label, session.forest, session.memo)
+
+    async def _check_caller(self, request: Request) -> None:
+        """RequestError 401 or 409 unless the caller may use the model."""
+        caller = self._auth.identify(request)
+        if caller.episode_key is not None:
+            await self._sessions.by_key(caller.episode_key)
+
+    async def _policy_name(self) -> str:
+        model = await self._completer.model_info()
+        return Path(model.model_path).name or "policy"
+
+    def _ended(self, record: CallRecord, started: float, error: Exception | None = None) -> None:
+        record.duration_s = time.monotonic() - started
+        if error is not None:
+            refusal = as_request_error(error)
+            record.status, record.code, record.message = refusal.status, refusal.code, refusal.message
+        self._observer(record)
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """A client of a call; `gone` is done when it has closed the connection."""
+
+    call: Call
+    gone: asyncio.Future[None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a call is answered with, and for whom."""
+
+    dialect: Dialect
+    session: Session
+    body: Mapping[str, Any]
+    asked: ModelRequest
+    record: CallRecord
+    started: float
+
+
+def _plain_headers(request: Request) -> dict[str, str]:
+    """The headers by lower-case name, the first of each, as Starlette reads them.
+
+    A dozen are looked for in every call, and most are not there.
+    """
+    pairs = reversed(request.headers.raw)
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
+
+
+def _retry(headers: Mapping[str, str]) -> Retry:
+    """What the headers say about earlier attempts. RequestError 400 for a key that is too long."""
+    count = headers.get("x-stainless-retry-count", "")
+    key = headers.get("idempotency-key", "")
+    if len(key) > _LONGEST_KEY:
+        raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} characters, got {len(key)}")
+    return Retry(int(count) if count.isdecimal() and len(count) < 10 else 0, key)
+
+
+async def _hang_up(request: Request) -> None:
+    """Return when the client has closed the connection. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refused(dialect: Dialect, request: Request, error: Exception) -> Response:
+    refusal = as_request_error(error)
+    log_refusal(request, refusal, error)
+    return Response(
+        dialect.error(refusal),
+        status_code=refusal.status,
+        headers=headers_of(refusal),
+        media_type="application/json",
+    )
+
+
+def _model(name: str) -> dict[str, Any]:
+    """A model in a form that the clients of both families read."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "areal-agents",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
+
+
+def _json(data: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(data), status_code=status, media_type="application/json")

@@ -1,0 +1,320 @@
+"""A body of the Messages API as the canonical request.
+
+One assistant message comes out per reply that was recorded: its blocks joined, its thinking as reasoning,
+and the turn that its signature names. Marks that clients move about (cache_control) are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from areal_agents.core.completion import Grammar
+from areal_agents.core.messages import Message, ToolCall
+from areal_agents.errors import shown
+from areal_agents.proxy.calls.request import CallPolicy, ModelRequest, SamplingWish
+from areal_agents.proxy.dialects import reading
+from areal_agents.proxy.dialects.base import ReadContext
+from areal_agents.proxy.dialects.reading import refuse, unsupported
+from areal_agents.proxy.dialects.replayed import Group, MessageMemo
+from areal_agents.proxy.dialects.turn_ids import turn_id_of
+
+Block = Mapping[str, Any]
+
+
+def read_request(body: Mapping[str, Any], context: ReadContext, *, counting: bool = False) -> ModelRequest:
+    """The canonical form of a body.
+
+    Args:
+        counting: only the prompt counts: max_tokens is not required, and a reply may come last.
+
+    Raises:
+        RequestError: 400, with the path of the field at fault in `param`, as in "messages.0.content.1".
+    """
+    return reading.within_depth(lambda: _canonical(body, context, counting))
+
+
+def named_turn(body: Mapping[str, Any]) -> str | None:
+    """The id of the turn that the last assistant message with a handle of ours names."""
+    found = body.get("messages")
+    for item in reversed(found if isinstance(found, list) else []):
+        if isinstance(item, dict) and item.get("role") == "assistant":
+            content = item.get("content")
+            blocks = [b for b in content if isinstance(b, dict)] if isinstance(content, list) else []
+            if handle := _handle(item, blocks):
+                return handle
+    return None
+
+
+def _canonical(body: Mapping[str, Any], context: ReadContext, counting: bool) -> ModelRequest:
+    found = body.get("messages")
+    if not isinstance(found, list) or not found:
+        refuse("messages: at least one message is required", "messages")
+    if len(found) > context.max_messages:
+        refuse(f"at most {context.max_messages} messages are accepted, got {len(found)}", "messages")
+    if not counting and body.get("max_tokens") is None:
+        refuse("max_tokens: Field required", "max_tokens")
+    for name in ("container", "mcp_servers"):
+        if body.get(name):
+            unsupported(f"{name} is not offered: tools run in the client", name)
+    messages = (*_system(body.get("system")), *_messages(found, context.memo))
+    if not counting and messages[-1].role == "assistant":
+        unsupported("prefill is not offered: the conversation must end with a user message", "messages")
+    tools, options = _tools(body.get("tools")), reading.template_options(body)
+    calls, named, parallel = _tool_choice(body.get("tool_choice"), tools)
+    return ModelRequest(
+        messages=messages,
+        tools=tools,
+        tools_id=reading.context_digest(tools, options),
+        wish=_wish(body),
+        calls=calls,
+        named_tool=named,
+        parallel_calls=parallel,
+        output=_output(body),
+        template_options=options,
+        label=context.label,
+    )
+
+
+def _wish(body: Mapping[str, Any]) -> SamplingWish:
+    return SamplingWish(
+        max_tokens=reading.positive(body, "max_tokens"),
+        temperature=reading.number(body, "temperature"),
+        top_p=reading.number(body, "top_p"),
+        top_k=reading.top_k(body),
+        stop=reading.stops(body.get("stop_sequences"), "stop_sequences"),
+    )
+
+
+def _output(body: Mapping[str, Any]) -> Grammar | None:
+    """The schema of `output_config.format`, or of the older `output_format`."""
+    config = body.get("output_config")
+    if config is not None and not isinstance(config, dict):
+        refuse(f"output_config must be an object, got {shown(config)}", "output_config")
+    where, form = "output_config.format", (config or {}).get("format")
+    if form is None:
+        where, form = "output_format", body.get("output_format")
+    if form is None:
+        return None
+    if not isinstance(form, dict) or form.get("type") != "json_schema":
+        refuse(f'{where} must be of type "json_schema", got {shown(form)}', where)
+    return reading.json_grammar(form.get("schema"), f"{where}.schema")
+
+
+def _tools(value: Any) -> tuple[dict[str, Any], ...]:
+    """Client tools, as chat function tools; only what the model is shown is kept."""
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        refuse("tools must be a list", "tools")
+    tools = []
+    for index, tool in enumerate(value):
+        where = f"tools.{index}"
+        if not isinstance(tool, dict):
+            refuse(f"a tool must be an object, got {shown(tool)}", where)
+        if tool.get("type") not in (None, "custom"):
+            unsupported(
+                f"only tools with an input_schema of their own are offered, got type {shown(tool['type'])}",
+                where,
+            )
+        if not isinstance(tool.get("name"), str) or not tool["name"]:
+            refuse("a tool needs a name", f"{where}.name")
+        if not isinstance(tool.get("input_schema"), dict):
+            refuse("a tool needs an input_schema, which is an object", f"{where}.input_schema")
+        function = {"name": tool["name"], "description": tool.get("description") or ""}
+        if not isinstance(function["description"], str):
+            refuse("a description must be a string", f"{where}.description")
+        tools.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
+    return tuple(tools)
+
+
+def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, str | None, bool]:
+    """Whether to call, what to call, and whether several calls may be made at once."""
+    if value is None:
+        return "auto", None, True
+    if not isinstance(value, dict):
+        refuse(f"tool_choice must be an object, got {shown(value)}", "tool_choice")
+    parallel = not reading.flag(value, "disable_parallel_tool_use")
+    match value.get("type"):
+        case "auto":
+            return "auto", None, parallel
+        case "none":
+            return "none", None, parallel
+        case "any":
+            if not tools:
+                refuse("a tool can only be required where tools are given", "tool_choice")
+            return "required", None, parallel
+        case "tool":
+            name = value.get("name")
+            if name not in [tool["function"]["name"] for tool in tools]:
+                refuse(
+                    f"tool_choice names the tool {shown(name)}, which tools does not have", "tool_choice.name"
+                )
+            return "required", name, parallel
+        case kind:
+            refuse(f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", "tool_choice.type")
+
+
+def _system(value: Any) -> tuple[Message, ...]:
+    text = "" if value is None else _paragraphs(_blocks(value, "system"), "system")
+    return (Message("system", text),) if text else ()
+
+
+def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
+    history = memo.known(found)
+    groups = history.groups
+    out: list[Message] = []
+    # Adjacent assistant messages, which are the blocks of one reply, and the turn that they name.
+    parts: list[Message] = []
+    named = ""
+    tool_names: dict[str, str] = {}  # call id → name of the tool
+    for index, item in enumerate(found):
+        if index == len(groups):
+            groups.append(_group(item, f"messages.{index}", tool_names))
+        for message in groups[index]:
+            if message.role == "assistant":
+                tool_names |= {call.id: call.name for call in message.tool_calls}
+                if named and message.handle not in ("", named):  # they are of two turns
+                    out += _reply(parts, named)
+                    parts, named = [], ""
+                parts.append(message)
+                named = named or message.handle
+            else:
+                out += [*_reply(parts, named), message]
+                parts, named = [], ""
+    memo.keep(history, found)
+    return out + _reply(parts, named)
+
+
+def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
+    """The messages that one of theirs stands for."""
+    if not isinstance(item, dict):
+        refuse(f"a message must be an object, got {shown(item)}", where)
+    blocks = _blocks(item.get("content"), f"{where}.content")
+    match item.get("role"):
+        case "user":
+            return tuple(_user(blocks, f"{where}.content", tool_names))
+        case "system":
+            return (Message("system", _paragraphs(blocks, f"{where}.content")),)
+        case "assistant":
+            return (_assistant(item, blocks, f"{where}.content"),)
+        case role:
+            return refuse(f"role must be user, assistant or system, got {shown(role)}", f"{where}.role")
+
+
+def _reply(parts: Sequence[Message], handle: str) -> list[Message]:
+    """The one message that the parts of a reply are; none for no parts."""
+    if len(parts) < 2:
+        return list(parts)
+    return [
+        replace(
+            parts[0],
+            content="".join([part.content for part in parts]),
+            reasoning="".join([part.reasoning for part in parts]),
+            tool_calls=tuple(call for part in parts for call in part.tool_calls),
+            handle=handle,
+        )
+    ]
+
+
+def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> Message:
+    content, reasoning = [], []
+    calls = []
+    for index, block in enumerate(blocks):
+        at = f"{where}.{index}"
+        match block.get("type", "text"):
+            case "text":
+                content.append(_text(block, "text", at))
+            case "thinking":
+                reasoning.append(_text(block, "thinking", at))
+            case "redacted_thinking":
+                pass  # nothing to read but perhaps a handle
+            case "tool_use":
+                calls.append(_call(block, at))
+            case kind:
+                unsupported(f"an assistant message cannot have a block of type {shown(kind)} here", at)
+    return Message(
+        "assistant",
+        "".join(content),
+        reasoning="".join(reasoning),
+        tool_calls=tuple(calls),
+        handle=_handle(item, blocks),
+    )
+
+
+def _handle(item: Mapping[str, Any], blocks: Sequence[Block]) -> str:
+    """The turn that a message names: by a signature, or by its own id where the client sends that back."""
+    carried = [block.get("signature") or block.get("data") for block in blocks]
+    named = [turn for value in (*carried, item.get("id")) if (turn := turn_id_of(value))]
+    return named[0] if named else ""
+
+
+def _call(block: Block, where: str) -> ToolCall:
+    name, call_id = block.get("name"), block.get("id")
+    if not isinstance(name, str) or not name:
+        refuse("a tool_use block needs the name of its tool", f"{where}.name")
+    return ToolCall(
+        call_id if isinstance(call_id, str) else "", name, reading.arguments_text(block.get("input"))
+    )
+
+
+def _user(blocks: Sequence[Block], where: str, tool_names: Mapping[str, str]) -> list[Message]:
+    """A message per tool result, then what the user says beside them, if anything."""
+    out: list[Message] = []
+    said = []
+    for index, block in enumerate(blocks):
+        at = f"{where}.{index}"
+        if block.get("type") != "tool_result":
+            said.append((block, at))
+            continue
+        call_id = block.get("tool_use_id")
+        if not isinstance(call_id, str):
+            refuse("a tool_result block needs the id of its tool_use block", f"{at}.tool_use_id")
+        name = tool_names.get(call_id)
+        out.append(_result(block, at, call_id, name))
+    if said or not out:
+        out.append(Message("user", _joined(said)))
+    return out
+
+
+def _result(block: Block, where: str, call_id: str, name: str | None) -> Message:
+    text = _paragraphs(_blocks(block.get("content"), f"{where}.content"), f"{where}.content")
+    return Message("tool", text, tool_call_id=call_id, name=name)
+
+
+def _blocks(content: Any, where: str) -> Sequence[Block]:
+    """Content as blocks; a text is one text block, and nothing is none."""
+    if content is None:
+        return ()
+    if isinstance(content, str):
+        return ({"type": "text", "text": content},)
+    if not isinstance(content, list):
+        refuse(f"content must be a string or a list of blocks, got {shown(content)}", where)
+    for index, block in enumerate(content):
+        if not isinstance(block, dict):
+            refuse(f"a block must be an object, got {shown(block)}", f"{where}.{index}")
+    return content
+
+
+def _paragraphs(blocks: Sequence[Block], where: str) -> str:
+    return _joined((block, f"{where}.{index}") for index, block in enumerate(blocks))
+
+
+def _joined(placed: Iterable[tuple[Block, str]]) -> str:
+    """Text blocks of anyone but the model: each is a text of its own, so each begins on a new line."""
+    return "\n".join(_text_block(block, where) for block, where in placed)
+
+
+def _text_block(block: Block, where: str) -> str:
+    kind = block.get("type", "text")
+    if kind != "text":
+        unsupported(f"this model reads text only, got a block of type {shown(kind)}", where)
+    return _text(block, "text", where)
+
+
+def _text(block: Block, field: str, where: str) -> str:
+    value = block.get(field)
+    if not isinstance(value, str):
+        refuse(f"must be a string, got {shown(value)}", f"{where}.{field}")
+    return value

@@ -1,0 +1,163 @@
+"""The Response object and its output items, as `openai.types.responses` has them.
+
+They are plain dicts, since the object repeats whatever the request holds. Every id comes from the turn's
+own id, so a reply is the same object whether streamed or not, and nothing is kept to find it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from areal_agents.core.completion import Completion
+from areal_agents.core.messages import ToolCall
+from areal_agents.proxy.calls.request import CompletedTurn
+from areal_agents.proxy.dialects.responses.items import ItemKind, item_id
+from areal_agents.proxy.dialects.responses.tools import custom_input, custom_names
+from areal_agents.proxy.dialects.turn_ids import handle_of, wire_id
+from areal_agents.proxy.dialects.writing import TokenTexts, model_name
+from areal_agents.rendering import Tokenizer
+
+Item = dict[str, Any]
+Status = Literal["in_progress", "completed", "incomplete", "failed"]
+
+# What the Response object repeats of the request, and the value of each where the request has none.
+_ECHOED: Mapping[str, Any] = {
+    "background": False,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+
+
+def wants_logprobs(body: Mapping[str, Any]) -> bool:
+    """Whether the request includes the logprobs of the text."""
+    return "message.output_text.logprobs" in (body.get("include") or ())
+
+
+def reasoning_item(turn_id: str, text: str, status: Status, piece: int = 0) -> Item:
+    """Reasoning goes out as the summary, the form that every client shows and replays."""
+    return {
+        "id": item_id(turn_id, "reasoning", piece),
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": text}] if text else [],
+        "encrypted_content": handle_of(turn_id),
+        "status": status,
+    }
+
+
+def text_part(text: str, logprobs: list[Item]) -> Item:
+    """The one content part of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def message_item(turn_id: str, parts: list[Item], status: Status, piece: int = 0) -> Item:
+    """A message of the assistant."""
+    return {
+        "id": item_id(turn_id, "message", piece),
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": parts,
+    }
+
+
+def call_item(turn_id: str, index: int, call: ToolCall, custom: frozenset[str]) -> Item:
+    """The `index`-th call of a reply, of a function or of one of the `custom` tools."""
+    kind: ItemKind = "custom_tool_call" if call.name in custom else "function_call"
+    item = {"id": item_id(turn_id, kind, index), "type": kind, "call_id": call.id, "name": call.name}
+    if kind == "custom_tool_call":
+        return {**item, "input": custom_input(call.arguments), "status": "completed"}
+    return {**item, "arguments": call.arguments, "status": "completed"}
+
+
+def output_items(body: Mapping[str, Any], done: CompletedTurn, tokens: list[Item]) -> list[Item]:
+    """The output of a recorded turn: its reasoning, its text with the logprobs `tokens`, its calls.
+
+    Without a call there is always a message, be it empty; the text that a length limit cut is incomplete.
+    """
+    reply, turn_id = done.turn.reply, done.turn.id
+    out: list[Item] = []
+    if reply.reasoning:
+        out.append(reasoning_item(turn_id, reply.reasoning, "completed"))
+    if reply.content or not reply.tool_calls:
+        part = text_part(reply.content, tokens)
+        cut = done.finish_reason == "length" and not reply.tool_calls
+        out.append(message_item(turn_id, [part], "incomplete" if cut else "completed"))
+    custom = custom_names(body)
+    out += [call_item(turn_id, index, call, custom) for index, call in enumerate(reply.tool_calls)]
+    return out
+
+
+def logprobs(body: Mapping[str, Any], completion: Completion, tokenizer: Tokenizer) -> list[Item]:
+    """One entry for every sampled token of the reply, if the request includes them."""
+    if not wants_logprobs(body):
+        return []
+    return TokenTexts(tokenizer).entries(completion)
+
+
+def response(
+    body: Mapping[str, Any], turn_id: str, created_at: float, status: Status, **fields: Any
+) -> dict[str, Any]:
+    """A Response object in some status; `fields` are those that differ from one just begun."""
+    echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
+    return {
+        "id": wire_id(turn_id, "resp_"),
+        "object": "response",
+        "created_at": int(created_at),
+        "status": status,
+        "model": model_name(body),
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "usage": None,
+        "text": {"format": {"type": "text"}, **(body.get("text") or {})},
+        "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
+        **echoed,
+        **fields,
+    }
+
+
+def ended_response(
+    body: Mapping[str, Any], created_at: float, done: CompletedTurn, output: list[Item]
+) -> dict[str, Any]:
+    """The Response object of a recorded turn, completed or cut by the length limit."""
+    turn_id, usage = done.turn.id, _usage(done)
+    if done.finish_reason == "length":
+        details = {"reason": "max_output_tokens"}
+        return response(
+            body, turn_id, created_at, "incomplete", output=output, usage=usage, incomplete_details=details
+        )
+    ended = int(done.created_at)
+    return response(body, turn_id, created_at, "completed", output=output, usage=usage, completed_at=ended)
+
+
+def _usage(done: CompletedTurn) -> dict[str, Any]:
+    sampled = len(done.turn.completion)
+    return {
+        "input_tokens": done.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": done.reused_tokens, "cache_write_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is told apart as text, not counted
+        "total_tokens": done.prompt_tokens + sampled,
+    }
+
+
+def _echoed_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool["type"] != "function":
+        return dict(tool)
+    return {"description": None, "parameters": None, "strict": None, **tool}

@@ -1,0 +1,109 @@
+"""What the dialects write alike: typed values, server-sent events, OpenAI's form of an error.
+
+The tokens of an answer with their logprobs: each distinct token is decoded once.
+
+With 20 alternatives per token a long reply lists tens of thousands of tokens, most of them again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel
+
+from areal_agents.core.completion import Completion
+from areal_agents.errors import RequestError
+from areal_agents.rendering import Tokenizer
+
+M = TypeVar("M", bound=BaseModel)
+
+_set = object.__setattr__  # a model's own would look at every name
+DONE = b"data: [DONE]\n\n"
+COMMENT = b": keepalive\n\n"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def typed(kind: type[M], **fields: Any) -> M:
+    """An object of `openai.types` or `anthropic.types`, of values that are known to fit.
+
+    Only what is given is set, as `to_json` writes it: `model_construct` would look up every default, at
+    several times the cost, and that of the SDKs walks every type again.
+    """
+    set_fields = set(fields)
+    extra = {name: fields.pop(name) for name in set_fields - kind.__pydantic_fields__.keys()}
+    made = kind.__new__(kind)
+    _set(made, "__dict__", fields)
+    _set(made, "__pydantic_fields_set__", set_fields)
+    _set(made, "__pydantic_extra__", extra)
+    _set(made, "__pydantic_private__", None)
+    return made
+
+
+def to_json(value: BaseModel) -> bytes:
+    """The JSON of an object that `typed` made: the fields that were set, and no others."""
+    # A field of several types would warn of every one that the value is not, and keep each warning for ever.
+    return value.__pydantic_serializer__.to_json(value, exclude_unset=True, warnings=False)
+
+
+def event(data: bytes, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
+
+
+def model_name(body: Any) -> str:
+    """The model that the client asked for, by whatever name."""
+    name = body.get("model")
+    return name if isinstance(name, str) and name else "policy"
+
+
+def openai_error(refusal: RequestError) -> bytes:
+    """An error in OpenAI's form."""
+    kind = _TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
+    body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
+    return orjson.dumps({"error": body})
+
+
+class TokenTexts:
+    """The texts of single tokens, for one answer."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def text(self, token_id: int) -> str:
+        """A token's text; that of a part of a character is a replacement character."""
+        return self._of(token_id)[0]
+
+    def entries(self, completion: Completion) -> list[dict[str, Any]]:
+        """[C] an entry per sampled token: `token`, `logprob`, `bytes`, and `top_logprobs`, which has an
+        entry for each alternative where they were asked for."""
+        best = completion.top_logprobs or ((),) * len(completion)
+        ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
+        for token_id in {*ids, *(token_id for pairs in best for token_id, _ in pairs)}:
+            self._of(token_id)
+        return [
+            self._entries([(token_id, logprob)])[0] | {"top_logprobs": self._entries(pairs)}
+            for token_id, logprob, pairs in zip(ids, values, best, strict=True)
+        ]
+
+    def _entries(self, pairs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+        known = self._known
+        return [
+            {"token": (token := known[token_id])[0], "logprob": logprob, "bytes": token[1]}
+            for token_id, logprob in pairs
+        ]
+
+    def _of(self, token_id: int) -> tuple[str, list[int]]:
+        known = self._known.get(token_id)
+        if known is None:
+            text = self._tokenizer.decode([token_id])
+            known = self._known[token_id] = (text, list(text.encode()))
+        return known

@@ -1,0 +1,215 @@
+"""The control API, plain JSON: episodes are opened, rewarded, ended and read; groups are dropped.
+
+An episode's own key reaches that episode and nothing else, a project key the implicit episodes that it
+opened; everything else needs the admin key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import secrets
+from collections.abc import Callable
+from typing import Any, get_args
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from areal_agents.core.rollout import EpisodeStatus, Split
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
+from areal_agents.proxy.bodies import Bodies, refuse_depth
+from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.dialects.turn_ids import turn_id_of
+from areal_agents.proxy.episodes.control_forms import (
+    describe,
+    final_rewards_of,
+    new_episode,
+    refuse_unknown,
+    rewards_of,
+)
+from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
+from areal_agents.proxy.episodes.sessions import Sessions
+from areal_agents.store import EpisodeRow, EpisodeState, SealedStatus, Store
+
+_CONTROL_BODY_BYTES = 8 * 2**20
+
+
+class Control:
+    """The routes of the control API over one store and the sessions of this process.
+
+    `new_key` makes the keys of the episodes that are opened here.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: Store,
+        sessions: Sessions,
+        implicit: ImplicitEpisodes,
+        auth: Authenticator,
+        config: ProxyConfig,
+        bodies: Bodies,
+        new_key: Callable[[], str] = new_episode_key,
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._implicit = implicit
+        self._auth = auth
+        self._config = config
+        self._bodies = bodies
+        self._new_key = new_key
+
+    def routes(self) -> list[Route]:
+        """The routes, for the app."""
+        return [
+            Route("/episodes", self.open, methods=["POST"]),
+            Route("/episodes", self.list, methods=["GET"]),
+            Route("/episodes/{id}", self.show, methods=["GET"]),
+            Route("/episodes/{id}/reward", self.reward, methods=["POST"]),
+            Route("/episodes/{id}/finish", self.finish, methods=["POST"]),
+            Route("/episodes/{id}/fail", self.fail, methods=["POST"]),
+            Route("/groups/{id:path}/drop", self.drop_group, methods=["POST"]),
+            Route("/rewards", self.reward_completion, methods=["POST"]),
+        ]
+
+    async def open(self, request: Request) -> Response:
+        """POST /episodes: open one. `base_urls` are for clients of either API."""
+        self._auth.require_admin(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        refuse_depth(body)
+        key = self._new_key()
+        session = await self._sessions.open(new_episode(body, key, self._config.group_size))
+        root = f"{self._public_url(request)}/e/{key}"
+        urls = {"base_url": f"{root}/v1", "base_urls": {"openai": f"{root}/v1", "anthropic": root}}
+        return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
+
+    async def list(self, request: Request) -> Response:
+        """GET /episodes: summaries, by split, status and group."""
+        self._auth.require_admin(request)
+        query = request.query_params
+        refuse_unknown(query, ("split", "status", "group"), "filter")
+        for name, known in (("split", get_args(Split)), ("status", get_args(EpisodeStatus))):
+            if (value := query.get(name)) is not None:
+                refuse_unknown((value,), known, name, param=name)
+        found = await asyncio.to_thread(
+            self._store.episodes,
+            split=query.get("split"),
+            status=query.get("status"),
+            group_id=query.get("group"),
+        )
+        return _json({"episodes": found})
+
+    async def show(self, request: Request) -> Response:
+        """GET /episodes/{id}: everything about one; with tokens=1 the exact tokens too."""
+        episode_id = await self._reachable(request)
+        with_tokens = request.query_params.get("tokens", "0") not in ("", "0", "false")
+
+        def load() -> Response:
+            row = self._store.episode_row(episode_id)
+            return _json(describe(row, self._store.load_episode(episode_id), with_tokens=with_tokens))
+
+        return await asyncio.to_thread(load)
+
+    async def reward(self, request: Request) -> Response:
+        """POST /episodes/{id}/reward: by episode, by completion, or by name."""
+        episode_id = await self._reachable(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        writing = self._store.set_rewards(
+            episode_id, await self._bodies.off_loop(request, lambda: rewards_of(body))
+        )
+        return _state(episode_id, await asyncio.wrap_future(writing))
+
+    async def reward_completion(self, request: Request) -> Response:
+        """POST /rewards: reward a completion by its id in any API's form, in whichever episode it is."""
+        caller = self._auth.identify(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        completion_id = body.get("completion_id")
+        if not isinstance(completion_id, str) or not completion_id:
+            raise RequestError("completion_id is required", param="completion_id")
+        turn_id = turn_id_of(completion_id) or completion_id
+        row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
+        if not _reaches(caller, row):
+            raise _out_of_reach()
+        writing = self._store.set_rewards(
+            row.id, await self._bodies.off_loop(request, lambda: rewards_of(body))
+        )
+        return _state(row.id, await asyncio.wrap_future(writing))
+
+    async def finish(self, request: Request) -> Response:
+        """POST /episodes/{id}/finish: it ended by itself, or at a limit with {"truncated": true}.
+
+        {"rewards": […]}, each as for /reward, are given in the same transaction. {"require_turn": true}
+        refuses with 409 no_turn, and leaves the episode open, if the model was never called.
+        """
+        episode_id = await self._reachable(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        refuse_unknown(body, ("truncated", "rewards", "require_turn"))
+        status: SealedStatus = "truncated" if body.get("truncated") else "finished"
+        require_turn = bool(body.get("require_turn"))
+        given = await self._bodies.off_loop(request, lambda: final_rewards_of(body))
+        return await self._seal(episode_id, status, given=given, require_turn=require_turn)
+
+    async def fail(self, request: Request) -> Response:
+        """POST /episodes/{id}/fail: it ended for a reason that is not the policy's."""
+        episode_id = await self._reachable(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        refuse_unknown(body, ("error", "aborted"))
+        error = str(body.get("error") or "failed")[:10_000]
+        return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
+
+    async def drop_group(self, request: Request) -> Response:
+        """POST /groups/{id}/drop: give a group up that the trainer has not taken."""
+        self._auth.require_admin(request)
+        body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
+        group_id = request.path_params["id"]
+        refuse_unknown(body, ("reason",))
+        reason = str(body.get("reason") or "dropped")[:10_000]
+        await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
+        return _json({"id": group_id, "state": "dropped"})
+
+    async def _seal(self, episode_id: str, status: SealedStatus, **how: Any) -> Response:
+        reward = self._config.truncated_reward
+        state = await self._sessions.seal(episode_id, status, truncated_reward=reward, **how)
+        self._implicit.forget(episode_id)
+        return _state(episode_id, state)
+
+    async def _reachable(self, request: Request) -> str:
+        """The id in the path, if the caller may touch that episode. RequestError 401 or 403."""
+        episode_id: str = request.path_params["id"]
+        caller = self._auth.identify(request)
+        if not caller.is_admin:
+            row = await asyncio.to_thread(self._store.episode_row, episode_id)
+            if not _reaches(caller, row):
+                raise _out_of_reach()
+        return episode_id
+
+    def _public_url(self, request: Request) -> str:
+        if self._config.public_url is not None:
+            return self._config.public_url.rstrip("/")
+        host, port = request.scope["server"]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _reaches(caller: Caller, row: EpisodeRow) -> bool:
+    """Admin reaches all; an episode itself; a project key the implicit episodes that it opened."""
+    if caller.is_admin:
+        return True
+    if caller.episode_key is not None:
+        return secrets.compare_digest(row.key_hash, key_hash(caller.episode_key))
+    return row.implicit_key is not None and row.implicit_key.partition("/")[0] == caller.identity
+
+
+def _out_of_reach() -> RequestError:
+    return RequestError("this key does not reach that episode", status=403, code="wrong_episode")
+
+
+def _json(data: Any) -> Response:
+    """Plain JSON; dataclasses become objects and arrays become lists."""
+    return Response(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
+
+
+def _state(episode_id: str, state: EpisodeState) -> Response:
+    return _json({"id": episode_id, **dataclasses.asdict(state)})

@@ -1,0 +1,245 @@
+"""What control requests say, and what an episode looks like to who asks: JSON in, JSON out."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from areal_agents.core.rollout import Episode, Reward, Split, Task
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError, shown
+from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.calls.sampling import BASE_SEED, PINS
+from areal_agents.proxy.dialects.turn_ids import turn_id_of
+from areal_agents.proxy.episodes.sessions import Limits
+from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
+
+_LARGEST_REWARD = 1e12
+_MOST_PLACES = 65_536  # of a group
+_SCOPES = ("episode", "turn", "branch")
+_OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
+_REWARD = ("reward", "completion_id", "scope", "name")
+_MOST_REWARDS = 10_000  # of one request: all are written in one transaction, for which other writes wait
+
+
+def refuse_unknown(
+    given: Iterable[str], known: Sequence[str], what: str = "field", *, param: str | None = None
+) -> None:
+    """RequestError 400 for a name that this API lacks: a misspelt one would otherwise have no effect.
+
+    The error is about `param`, by default about the unknown name itself.
+    """
+    for name in given:
+        if name not in known:
+            raise RequestError(
+                f"unknown {what} {shown(name)}; known are {', '.join(known)}", param=param or name
+            )
+
+
+def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
+    """The episode that a request opens. RequestError 400 names the field at fault."""
+    refuse_unknown(body, _OPENING)
+    group_id = _optional(body, "group", str)
+    return NewEpisode(
+        id=f"episode-{secrets.token_hex(8)}",
+        key_hash=key_hash(key),
+        task=_task(body.get("task")),
+        group_id=group_id,
+        group_size=_group_size(body) if group_id is not None else None,
+        default_group_size=default_group_size,
+        surplus=_surplus(body) if group_id is not None else None,
+        index=_index(body),
+        split=_split(body.get("split", "train")),
+        metadata=_optional(body, "metadata", dict) or {},
+        limits=_limits(_optional(body, "limits", dict) or {}),
+        sampling=_sampling(_optional(body, "sampling", dict) or {}),
+    )
+
+
+def _optional(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = body.get(name)
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise RequestError(f"{name} must be of type {kind.__name__}, got {shown(value)}", param=name)
+    return value
+
+
+def _task(value: Any) -> Task | None:
+    """A task given as its id, as {id, input}, or as any other object, which is then the input itself.
+
+    Without an id, a digest of the input is one.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value:
+        return Task(value, {})
+    if not isinstance(value, dict) or not value:
+        raise RequestError(f"task must be an id or an object, got {shown(value)}", param="task")
+    task_input = value.get("input", {}) if set(value) <= {"id", "input"} else value
+    if not isinstance(task_input, dict):
+        raise RequestError("task.input must be an object", param="task.input")
+    task_id = value.get("id", _digest(task_input))
+    if isinstance(task_id, int) and not isinstance(task_id, bool):
+        task_id = str(task_id)
+    if not isinstance(task_id, str) or not task_id:
+        raise RequestError(f"task.id must be a string or an integer, got {shown(task_id)}", param="task.id")
+    return Task(task_id, task_input)
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return hashlib.blake2b(orjson.dumps(data, option=orjson.OPT_SORT_KEYS), digest_size=8).hexdigest()
+
+
+def _group_size(body: Mapping[str, Any]) -> int | None:
+    size: int | None = _optional(body, "group_size", int)
+    if size is not None and not 1 <= size <= _MOST_PLACES:
+        raise RequestError(f"group_size must be from 1 to {_MOST_PLACES}, got {size}", param="group_size")
+    return size
+
+
+def _surplus(body: Mapping[str, Any]) -> int | None:
+    surplus = _optional(body, "surplus", int)
+    if surplus is not None and not 0 <= surplus < _MOST_PLACES:
+        raise RequestError(f"surplus must be from 0 to {_MOST_PLACES - 1}, got {surplus}", param="surplus")
+    return surplus
+
+
+def _index(body: Mapping[str, Any]) -> int | None:
+    index = _optional(body, "index", int)
+    if index is not None and not 0 <= index < _MOST_PLACES:
+        raise RequestError(f"index must be from 0 to {_MOST_PLACES - 1}, got {index}", param="index")
+    return index
+
+
+def _split(value: Any) -> Split:
+    if value not in ("train", "eval"):
+        raise RequestError(f'split must be "train" or "eval", got {shown(value)}', param="split")
+    return value
+
+
+def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        Limits.from_dict(data)
+    except ValueError as error:
+        raise RequestError(str(error), param="limits") from None
+    return data
+
+
+def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name, value in data.items():
+        if (name not in PINS and name != BASE_SEED) or name == "logit_bias":
+            raise RequestError(f"unknown sampling parameter {shown(name)}", param=f"sampling.{name}")
+        kind = int if name in ("seed", BASE_SEED, "top_k") else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise RequestError(f"{name} must be a number, got {shown(value)}", param=f"sampling.{name}")
+    return data
+
+
+def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
+    """The rewards of a request: a number, or an object by completion id or by name. RequestError 400.
+
+    A completion id may be in the form of any API.
+    """
+    refuse_unknown(body, _REWARD)
+    value, name = body.get("reward"), body.get("name", "return")
+    completion_id = body.get("completion_id")
+    scope = body.get("scope", "turn" if completion_id else "episode")
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"name must be a string, got {shown(name)}", param="name")
+    if completion_id is not None and (not isinstance(completion_id, str) or not completion_id):
+        raise RequestError(
+            f"completion_id must be a string, got {shown(completion_id)}", param="completion_id"
+        )
+    if scope not in _SCOPES:
+        raise RequestError(f"scope must be episode, turn or branch, got {shown(scope)}", param="scope")
+    if scope == "episode" and completion_id:
+        raise RequestError("scope episode goes without completion_id; leave one of them out", param="scope")
+    if scope != "episode" and not completion_id:
+        raise RequestError(
+            f"scope {scope} needs the completion_id of the turn, or of the branch's last turn", param="scope"
+        )
+    target = turn_id_of(completion_id) or completion_id or ""
+    if value == {}:
+        raise RequestError("reward must not be an empty object", param="reward")
+    if isinstance(value, dict) and len(value) > _MOST_REWARDS:
+        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(value)}", param="reward")
+    if not isinstance(value, dict):
+        rewards = [Reward(scope, target, name, _finite(value))]
+    elif completion_id is None and all(turn_id_of(key) or key.startswith("chatcmpl-") for key in value):
+        rewards = [Reward("turn", turn_id_of(key) or key, name, _finite(v)) for key, v in value.items()]
+    else:
+        rewards = [Reward(scope, target, key, _finite(item)) for key, item in value.items()]
+    if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
+        raise RequestError(
+            f"the name {DEFAULT_REWARD_NAME!r} is reserved for the score of truncated episodes", param="name"
+        )
+    return rewards
+
+
+def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
+    """The rewards that come with the end of an episode: a list, each as `rewards_of` reads it."""
+    given = _optional(body, "rewards", list) or []
+    if not all(isinstance(item, dict) for item in given):
+        raise RequestError("rewards must be a list of objects", param="rewards")
+    found = [reward for item in given for reward in rewards_of(item)]
+    if len(found) > _MOST_REWARDS:
+        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(found)}", param="rewards")
+    return found
+
+
+def _finite(value: Any) -> float:
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise RequestError(f"reward must be a finite number, got {shown(value)}", param="reward")
+    if abs(value) > _LARGEST_REWARD:  # their sums must be finite too
+        raise RequestError(f"a reward is at most {_LARGEST_REWARD:g}, got {shown(value)}", param="reward")
+    return float(value)
+
+
+def describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+    """An episode with its turns, ready for JSON; with the exact tokens of each if asked."""
+    return {
+        "id": row.id,
+        "task": {"id": episode.task.id, "input": episode.task.input},
+        "group": row.group_id,
+        "index": row.index,
+        "split": row.split,
+        "status": row.status,
+        "error": row.error,
+        "limit_reached": row.limit_reached,
+        "metadata": row.metadata,
+        "limits": row.limits,
+        "sampling": row.sampling,
+        "rewards": episode.rewards,
+        "score": episode.score if episode.rewards else None,
+        "created_at": row.created_at,
+        "ended_at": row.ended_at,
+        "turns": [_describe_turn(episode, turn, with_tokens=with_tokens) for turn in episode.turns],
+    }
+
+
+def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[str, Any]:
+    out: dict[str, Any] = {
+        "id": turn.id,
+        "parent": turn.parent,
+        "new_messages": [message.to_dict() for message in turn.new_messages],
+        "reply": turn.reply.to_dict(),
+        "finish_reason": turn.completion.finish_reason,
+        "sampled_tokens": len(turn.completion),
+        "sampling": turn.sampling,
+        "overrides": turn.overrides,
+        "constrained": turn.constrained,
+        "label": turn.label,
+        "forked_from": turn.forked_from,
+        "special_tokens_as_text": turn.special_tokens_as_text,
+    }
+    if with_tokens:
+        out["prompt_ids"] = episode.forest.prompt_ids(turn.id)
+        out["token_ids"] = turn.completion.token_ids
+        out["logprobs"] = turn.completion.logprobs
+        out["versions"] = turn.completion.versions
+        out["recorded_before"] = turn.recorded_before
+    return out

@@ -1,0 +1,313 @@
+"""Open episodes in memory, loaded back from the store when they are not.
+
+The store is the truth; a session is a cache of one episode's forest beside what only lives as long as
+the process (running calls, time of the last use). Losing it, even by kill -9, loses nothing that was
+acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any
+
+from areal_agents.core.forest import Forest
+from areal_agents.core.rollout import EpisodeStatus
+from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError
+from areal_agents.proxy.auth import key_hash
+from areal_agents.proxy.calls.request import ModelRequest
+from areal_agents.proxy.calls.running import Call
+from areal_agents.proxy.calls.sampling import Draws
+from areal_agents.proxy.dialects.replayed import MessageMemo
+from areal_agents.store import (
+    EpisodeRow,
+    EpisodeState,
+    NewEpisode,
+    NotFound,
+    SealedStatus,
+    Store,
+    opened_row,
+)
+
+_logger = logging.getLogger(__name__)
+
+_KEYS_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class KnownKey:
+    """What an Idempotency-Key named: the key of the request, and the turns that answer it."""
+
+    request: Hashable
+    turn_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an episode may use; None is unbounded.
+
+    Attributes:
+        max_turns: model calls.
+        max_tokens: sampled tokens over all calls (calls that run at the same time may overshoot).
+        max_completion_tokens: sampled tokens of one call.
+        context_tokens: tokens of a prompt with its completion, in every call.
+        time_s: seconds from the opening to the start of a call; from when it was read, of an episode that
+            was opened before this process began.
+    """
+
+    max_turns: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    context_tokens: int | None = None
+    time_s: float | None = None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Limits:
+        """The limits of a request or of a row. ValueError for an unknown or impossible one."""
+        unknown = sorted(set(data) - set(cls.__slots__))
+        if unknown:
+            raise ValueError(f"unknown limit {unknown[0]!r}; known are {', '.join(cls.__slots__)}")
+        for name, value in data.items():
+            number = (int, float) if name == "time_s" else int
+            if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value <= 0):
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
+        return cls(**data)
+
+
+class Session:
+    """One open episode. Lives on the event loop only.
+
+    With `opening` the episode is not in the store yet. It is written with its first turn, so that an episode
+    whose calls are all refused is never written.
+    """
+
+    def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
+        self.row = row
+        self.opening = opening
+        self.forest = Forest(turns)
+        self.limits = Limits.from_dict(row.limits)
+        self.limit_reached = row.limit_reached
+        self.sampled_tokens = sum(len(turn.completion) for turn in turns)
+        self.status: EpisodeStatus = row.status
+        self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
+        self.calls_under_way = 0  # calls that have begun and have not ended
+        self.pending_calls = 0  # calls that were admitted and are not recorded yet
+        self.pending_writes = 0  # writes of turns that the forest does not have yet
+        self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
+        self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
+        self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
+        self.memo = MessageMemo()
+        self.draws = Draws(turns)
+        # The session header of the agent itself; others are its sub-agents'.
+        self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
+        self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
+        self.on_recorded: Callable[[Turn], None] = lambda turn: None  # called with every recorded turn
+        self._keys: OrderedDict[str, KnownKey] = OrderedDict()
+        self._lost_calls: set[Hashable] = set()
+
+    @property
+    def id(self) -> str:
+        """The episode's id."""
+        return self.row.id
+
+    def record(self, turn: Turn) -> None:
+        """Add a turn that the store has."""
+        self.forest.record(turn)
+        self.sampled_tokens += len(turn.completion)
+        self.on_recorded(turn)
+
+    @property
+    def is_void(self) -> bool:
+        """Whether the episode is empty: no turn, no row in the store, no running call, no pending write."""
+        return (
+            self.opening is not None
+            and not len(self.forest)
+            and not self.calls_under_way
+            and not self.pending_writes
+        )
+
+    def begun(self, names: Sequence[Hashable], call: Call) -> None:
+        """Note that a call is in flight, under every name that a retry may use."""
+        self.calls_under_way += 1
+        for name in names:
+            self.in_flight[name] = call
+
+    def landed(self, names: Sequence[Hashable], call: Call) -> None:
+        """Note that a call is no longer in flight."""
+        self.calls_under_way -= 1
+        for name in names:
+            if self.in_flight.get(name) is call:
+                del self.in_flight[name]
+
+    def remember_key(self, key: str, request: Hashable, turn_ids: Sequence[str]) -> None:
+        """Note which request an Idempotency-Key named, and the turns that will answer it."""
+        self._keys[key] = KnownKey(request, tuple(turn_ids))
+        if len(self._keys) > _KEYS_KEPT:
+            self._keys.popitem(last=False)
+
+    def key_of(self, key: str) -> KnownKey | None:
+        """What an Idempotency-Key named."""
+        return self._keys.get(key)
+
+    def watch_write(self, write: Future[None], turn_ids: Sequence[str]) -> None:
+        """Fail the episode if the write of turns, whose reply did not wait for it, fails."""
+        loop = asyncio.get_running_loop()
+
+        def look(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                _logger.error("%s of episode %s: not recorded: %s", ", ".join(turn_ids), self.id, error)
+                loop.call_soon_threadsafe(self._lost_calls.add, tuple(turn_ids))
+
+        write.add_done_callback(look)
+
+    def call_lost(self, request: ModelRequest) -> None:
+        """Note that the engine failed on a call. Unless it is answered later, the episode has failed."""
+        self._lost_calls.add(request.key())
+
+    def call_answered(self, request: ModelRequest) -> None:
+        """Note that a call was answered, perhaps one that had been lost and was sent again."""
+        if self._lost_calls:
+            self._lost_calls.discard(request.key())
+
+    @property
+    def has_lost_calls(self) -> bool:
+        """Whether the engine failed on a call that was never answered."""
+        return bool(self._lost_calls)
+
+    def refuse_if_sealed(self) -> None:
+        """RequestError 409 unless the episode is open."""
+        if self.status != "open":
+            raise sealed(self.id, self.status)
+
+    def end(self, status: EpisodeStatus) -> None:
+        """Note that the episode is sealed, and stop the generations that still run for it."""
+        self.status = status
+        for call in self.calls:
+            call.cancel()
+
+
+class Sessions:
+    """The sessions of this process, by episode and by key.
+
+    With several workers, `owner` is the name under which this one opens episodes.
+    """
+
+    def __init__(self, store: Store, owner: str | None = None) -> None:
+        self._store = store
+        self._owner = owner
+        self._by_id: dict[str, Session] = {}
+        self._by_key: dict[str, Session] = {}
+        self._loading: dict[str, asyncio.Task[Session]] = {}
+        self._sealed_meanwhile: dict[str, EpisodeStatus] = {}  # while any session is being loaded
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    async def open(self, new: NewEpisode) -> Session:
+        """Open an episode in the store and in memory. Conflict if its group has no place for it."""
+        row = await asyncio.wrap_future(self._store.open_episode(replace(new, owner=self._owner)))
+        return self.add(Session(row, []))
+
+    def begin(self, new: NewEpisode) -> Session:
+        """Open an episode without a group, in memory only; it is written to the store with its first turn."""
+        new = replace(new, owner=self._owner)
+        row = opened_row(new, index=0, task_id=new.id, created_at=time.time())
+        return self.add(Session(row, [], opening=new))
+
+    async def by_key(self, key: str) -> Session:
+        """The open session of a key. RequestError 401 if no episode has it, 409 if it is sealed."""
+        digest = key_hash(key)
+        session = self._by_key.get(digest)
+        if session is None:
+            loading = self._loading.get(digest)
+            if loading is None:  # the first of several calls loads for all
+                loading = asyncio.create_task(self._load(digest))
+                self._loading[digest] = loading
+                loading.add_done_callback(lambda _: self._loaded(digest))
+            session = await asyncio.shield(loading)
+        session.last_used = time.monotonic()
+        session.refuse_if_sealed()
+        return session
+
+    def holds(self, key: str) -> bool:
+        """Whether the session of a key is in memory."""
+        return key_hash(key) in self._by_key
+
+    def get(self, episode_id: str) -> Session | None:
+        """The session of an episode if it is in memory."""
+        return self._by_id.get(episode_id)
+
+    def add(self, session: Session) -> Session:
+        """Keep a session."""
+        self._by_id[session.id] = session
+        self._by_key[session.row.key_hash] = session
+        return session
+
+    async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
+        """End an episode, in the store first and with the arguments of `Store.seal`; what it is then.
+
+        An episode in which the engine failed has failed, whatever its agent made of the error.
+        """
+        session = self._by_id.get(episode_id)
+        if session is not None and session.has_lost_calls and status in ("finished", "truncated"):
+            status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
+        state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
+        if self._loading:
+            self._sealed_meanwhile[episode_id] = state.status  # it may have been read just before
+        session = self._by_id.get(episode_id)
+        if session is not None:
+            session.end(state.status)
+            self.forget(session)
+        return state
+
+    def forget_idle(self, idle_s: float) -> None:
+        """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""
+        limit = time.monotonic() - idle_s
+        for session in list(self._by_id.values()):
+            is_idle = session.last_used < limit and not session.pending_calls and not session.pending_writes
+            if is_idle and session.row.implicit_key is None:
+                self.forget(session)
+
+    def used_since(self, episode_id: str, since: float) -> bool:
+        """Whether an episode is in memory and was called after a monotonic time, or is being called."""
+        session = self._by_id.get(episode_id)
+        return session is not None and (session.pending_calls > 0 or session.last_used > since)
+
+    def last_used(self) -> dict[str, float]:
+        """Monotonic time of the last call of each episode in memory; now, where one is running."""
+        now = time.monotonic()
+        return {id: now if s.pending_calls else s.last_used for id, s in self._by_id.items()}
+
+    async def _load(self, digest: str) -> Session:
+        try:
+            row, turns = await asyncio.to_thread(self._store.episode_by_key, digest)
+        except NotFound:
+            raise RequestError("no episode has this API key", status=401, code="invalid_api_key") from None
+        session = Session(row, turns)
+        status = self._sealed_meanwhile.get(row.id, row.status)
+        if status != "open":
+            raise sealed(row.id, status)
+        return self.add(session)
+
+    def _loaded(self, digest: str) -> None:
+        del self._loading[digest]
+        if not self._loading:
+            self._sealed_meanwhile.clear()
+
+    def forget(self, session: Session) -> None:
+        """Drop a session from memory."""
+        self._by_id.pop(session.id, None)
+        self._by_key.pop(session.row.key_hash, None)
+
+
+def sealed(episode_id: str, status: str) -> RequestError:
+    """The answer to a model call of an episode that has ended."""
+    return RequestError(
+        f"episode {episode_id} is {status}: it takes no more model calls", status=409, code="episode_sealed"
+    )

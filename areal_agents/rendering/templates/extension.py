@@ -1,0 +1,233 @@
+"""What a chat template writes behind a reply, and when that may be appended to what stands there already.
+
+The text is taken from a short conversation that stands in for the real one, so it costs the same at any
+length of the history. It is used only for kinds of new messages for which `proven_kinds` has shown, on the
+conversations of `probes`, with other histories, replies, tool names and another clock than the stand-in's:
+  - the prompt as it was when the reply was due stands unchanged at the front of the longer conversation;
+  - nothing that the reply said (content, reasoning, calls) is missing behind it;
+  - behind the token that closes the reply stand the same text and the same tokens as behind the stand-in.
+The reply itself stays as it was sampled, also where the template would write its markup otherwise. A kind
+is the roles of the new messages and the lengths of their runs, with or without tools, behind a reply
+with or without calls. What is not shown is that a template does the same for every other content: one that
+rewrites earlier text only for a certain word, or only after more turns than were probed, is not found out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple
+
+from areal_agents.errors import RenderingError
+from areal_agents.rendering.templates.markup import MARK, Markup
+from areal_agents.rendering.templates.probes import (
+    Messages,
+    Reply,
+    Shape,
+    extensions,
+    histories,
+    probe_tools,
+    replies,
+    shape_of,
+    stand_in,
+)
+from areal_agents.rendering.templates.template import ChatTemplate, Clock
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
+
+_PROBE_TIME = datetime(2021, 3, 4, 5, 6, 7)
+_OTHER_TIME = _PROBE_TIME + timedelta(days=400, hours=7, minutes=8, seconds=9)
+
+
+class Kind(NamedTuple):
+    """A kind of extension: the new messages, whether there are tools, whether the reply called any."""
+
+    shape: Shape
+    tools: bool
+    called: bool
+
+
+class Writer:
+    """A template with arguments in the form that it writes unquoted. Stateless."""
+
+    def __init__(self, template: ChatTemplate, markup: Markup) -> None:
+        self.template = template
+        self.markup = markup
+
+    def text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        add_generation_prompt: bool = True,
+        now: Clock = datetime.now,
+    ) -> str:
+        """The conversation as text. RenderingError if the template refuses it."""
+        if not self.markup.raw_arguments:
+            messages = [_with_objects(message) for message in messages]
+        return self.template.render(messages, tools, add_generation_prompt=add_generation_prompt, now=now)
+
+
+class Extension:
+    """Computes what new messages add behind a reply. Stateless."""
+
+    def __init__(self, writer: Writer, tokenizer: Tokenizer, *, marked: bool = False) -> None:
+        self._writer = writer
+        self._encode = tokenizer.encode_rendered if marked else tokenizer.encode
+        self._ends = {
+            called: None if token is None else (token, tokenizer.token_text(token))
+            for called, token in ((False, writer.markup.reply_end), (True, writer.markup.calls_end))
+        }
+
+    def end_token(self, *, called: bool) -> int | None:
+        """The token that closes a reply with calls, or without; None without one."""
+        end = self._ends[called]
+        return None if end is None else end[0]
+
+    def text(
+        self,
+        new_messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        *,
+        called: bool,
+        now: Clock = datetime.now,
+    ) -> str | None:
+        """What the template writes behind the end of a reply, up to where the next reply begins.
+
+        None if it refuses the stand-in, closes a reply with no token, or a text contains the mark by which
+        the reply is found.
+        """
+        messages = [*stand_in(self._writer.markup.head, new_messages, called=called), *new_messages]
+        try:
+            whole = self._writer.text(messages, tools, now=now)
+        except RenderingError:
+            return None  # the real conversation may be one that the template takes
+        parts = self.split(whole, called=called)
+        return None if parts is None else parts[1]
+
+    def split(self, text: str, *, called: bool) -> tuple[str, str] | None:
+        """A text up to and with the close of the marked reply, and the rest."""
+        end = self._ends[called]
+        if end is None or text.count(MARK) != 1:
+            return None
+        close = text.find(end[1], text.index(MARK) + len(MARK))
+        if close < 0:
+            return None
+        close += len(end[1])
+        return text[:close], text[close:]
+
+    def ids(self, text: str, *, called: bool) -> list[int] | None:
+        """The tokens of a text that stands behind a reply's end.
+
+        It is encoded behind that token, as some tokenizers treat the start of a text, or what follows
+        certain tokens, apart.
+        """
+        end = self._ends[called]
+        if end is None:
+            return None
+        ids = self._encode(end[1] + text)
+        return ids[1:] if ids[:1] == [end[0]] else None
+
+
+def proven_kinds(writer: Writer, extension: Extension, tokenizer: Tokenizer) -> frozenset[Kind]:
+    """The kinds of extensions for which the probes found no difference; some 100 ms of work."""
+    proven = set()
+    for tools in (None, probe_tools()):
+        prompts = list(_prompts(writer, tools))
+        for called in (False, True):
+            if extension.end_token(called=called) is None or (called and not writer.markup.calls):
+                continue
+            for new in extensions():
+                probe = _Probe(writer, extension, tokenizer, tools, called)
+                if probe.holds(prompts, new):
+                    proven.add(Kind(shape_of(new), tools is not None, called))
+    return frozenset(proven)
+
+
+class _Probe:
+    """One kind of extension under test."""
+
+    def __init__(
+        self,
+        writer: Writer,
+        extension: Extension,
+        tokenizer: Tokenizer,
+        tools: Messages | None,
+        called: bool,
+    ) -> None:
+        self._writer = writer
+        self._extension = extension
+        self._tokenizer = tokenizer
+        self._tools = tools
+        self._called = called
+
+    def holds(self, prompts: Sequence[tuple[Messages, str]], new: Messages) -> bool:
+        """Whether every probe agrees with the stand-in. A template that takes no history proves nothing."""
+        suffix = self._extension.text(new, self._tools, called=self._called, now=lambda: _OTHER_TIME)
+        ids = None if suffix is None else self._extension.ids(suffix, called=self._called)
+        if suffix is None or ids is None or len(prompts) < 2:
+            return False
+        return all(
+            self._agrees(history, prompt, reply, new, suffix, ids if compare_ids else None)
+            for history, prompt, reply, compare_ids in self._pairs(prompts, new)
+        )
+
+    def _pairs(
+        self, prompts: Sequence[tuple[Messages, str]], new: Messages
+    ) -> Iterator[tuple[Messages, str, Reply, bool]]:
+        """Every reply behind the two shortest histories, one behind each of the others."""
+        calls = max(sum(message["role"] == "tool" for message in new), 1) if self._called else 0
+        made = replies(calls=calls, reasoning=self._writer.markup.reasoning)
+        for index, (history, prompt) in enumerate(prompts):
+            for reply in made if index < 2 else [made[index % len(made)]]:
+                yield history, prompt, reply, index == 0
+
+    def _agrees(
+        self,
+        history: Messages,
+        prompt: str,
+        reply: Reply,
+        new: Messages,
+        suffix: str,
+        ids: list[int] | None,
+    ) -> bool:
+        try:
+            whole = self._writer.text([*history, reply.message, *new], self._tools, now=lambda: _PROBE_TIME)
+        except RenderingError:
+            return False
+        if not whole.startswith(prompt):
+            return False
+        parts = self._extension.split(whole[len(prompt) :], called=self._called)
+        if parts is None or parts[1] != suffix or not all(said in parts[0] for said in reply.said):
+            return False
+        return ids is None or self._tokenizer.encode(whole)[-len(ids) - 1 :] == [
+            self._extension.end_token(called=self._called),
+            *ids,
+        ]
+
+
+def _prompts(writer: Writer, tools: Messages | None) -> Iterator[tuple[Messages, str]]:
+    """Each history that the template takes, with its text. Those it refuses cannot occur."""
+    for history in histories():
+        try:
+            yield history, writer.text(history, tools, now=lambda: _PROBE_TIME)
+        except RenderingError:
+            continue
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Arguments that are JSON text become objects; other text stays as it is."""
+    if not message.get("tool_calls"):
+        return message
+    return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+
+
+def _with_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -1,0 +1,203 @@
+"""One episode from opening to its end. The only place where an agent's failure becomes data."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from areal_agents.client import AsyncClient, OpenedEpisode
+from areal_agents.core.rollout import OPENED_BY_RUNNER, Split, Task
+from areal_agents.episode import Episode, checked_reward
+from areal_agents.errors import AgentError, RequestError
+from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.loading import describe
+from areal_agents.rollout.config import LimitsConfig
+
+OPENING_GRACE_S = 5.0
+LONGEST_ERROR = 2000  # characters kept of an agent's error
+_FIRST_PROMPT = (
+    "its first prompt is beyond the limits of the episode; raise rollout.limits or the first of "
+    "rollout.context_stages"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What to attempt, and as what.
+
+    Attributes:
+        group, group_size, surplus, index: its place; None outside groups.
+        metadata: stored with the episode.
+        sampling: replaces what the agent asks for.
+    """
+
+    task: Task
+    split: Split
+    group: str | None = None
+    group_size: int | None = None
+    index: int | None = None
+    surplus: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    sampling: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How an attempt ended.
+
+    Attributes:
+        status: "failed" attempts may be repeated.
+        rewarded: whether it has a reward; one may still come over HTTP.
+        error: why it failed, None otherwise.
+    """
+
+    status: Literal["finished", "truncated", "failed"]
+    rewarded: bool
+    error: str | None = None
+
+
+async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
+    """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked.
+
+    A cancellation waits for the proxy's answer, so that whoever aborts open episodes then finds it.
+    """
+    opening = asyncio.create_task(
+        client.open_episode(
+            {"id": attempt.task.id, "input": dict(attempt.task.input)},
+            group=attempt.group,
+            group_size=attempt.group_size,
+            surplus=attempt.surplus,
+            index=attempt.index,
+            split=attempt.split,
+            metadata={**OPENED_BY_RUNNER, **attempt.metadata},
+            limits=limits.model_dump(exclude_none=True),
+            sampling=attempt.sampling,
+        )
+    )
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait({opening}, timeout=OPENING_GRACE_S)
+        if not opening.cancel():
+            opening.exception()  # seen: whatever the proxy said, nobody waits for it
+        raise
+
+
+async def run_rollout(
+    client: AsyncClient, agent: Agent, task: Task, opened: OpenedEpisode, *, limits: LimitsConfig
+) -> Outcome:
+    """Run the agent in an open episode, hand in its rewards, and seal it.
+
+    An agent that raises, returns no number or makes no model call has failed. One that overran its
+    time or ran into a limit of the proxy is truncated, and keeps the rewards it had given. Cancelling
+    this ends the agent and leaves the episode open, for the caller to abort.
+
+    Raises:
+        RequestError: the proxy could not be asked; nothing is known about the episode.
+    """
+    reports: list[tuple[str, dict[str, Any]]] = []
+    ep = Episode(opened.id, opened.base_url, opened.api_key, lambda path, body: reports.append((path, body)))
+    limit = asyncio.timeout(limits.time_s)
+    error: str | None = None
+    try:
+        async with limit:
+            value = await agent.run(task.input, ep)
+        if value is not None:
+            ep.report("reward", {"reward": checked_reward(value), "name": "return"})
+    except Exception as raised:
+        if not limit.expired():
+            error = str(raised) if isinstance(raised, AgentError) else describe(raised)
+    given_up = [body["error"] for path, body in reports if path == "fail"]
+    if given_up:
+        return await _fail(client, opened, given_up[0])
+    if error is not None and not await _ran_into_a_limit(client, opened):
+        return await _fail(client, opened, error)
+    rewards = [body for path, body in reports if path == "reward"]
+    return await _finish(client, opened, rewards, overran=limit.expired(), time_s=limits.time_s)
+
+
+async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
+    """Whether the proxy refused a call over a limit: an agent that raises then is not to blame."""
+    return (await client.get_episode(opened.id))["limit_reached"] is not None
+
+
+async def _finish(
+    client: AsyncClient,
+    opened: OpenedEpisode,
+    rewards: list[dict[str, Any]],
+    *,
+    overran: bool,
+    time_s: float,
+) -> Outcome:
+    try:
+        sealed = await client.finish(opened.id, truncated=overran, rewards=rewards, require_turn=True)
+    except RequestError as refused:
+        if refused.code == "no_turn":
+            if await _ran_into_a_limit(client, opened):
+                return await _fail(client, opened, _FIRST_PROMPT)
+            within = (
+                f" within {time_s:g} s" if overran else "; does its client use ep.base_url and ep.api_key?"
+            )
+            return await _fail(client, opened, f"the agent made no model call{within}")
+        if refused.status in (400, 404):
+            return await _fail(client, opened, f"a reward was refused: {refused.message}")
+        raise
+    if sealed["status"] == "failed":
+        return Outcome("failed", rewarded=False, error="the engine failed on a model call of the agent")
+    rewarded = bool(rewards) or sealed["status"] == "truncated" or await _has_reward(client, opened)
+    return Outcome(sealed["status"], rewarded)
+
+
+async def _has_reward(client: AsyncClient, opened: OpenedEpisode) -> bool:
+    """Whether somebody gave a reward over HTTP, as commands do."""
+    return bool((await client.get_episode(opened.id))["rewards"])
+
+
+async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outcome:
+    await client.fail(opened.id, error[:LONGEST_ERROR])
+    return Outcome("failed", rewarded=False, error=error[:LONGEST_ERROR])
+
+
+class Patience:
+    """Counts failures in a row, over all tasks; success of any resets it.
+
+    Args:
+        limit: so many in a row are too many,
+        least_s: once they have gone on for so long: many episodes at a time meet one short outage.
+    """
+
+    def __init__(self, limit: int, *, least_s: float) -> None:
+        self._limit = limit
+        self._least_s = least_s
+        self._failures = 0
+        self._since_s = 0.0
+
+    def note(self, error: str | None) -> None:
+        """Note how an attempt ended. AgentError once too many in a row have failed for too long."""
+        if error is None:
+            self._failures = 0
+            return
+        now = time.monotonic()
+        if not self._failures:
+            self._since_s = now
+        self._failures += 1
+        if self._failures >= self._limit and now - self._since_s >= self._least_s:
+            raise AgentError(f"{self._failures} attempts in a row failed; the last one: {error}")
+
+
+def backoff_s(failures: int) -> float:
+    """Pause before a new attempt after so many failures: half a second, doubling, at most half a minute."""
+    return min(30.0, 0.5 * 2.0 ** max(0, failures - 1))
+
+
+async def abort_episodes(client: AsyncClient, episodes: Iterable[str], reason: str) -> None:
+    """Abort open episodes that nobody runs any more."""
+    for episode in episodes:
+        try:
+            await client.fail(episode, reason, aborted=True)
+        except RequestError as refused:
+            if refused.status != 409:  # it ended meanwhile
+                raise

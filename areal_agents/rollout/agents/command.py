@@ -1,0 +1,70 @@
+"""An agent that is a program of its own, in any language; one process per episode.
+
+It gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
+variables of the OpenAI and Anthropic SDKs, and gives its reward over HTTP with the episode's key:
+POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. A proxy on this machine or a private network is added to
+its NO_PROXY. Exit status 0 is success. The episode ends when the program exits; what it leaves running, in
+sessions of their own too, is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_agents.direct_http import bypassing_proxies
+from areal_agents.episode import EPISODE_ID_VARIABLE, Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.agent_process import ChildProcess
+
+TASK_VARIABLE = "AREAL_AGENTS_TASK"
+# Linux limits one variable to 128 KiB; a longer task is on standard input only.
+LONGEST_VARIABLE = 120_000
+
+
+class CommandAgent:
+    """Runs a command per episode."""
+
+    capacity: int | None = None
+
+    def __init__(self, command: Sequence[str]) -> None:
+        if not command:
+            raise AgentError("the agent's command is empty")
+        self._command = tuple(command)
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
+        """One episode. AgentError with the end of its standard error if it does not exit with 0."""
+        text = json.dumps(dict(task))
+        try:
+            process = await ChildProcess.start(
+                self._command,
+                environment={**bypassing_proxies(os.environ, ep.base_url), **_variables(text, ep)},
+                tail=True,
+            )
+        except OSError as error:
+            raise AgentError(f"cannot start {self._command[0]!r}: {error.strerror}") from error
+        try:
+            process.send(text.encode())
+            process.close_input()
+            status = await process.wait()
+        finally:
+            await process.end()  # also what it left running in the background
+        if status != 0:
+            raise AgentError(f"{self._command[0]} exited with {status}: {process.tail()}")
+
+    async def close(self) -> None:
+        """Nothing is kept between episodes."""
+
+
+def _variables(task: str, ep: Episode) -> dict[str, str]:
+    variables = {
+        "OPENAI_BASE_URL": ep.base_url,
+        "OPENAI_API_BASE": ep.base_url,  # older clients read this one
+        "OPENAI_API_KEY": ep.api_key,
+        "ANTHROPIC_BASE_URL": ep.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": ep.api_key,
+        EPISODE_ID_VARIABLE: ep.id,
+    }
+    return {**variables, TASK_VARIABLE: task} if len(task) <= LONGEST_VARIABLE else variables

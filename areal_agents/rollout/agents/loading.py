@@ -1,0 +1,117 @@
+"""Functions named by users: `module:function` or `path/to/file.py:function`.
+
+Exceptions of user code in one line: what, and where in the user's own files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from areal_agents.errors import ArealAgentsError
+
+
+def names_a_function(spec: str) -> bool:
+    """Whether `spec` has the form of a function's name rather than of a file or a data set."""
+    target, colon, function = spec.rpartition(":")
+    if not colon or not function.isidentifier():
+        return False
+    return target.endswith(".py") or all(part.isidentifier() for part in target.split("."))
+
+
+def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[..., Any]:
+    """Import a function. A file's folder is put on `sys.path` first, so that it finds its neighbours.
+
+    Raises:
+        error_type: the spec is malformed, the file or function is missing, or importing it failed; the
+            message names the line of the user's code.
+    """
+    if not names_a_function(spec):
+        raise error_type(f"expected module:function or path/to/file.py:function, got {spec!r}")
+    target, _, name = spec.rpartition(":")
+    module = (
+        _load_file(Path(target), error_type) if target.endswith(".py") else _load_module(target, error_type)
+    )
+    try:
+        function = getattr(module, name)
+    except AttributeError:
+        public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
+        raise error_type(f"{target} has no function {name!r}; it has {', '.join(public) or 'none'}") from None
+    if not callable(function):
+        raise error_type(f"{spec} is no function but {type(function).__name__}")
+    return function
+
+
+def _load_module(name: str, error_type: type[ArealAgentsError]) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as `python -m` would
+    return _import(name, name, error_type)
+
+
+def _load_file(path: Path, error_type: type[ArealAgentsError]) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise error_type(f"there is no file {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    importlib.invalidate_caches()
+    # By its plain name, so that a neighbour that imports it gets the same module, unless another
+    # module has that name already.
+    if _is_file(sys.modules.get(path.stem), path):
+        return sys.modules[path.stem]
+    found = None if path.stem in sys.modules else importlib.util.find_spec(path.stem)
+    if found is not None and found.origin == str(path):
+        return _import(path.stem, str(path), error_type)
+    name = f"{path.stem}_{hashlib.sha1(str(path).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None  # a .py file that exists
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException as error:
+            del sys.modules[name]
+            raise _does_not_import(str(path), error, error_type) from error
+    return sys.modules[name]
+
+
+def _import(name: str, shown: str, error_type: type[ArealAgentsError]) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except BaseException as error:
+        raise _does_not_import(shown, error, error_type) from error
+
+
+def _does_not_import(shown: str, error: BaseException, error_type: type[ArealAgentsError]) -> BaseException:
+    if isinstance(error, KeyboardInterrupt):
+        return error
+    return error_type(f"{shown} does not import: {describe(error)}")
+
+
+def _is_file(module: ModuleType | None, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is not None and Path(file).resolve() == path
+
+
+_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+
+def describe(error: BaseException) -> str:
+    """Type, message, and the last line of user code that the exception passed."""
+    return f"{type(error).__name__}: {error}{_where(error)}"
+
+
+def _where(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        if not frame.filename.startswith((*_LIBRARIES, "<")) and "/areal_agents/" not in frame.filename:
+            return f" ({frame.filename}, line {frame.lineno})"
+    return ""

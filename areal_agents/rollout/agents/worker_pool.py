@@ -1,0 +1,109 @@
+"""Worker processes for a synchronous agent. An episode that is cancelled costs its process, no more."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from areal_agents.episode import Episode
+from areal_agents.errors import AgentError
+from areal_agents.rollout.agents.agent_process import ChildProcess
+
+START_TIMEOUT_S = 120.0
+EXIT_S = 10.0  # between the end of a worker's output and its exit
+
+
+class WorkerAgent:
+    """A pool that starts processes as they are needed, at most `size`, and replaces the dead.
+
+    What the agent prints goes to this process's standard error.
+    """
+
+    def __init__(self, spec: str, *, size: int) -> None:
+        self.capacity: int | None = size
+        self._spec = spec
+        self._places = asyncio.Semaphore(size)
+        self._idle: list[_Worker] = []
+        self._all: set[_Worker] = set()
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        """One episode. AgentError with what the agent raised."""
+        async with self._places:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                value = await worker.run(task, ep)
+            except _Raised as raised:
+                self._idle.append(worker)
+                raise AgentError(str(raised)) from None
+            except BaseException:
+                await self._discard(worker)
+                raise
+            self._idle.append(worker)
+            return value
+
+    async def close(self) -> None:
+        """End every process."""
+        self._idle.clear()
+        await asyncio.gather(*(self._discard(worker) for worker in tuple(self._all)))
+
+    async def _start(self) -> _Worker:
+        command = [sys.executable, "-m", "areal_agents.rollout.agents.worker", self._spec]
+        process = await ChildProcess.start(command, environment=os.environ, lines=True)
+        worker = _Worker(process)
+        self._all.add(worker)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await worker.ready()
+        except TimeoutError as error:
+            await self._discard(worker)
+            raise AgentError(f"{self._spec} did not import within {START_TIMEOUT_S:.0f} s") from error
+        except BaseException:
+            await self._discard(worker)
+            raise
+        return worker
+
+    async def _discard(self, worker: _Worker) -> None:
+        # Shielded: a second cancellation must not leave the process behind.
+        await asyncio.shield(worker.process.end())
+        self._all.discard(worker)
+
+
+class _Raised(Exception):
+    """The agent raised; its process is fine."""
+
+
+class _Worker:
+    def __init__(self, process: ChildProcess) -> None:
+        self.process = process
+
+    async def ready(self) -> None:
+        message = await self._receive()
+        if "error" in message:
+            raise AgentError(message["error"])
+
+    async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
+        request = {"task": dict(task), "id": ep.id, "base_url": ep.base_url, "api_key": ep.api_key}
+        self.process.send(json.dumps(request).encode() + b"\n")
+        while True:
+            message = await self._receive()
+            if "report" in message:
+                ep.report(*message["report"])
+            elif "error" in message:
+                raise _Raised(message["error"])
+            else:
+                return message["value"]
+
+    async def _receive(self) -> dict[str, Any]:
+        line = await self.process.line()
+        if line:
+            return json.loads(line)
+        try:
+            async with asyncio.timeout(EXIT_S):
+                status = await self.process.wait()
+        except TimeoutError as error:
+            raise AgentError("the agent closed the pipe of its worker process") from error
+        raise AgentError(f"the agent's worker process died (exit status {status})")

@@ -1,0 +1,1 @@
+"""Groups of episodes: submission under the gate, attempts, and settlement."""

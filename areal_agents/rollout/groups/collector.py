@@ -1,0 +1,133 @@
+"""Keeps training groups coming: as many as the gate allows, oldest first, `concurrency` episodes at a time.
+
+Every group that is submitted ends complete or dropped; what an over-sampled one has beyond its size is
+aborted as soon as it is complete. Nothing here must survive a restart: started groups, their attempts
+and their failures are read back from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from areal_agents.client import AsyncClient
+from areal_agents.errors import RequestError
+from areal_agents.rollout.agents.agent import Agent
+from areal_agents.rollout.agents.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
+from areal_agents.rollout.config import RolloutConfig
+from areal_agents.rollout.control_calls import ControlCalls
+from areal_agents.rollout.data import TaskSource
+from areal_agents.rollout.groups.group import GroupRun
+from areal_agents.rollout.groups.in_progress import GroupsUnderWay
+from areal_agents.rollout.groups.reconciling import Reconciler
+from areal_agents.rollout.groups.settling import PlaceSettler
+from areal_agents.rollout.groups.submission import Submission, newest_step
+from areal_agents.rollout.seeds import episode_seed
+from areal_agents.store import Store
+
+
+class Collector:
+    """Runs training episodes until cancelled.
+
+    Args:
+        steps: of the run; how many groups it needs follows.
+        seed: of the run; every attempt draws from one of its own.
+        lack: what the run lacks to take more on; no group is submitted while it lacks anything.
+        changed: set whenever the store may have changed, and from time to time.
+        patience: shared with evaluations; ends the run when everything fails.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: AsyncClient,
+        store: Store,
+        agent: Agent,
+        source: TaskSource,
+        config: RolloutConfig,
+        steps: int,
+        seed: int = 0,
+        lack: Callable[[], str | None] = lambda: None,
+        changed: asyncio.Event,
+        patience: Patience,
+    ) -> None:
+        self._client = client
+        self._store = store
+        self._agent = agent
+        self._config = config
+        self._seed = seed
+        self._changed = changed
+        self._patience = patience
+        self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
+        self._submission = Submission(store=store, source=source, config=config, steps=steps, lack=lack)
+        self._groups = groups = GroupsUnderWay(size=config.group_size, changed=changed)
+        calls = ControlCalls(client, patience)
+        self._settler = PlaceSettler(groups=groups, calls=calls, store=store, config=config)
+        self._reconciler = Reconciler(
+            groups=groups, settler=self._settler, calls=calls, patience=patience, store=store, config=config
+        )
+
+    async def run(self) -> None:
+        """Collect until cancelled.
+
+        Raises (in an exception group):
+            AgentError: too many attempts in a row failed.
+            DataError: the data ended before the trainer had enough.
+            RequestError: the proxy refuses or cannot be reached.
+        """
+        await self._reconciler.resume()
+        async with asyncio.TaskGroup() as members:
+            while True:
+                self._changed.clear()
+                await self._reconciler.look_at_unrewarded()
+                held_back = self._submission.held_back()
+                while self._groups.running < self._capacity and self._may_fill(held_back):
+                    group, index = self._groups.take()
+                    task = members.create_task(self._fill(group, index), name=f"{group.id}[{index}]")
+                    self._groups.note_running(group, index, task)
+                if self._groups.is_idle:
+                    self._submission.check_data()
+                await self._changed.wait()
+
+    def _may_fill(self, held_back: Collection[str]) -> bool:
+        """Whether there is a place to fill, of a new group if need be. Those held back are the youngest."""
+        first = self._groups.first_vacant
+        return self._submit() if first is None else first not in held_back
+
+    def _submit(self) -> bool:
+        """Submit one more group if that is allowed; whether it was."""
+        submitted = self._submission.next(unregistered=self._groups.unregistered)
+        if submitted is None:
+            return False
+        task, epoch = submitted
+        group = self._groups.begin(f"{task.id}@{epoch}", task, surplus=self._config.over_sample)
+        for index in range(group.places):
+            self._groups.put(group, index)
+        return True
+
+    async def _fill(self, group: GroupRun, index: int) -> None:
+        """Attempt one place of a group, and let follow what does."""
+        lost: str | None = None
+        try:
+            outcome = await self._attempt(group, index)
+        except RequestError as error:
+            lost = str(error)
+        finally:
+            self._groups.note_ended(group, index)
+        if lost is not None:
+            await self._reconciler.look_again(group, index, lost)
+            return
+        self._patience.note(outcome.error)
+        await self._settler.settle(group, index, outcome)
+
+    async def _attempt(self, group: GroupRun, index: int) -> Outcome:
+        limits = self._config.limits_at(newest_step(self._store))
+        seed = episode_seed(self._seed, group.id, index, group.failures[index])
+        sampling = {"base_seed": seed}
+        attempt = Attempt(
+            group.task, "train", group.id, group.size, index, group.surplus or None, sampling=sampling
+        )
+        opened = await open_attempt(self._client, attempt, limits=limits)
+        group.registered = True
+        group.open[index] = opened.id
+        return await run_rollout(self._client, self._agent, group.task, opened, limits=limits)

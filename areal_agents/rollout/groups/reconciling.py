@@ -1,0 +1,106 @@
+"""What the store knows better than a collector: groups of its earlier life, lost answers, late rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from areal_agents.core.rollout import OPENED_BY_RUNNER
+from areal_agents.rollout.agents.attempt import Patience, backoff_s
+from areal_agents.rollout.config import RolloutConfig
+from areal_agents.rollout.control_calls import ControlCalls
+from areal_agents.rollout.groups.group import GroupRun, Place, read_places
+from areal_agents.rollout.groups.in_progress import GroupsUnderWay
+from areal_agents.rollout.groups.settling import PlaceSettler
+from areal_agents.store import OpenGroup, Store
+
+logger = logging.getLogger(__name__)
+
+UNREWARDED_PERIOD_S = 1.0
+
+
+class Reconciler:
+    """Brings a collector's groups to where the store has them. Raises what `ControlCalls` does."""
+
+    def __init__(
+        self,
+        *,
+        groups: GroupsUnderWay,
+        settler: PlaceSettler,
+        calls: ControlCalls,
+        patience: Patience,
+        store: Store,
+        config: RolloutConfig,
+    ) -> None:
+        self._groups = groups
+        self._settler = settler
+        self._calls = calls
+        self._patience = patience
+        self._store = store
+        self._config = config
+        self._next_look_s = 0.0
+
+    async def resume(self) -> None:
+        """Take over the groups that an earlier life of this runner left unfinished."""
+        for group in self._store.open_groups():
+            if group.split == "train" and _is_ours(group):
+                await self._take_over(group)
+
+    async def look_again(self, group: GroupRun, index: int, error: str) -> None:
+        """The proxy refused, or its answer was lost: what became of the place?"""
+        if group not in self._groups:  # a conflict with what the group came to meanwhile
+            return
+        logger.warning("%s[%d]: %s", group.id, index, error)
+        self._patience.note(error)
+        await asyncio.sleep(backoff_s(1))
+        if group not in self._groups:
+            return
+        found = self._open_groups().get(group.id)
+        if found is None and group.registered:  # its completion was not heard of, or it was dropped
+            await self._settler.let_go(group)
+            return
+        places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.places
+        await self._settler.settle_found(group, index, places[index])
+
+    async def look_at_unrewarded(self) -> None:
+        """Rewards may come over HTTP; the proxy fails the episodes for which none does."""
+        now = asyncio.get_running_loop().time()
+        waiting = self._groups.unrewarded()
+        if not waiting or now < self._next_look_s:
+            return
+        self._next_look_s = now + UNREWARDED_PERIOD_S
+        pending = self._open_groups()
+        for group in waiting:
+            if group.id not in pending:  # complete, or dropped by somebody else
+                await self._settler.let_go(group)
+                continue
+            for index, place in enumerate(_places(pending[group.id])):
+                if index in group.unrewarded and place.state != "unrewarded":
+                    group.unrewarded.discard(index)
+                    await self._settler.settle_found(group, index, place)
+
+    async def _take_over(self, found: OpenGroup) -> None:
+        if found.size != self._config.group_size:
+            reason = f"group_size changed from {found.size} to {self._config.group_size}"
+            await self._calls.drop(found.id, reason)
+            return
+        group = self._groups.begin(found.id, found.task, surplus=found.surplus)
+        group.registered = True
+        for index, place in enumerate(_places(found)):
+            await self._settler.settle_found(group, index, place)
+
+    def _open_groups(self) -> dict[str, OpenGroup]:
+        return {group.id: group for group in self._store.open_groups()}
+
+
+def _places(found: OpenGroup) -> list[Place]:
+    count = found.size + found.surplus
+    return read_places(count, [attempt for tried in found.attempts.values() for attempt in tried])
+
+
+def _is_ours(group: OpenGroup) -> bool:
+    return any(
+        attempt.metadata.items() >= OPENED_BY_RUNNER.items()
+        for attempts in group.attempts.values()
+        for attempt in attempts
+    )

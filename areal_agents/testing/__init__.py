@@ -1,0 +1,26 @@
+"""An engine without a model: it speaks SGLang's HTTP protocol and answers from a script.
+
+What it answers is tokenised with a real tokenizer, so everything before it (the client, the proxy, an agent)
+does exactly what it would do with a real engine. It needs neither torch nor transformers.
+"""
+
+from areal_agents.testing.app import ScriptedApp
+from areal_agents.testing.invalid_answers import LIES, Lie
+from areal_agents.testing.script import Reply, Script, ScriptedCall, by_prompt, filler, repeat
+from areal_agents.testing.server import running, running_process
+from areal_agents.testing.session import Exchange
+
+__all__ = [
+    "LIES",
+    "Exchange",
+    "Lie",
+    "Reply",
+    "Script",
+    "ScriptedApp",
+    "ScriptedCall",
+    "by_prompt",
+    "filler",
+    "repeat",
+    "running",
+    "running_process",
+]

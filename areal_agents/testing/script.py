@@ -1,0 +1,144 @@
+"""What a scripted engine says: a script is a function from a call to a reply.
+
+A script sees the prompt exactly as the engine was sent it, and nothing else of the conversation.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+from tokenizers import Tokenizer
+
+from areal_agents.core.completion import TokenIds
+from areal_agents.testing.invalid_answers import LIES
+
+ReplyEnd = Literal["stop", "length", "abort"]
+_FILLER_TEXT = " The harbour opens at six, and the ferry leaves for the island when the tide is high enough."
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What is sampled, and how it arrives.
+
+    Attributes:
+        text: tokenised when it is answered; the special tokens written out in it become their ids.
+        token_ids: the exact ids, instead of `text`.
+        finish: "stop" ends with the engine's stop token, which is appended unless it is there already;
+            "length" and "abort" say that the reply was cut off, and `SGLangEngine` refuses a "length" that is
+            short of the request's limit. The request's own limits still apply.
+        delay_s: seconds before the first token.
+        chunk_delay_s: seconds before every further chunk.
+        chunk_tokens: tokens that arrive together.
+        error: refuse the call with this message instead.
+        error_status: the HTTP status of the refusal.
+        lie: how the answer is falsified, a key of `lies.LIES`; "" leaves it as it is.
+    """
+
+    text: str = ""
+    token_ids: tuple[int, ...] | None = None
+    finish: ReplyEnd = "stop"
+    delay_s: float = 0.0
+    chunk_delay_s: float = 0.0
+    chunk_tokens: int = 1
+    error: str = ""
+    error_status: int = 500
+    lie: str = ""
+
+    def __post_init__(self) -> None:
+        if self.finish not in get_args(ReplyEnd):
+            raise ValueError(f"finish must be one of {get_args(ReplyEnd)}, got {self.finish!r}")
+        if self.text and self.token_ids is not None:
+            raise ValueError("a reply has a text or token_ids, not both")
+        if self.chunk_tokens < 1:
+            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
+        if min(self.delay_s, self.chunk_delay_s) < 0:
+            raise ValueError(f"delays must not be negative, got {self.delay_s} and {self.chunk_delay_s}")
+        if self.lie and self.lie not in LIES:
+            raise ValueError(f"lie must be one of {sorted(LIES)}, got {self.lie!r}")
+        if not 400 <= self.error_status <= 599:
+            raise ValueError(f"error_status must be in [400, 599], got {self.error_status}")
+
+
+class ScriptedCall:
+    """One generation as the engine was asked for it.
+
+    Attributes:
+        input_ids: [P] the prompt.
+        body: the JSON of the request.
+        index: how many calls came before.
+    """
+
+    def __init__(
+        self,
+        input_ids: TokenIds,
+        body: Mapping[str, Any],
+        index: int,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        stop_token_id: int,
+    ) -> None:
+        self.input_ids = input_ids
+        self.body = body
+        self.index = index
+        self._decode = decode
+        self._stop_token_id = stop_token_id
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """The whole prompt, special tokens included; decoded when it is first looked at."""
+        return self._decode(self.input_ids.tolist())
+
+    @cached_property
+    def last_text(self) -> str:
+        """The end of the prompt: its last message, with what opens the reply.
+
+        That is all after the last but one stop token, where the template ends every message with the stop
+        token; else the whole prompt.
+        """
+        ends = (self.input_ids == self._stop_token_id).nonzero()[0]
+        start = int(ends[-2]) + 1 if len(ends) > 1 else 0
+        return self._decode(self.input_ids[start:].tolist())
+
+
+Script = Callable[[ScriptedCall], Reply | str]
+
+
+def repeat(replies: Sequence[Reply | str]) -> Script:
+    """The replies one after the other, whatever is asked; from the first again after the last."""
+    if not replies:
+        raise ValueError("expected at least one reply, got none")
+    rounds = itertools.cycle(replies)
+    return lambda call: next(rounds)
+
+
+def by_prompt(rules: Sequence[tuple[str, Reply | str]]) -> Script:
+    """The reply of the first rule whose text occurs in the last message of the prompt.
+
+    A prompt that no rule fits is refused with status 400, and the message shows its last message. A rule
+    with the empty text fits always.
+    """
+
+    def answer(call: ScriptedCall) -> Reply | str:
+        for text, reply in rules:
+            if text in call.last_text:
+                return reply
+        return Reply(error=f"no rule of the script fits {call.last_text[-500:]!r}", error_status=400)
+
+    return answer
+
+
+def filler(n_tokens: int, tokenizer: Tokenizer, *, stop_token_id: int, **arrival: Any) -> Script:
+    """`n_tokens` tokens of prose to every call, the stop token included; tokenised once, so it is cheap.
+
+    `arrival` are the fields of Reply that say how they arrive.
+    """
+    if n_tokens < 1:
+        raise ValueError(f"n_tokens must be at least 1, got {n_tokens}")
+    sentence = tokenizer.encode(_FILLER_TEXT, add_special_tokens=False).ids
+    body = tuple(itertools.islice(itertools.cycle(sentence), n_tokens - 1))
+    reply = Reply(token_ids=(*body, stop_token_id), **arrival)
+    return lambda call: reply

@@ -1,0 +1,117 @@
+"""One generation while it runs, and what is remembered of it.
+
+Tokens arrive chunk by chunk; between two chunks a generation can be paused, aborted, or go on under another
+weight version, and every token keeps the version under which it arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_agents.core.completion import TokenIds
+from areal_agents.testing.sampling import Plan
+from areal_agents.testing.script import Reply
+
+ABORTED = {"type": "abort", "message": "Aborted"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exchange:
+    """What one generation was asked and what was sent back for it.
+
+    Attributes:
+        rid: the request's id.
+        input_ids: [P] the prompt.
+        body: the JSON of the request.
+        token_ids: [C] the ids that were sampled.
+        logprobs: [C] their logprobs.
+        versions: [C] their weight versions, as on the wire.
+        finish: SGLang's finish_reason.
+    """
+
+    rid: str
+    input_ids: TokenIds
+    body: dict[str, Any]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[str, ...]
+    finish: dict[str, Any]
+
+
+class Gate:
+    """The pause of the whole engine, and the version that it serves."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.resumed = asyncio.Event()
+        self.resumed.set()
+
+    @property
+    def paused(self) -> bool:
+        """Whether generations are held before their next chunk."""
+        return not self.resumed.is_set()
+
+
+@dataclass(eq=False)
+class Generation:
+    """A reply on its way. `sampled` counts the tokens that have arrived, `finish` is None until it ends."""
+
+    rid: str
+    plan: Plan
+    reply: Reply
+    gate: Gate
+    sampled: int = 0
+    finish: dict[str, Any] | None = None
+    versions: list[str] = field(default_factory=list)
+    _aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def abort(self) -> None:
+        """End it where it is."""
+        self._aborted.set()
+
+    async def run(self) -> AsyncIterator[None]:
+        """Yield after every chunk; the last time with `finish` set."""
+        delay_s = self.reply.delay_s
+        while self.finish is None:
+            if await self._interrupted(delay_s):
+                self.finish = dict(ABORTED)
+            else:
+                self._arrive(min(self.reply.chunk_tokens, len(self.plan.token_ids) - self.sampled))
+            delay_s = self.reply.chunk_delay_s
+            yield
+
+    async def run_to_end(self) -> None:
+        """Wait until it has finished; all in one piece where nothing delays its chunks."""
+        if self.reply.chunk_delay_s:
+            async for _ in self.run():
+                pass
+        elif await self._interrupted(self.reply.delay_s):
+            self.finish = dict(ABORTED)
+        else:
+            self._arrive(len(self.plan.token_ids))
+
+    def _arrive(self, count: int) -> None:
+        self.sampled += count
+        self.versions += [self.gate.version] * count
+        if self.sampled == len(self.plan.token_ids):
+            self.finish = self.plan.finish
+
+    async def _interrupted(self, delay_s: float) -> bool:
+        """Wait for the delay and for the end of a pause; whether the generation was aborted meanwhile."""
+        if delay_s:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._aborted.wait(), delay_s)
+        else:
+            await asyncio.sleep(0)  # others get their turn between two chunks
+        while self.gate.paused and not self._aborted.is_set():
+            waits = [asyncio.ensure_future(event.wait()) for event in (self.gate.resumed, self._aborted)]
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+        return self._aborted.is_set()

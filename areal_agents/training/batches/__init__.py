@@ -1,0 +1,1 @@
+"""Batches: groups leased from the store, checked, and turned into training data."""

@@ -1,0 +1,126 @@
+"""Decides whether a group can be trained on, for each group separately, before it joins a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import build_training_data
+from areal_agents.core.rollout import RolloutGroup
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import StoreError, TrainingError
+from areal_agents.inference.expert_routing import ExpertLayout
+from areal_agents.store import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits that a sample must stay within.
+
+    Attributes:
+        microbatch_tokens: number of tokens of the longest model input.
+        vocab_size: token ids must be below it.
+        experts: the expert layers that routing is recorded for, None for a model without experts.
+        teacher_tokens: number of tokens of the longest sequence that the teacher's engine scores, None
+            without such a teacher.
+    """
+
+    microbatch_tokens: int
+    vocab_size: int
+    experts: ExpertLayout | None = None
+    teacher_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Why a group is not trained: it is "bad", "stale", or its scores are all "equal"."""
+
+    kind: Literal["bad", "stale", "equal"]
+    reason: str
+
+
+def load_group(store: Store, group_id: str) -> RolloutGroup | Refused:
+    """The group, or a refusal if the rows of the store do not make a group."""
+    try:
+        return store.load_group(group_id)
+    except (ValueError, KeyError, TypeError, StoreError) as error:  # rows that hold no episode
+        return Refused("bad", f"it cannot be read: {error}")
+
+
+def vet(
+    group: RolloutGroup,
+    algorithm: AlgorithmConfig,
+    *,
+    limits: Limits,
+    version: int | None,
+    refill: bool,
+) -> Refused | None:
+    """The reason why a group cannot be trained on, None if it can.
+
+    Args:
+        version: the trainer's version; no token may have a later one. None for recorded groups, whose
+            versions belong to another run.
+        refill: whether an equal group is refused if the algorithm has `refill_equal_groups`.
+    """
+    try:
+        data = build_training_data([group], algorithm)
+    except (ValueError, TrainingError) as error:
+        return Refused("bad", str(error))
+    for sample in data.samples:
+        before = len(data.demonstrations.get(sample.episode_id, ()))
+        fault = _fault(sample, limits, version, demonstration=before)
+        if fault is None and algorithm.teacher == "engine":
+            fault = _fault_for_engine(sample, limits.teacher_tokens)
+        if fault:
+            return Refused("bad", f"episode {sample.episode_id}: {fault}")
+    if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
+        same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
+        return Refused("equal", f"all its {same}")
+    return None
+
+
+def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None:
+    """The reason why an engine cannot score a sample as its teacher, None if it can."""
+    tokens = int(np.flatnonzero(sample.scored_mask)[-1]) + 1
+    if longest is not None and tokens > longest:
+        return (
+            f"a sample of {tokens} tokens is longer than the {longest} that the teacher's engine scores; "
+            "start it with a longer context, or lower rollout.limits.context_tokens"
+        )
+    temperatures = sample.temperatures[sample.scored_mask]
+    if (temperatures != 1).any():
+        return (
+            f"tokens sampled at temperature {temperatures[temperatures != 1][0]:g}, and a teacher's engine "
+            "scores at 1; pin the temperature, or use a teacher that the trainer holds (teacher: model)"
+        )
+    return None
+
+
+def _fault(sample: TrainingSample, limits: Limits, version: int | None, *, demonstration: int) -> str | None:
+    tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model reads those before the last trained one
+    if tokens > limits.microbatch_tokens:
+        return (
+            f"a sample of {tokens} tokens does not fit a micro-batch of {limits.microbatch_tokens}; raise "
+            "trainer.microbatch_tokens, or lower rollout.limits.context_tokens"
+        )
+    if demonstration + tokens > limits.microbatch_tokens:
+        return (
+            f"a sample of {tokens} tokens behind a demonstration of {demonstration} does not fit a "
+            f"micro-batch of {limits.microbatch_tokens}; raise trainer.microbatch_tokens"
+        )
+    low, high = int(sample.token_ids.min()), int(sample.token_ids.max())
+    if low < 0 or high >= limits.vocab_size:
+        return f"token {low if low < 0 else high} is not in the model's vocabulary of {limits.vocab_size}"
+    routing, experts = sample.routed_experts, limits.experts
+    if routing is not None and experts and routing.shape[1:] != (experts.layers, experts.per_token):
+        return (
+            f"its routed experts are of {routing.shape[1]} layers, {routing.shape[2]} per token, and the "
+            f"model has {experts.layers} layers, {experts.per_token} per token: another model was served"
+        )
+    newest = int(sample.versions[sample.scored_mask].max())
+    if version is not None and newest > version:
+        return f"a token of version {newest}, but the trainer is at version {version}"
+    return None

@@ -1,0 +1,303 @@
+"""What one step trains on: groups leased from the store by the first rank, the same on every rank.
+
+A group that cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a
+micro-batch) is dropped with its reason, and another takes its place; the other groups are not affected. The
+places of dropped groups are free again at once, since the gate counts rows.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.ordering import ordered_groups
+from areal_agents.algorithms.replay import RecentReplay
+from areal_agents.algorithms.samples import BatchReport, TrainingData, build_training_data
+from areal_agents.algorithms.staleness import StalenessReport, mask_stale
+from areal_agents.core.rollout import OnStale, RolloutGroup
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+from areal_agents.training.batches.checks import Limits, Refused, load_group, vet
+from areal_agents.training.batches.staleness import Bound, Lineage
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0  # how long a stop can go unnoticed while there is nothing to lease
+_REFILLS = 8  # batches' worth of equal groups that are replaced, before the rest is trained as it is
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReport:
+    """The groups that wait between rollout and training after a batch was taken.
+
+    Attributes:
+        groups_complete, groups_pending: groups ready, and groups being rolled out.
+        age_mean_s, age_max_s: how long the groups of the batch had been complete.
+        failed_episodes: training episodes that failed since the store began.
+    """
+
+    groups_complete: int
+    groups_pending: int
+    age_mean_s: float
+    age_max_s: float
+    failed_episodes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """What one step trains on.
+
+    Attributes:
+        group_ids: the groups that are trained on for the first time, leased or recorded.
+        replayed: the groups that are trained on again, each with the number of this use.
+        data: the training data of these groups. Its samples are within the staleness bound; there are none
+            if the scores of every group were equal.
+        staleness, queue: reports for the metrics.
+        stale_groups: number of groups dropped because of their staleness while the batch was collected.
+        equal_groups: number of groups dropped because all of their scores were equal.
+        bad_groups: the reason, by group id, for each group dropped because it cannot be trained on.
+        wait_s: how long the trainer waited for the groups.
+        position: how many recorded groups were read since training began; 0 without recorded groups.
+    """
+
+    group_ids: tuple[str, ...]
+    data: TrainingData
+    staleness: StalenessReport
+    queue: QueueReport
+    stale_groups: int
+    wait_s: float
+    equal_groups: int = 0
+    bad_groups: Mapping[str, str] = field(default_factory=dict)
+    position: int = 0
+    replayed: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def samples(self) -> tuple[TrainingSample, ...]:
+        """What is trained."""
+        return self.data.samples
+
+    @property
+    def report(self) -> BatchReport:
+        """What the groups were like."""
+        return self.data.report
+
+
+class Dropped:
+    """The groups that were dropped while a batch of `groups` groups was collected, by reason."""
+
+    def __init__(self, *, step: int, groups: int) -> None:
+        self._step, self._groups = step, groups
+        self.stale = self.equal = 0
+        self.bad: dict[str, str] = {}
+
+    @property
+    def may_refill(self) -> bool:
+        """Whether another equal group may be replaced: a task that is solved must not stop training."""
+        return self.equal < _REFILLS * self._groups
+
+    def note(self, group_id: str, refused: Refused) -> None:
+        """Count and log a dropped group.
+
+        Raises:
+            TrainingError: more groups cannot be trained on than the batch has (and more than four).
+        """
+        if refused.kind == "stale":
+            self.stale += 1
+        elif refused.kind == "equal":
+            self.equal += 1
+        else:
+            self.bad[group_id] = refused.reason
+            log.error("step %d: group %s is dropped: %s", self._step, group_id, refused.reason)
+            if len(self.bad) > max(4, self._groups):
+                raise TrainingError(
+                    f"step {self._step}: {len(self.bad)} groups cannot be trained on, so the cause is "
+                    f"probably elsewhere; the last was {group_id}: {refused.reason}"
+                )
+
+    def log(self) -> None:
+        """Log one line for the stale groups and one for the equal groups."""
+        if self.stale:
+            log.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
+        if self.equal:
+            log.info("step %d: dropped %d groups of equal scores, took others", self._step, self.equal)
+
+
+def next_batch(
+    store: Store,
+    algorithm: AlgorithmConfig,
+    *,
+    groups: int,
+    step: int,
+    version: int,
+    max_staleness: int | None,
+    limits: Limits,
+    timeout_s: float,
+    stop: threading.Event,
+    on_stale: OnStale = "mask",
+) -> Batch | None:
+    """Lease the groups of batch `step` and make training data of them; None if asked to stop.
+
+    Groups that cannot be trained on, that are wholly beyond the staleness bound, or (with
+    `refill_equal_groups`) that have equal scores are dropped, with that reason, and others taken for
+    them. A group of which only some tokens are beyond the bound stays, those tokens masked, or (with
+    `drop`) is dropped too. Always the oldest complete groups are taken; with `wait` not before every
+    group that they leave behind can still be trained in time, or they are the oldest of all.
+
+    With `replay: recent` groups that earlier batches were trained on, and whose tokens are all within the
+    bound, are added; the gate does not count them, and none is waited for.
+
+    Raises:
+        TrainingError: there were not enough complete groups within `timeout_s`, or too many groups cannot
+            be trained on.
+    """
+    started = time.monotonic()
+    taken: list[RolloutGroup] = []
+    reused: dict[tuple[str, int], RolloutGroup] = {}
+    dropped = Dropped(step=step, groups=groups)
+    lineage = Lineage.of(store, version)
+    bound = Bound(version, max_staleness, on_stale, groups, lineage)
+
+    def judge(group_id: str) -> RolloutGroup | Refused:
+        recorded = load_group(store, group_id)
+        if isinstance(recorded, Refused):
+            return recorded
+        group = lineage.of_group(recorded)
+        refused = bound.refuses(group, algorithm) or vet(
+            group, algorithm, limits=limits, version=version, refill=dropped.may_refill
+        )
+        if refused is None:
+            bound.note_taken(group, algorithm)
+        return refused or group
+
+    while len(taken) < groups:
+        count = groups - len(taken)
+        ids = _lease(store, count, step=step, bound=bound, timeout_s=timeout_s, stop=stop)
+        if ids is None:
+            return None
+        for group_id in ids:
+            group = judge(group_id)
+            if isinstance(group, Refused):
+                store.drop_group(group_id, group.reason, step=step)
+                dropped.note(group_id, group)
+            else:
+                taken.append(group)
+    if isinstance(algorithm.replay, RecentReplay):
+        oldest = lineage.oldest_within(version, max_staleness)
+        while len(reused) < algorithm.replay.replay_groups:
+            leased = store.lease_replays(
+                algorithm.replay.replay_groups - len(reused),
+                step=step,
+                min_version=oldest,
+                max_uses=algorithm.replay.replay_uses,
+            )
+            if not leased:
+                break
+            for group_id, use in leased:
+                group = _judge_again(store, group_id, algorithm, lineage, limits=limits, version=version)
+                if isinstance(group, Refused):
+                    store.drop_group(group_id, group.reason, step=step, use=use)
+                else:
+                    reused[group_id, use] = group
+    dropped.log()
+    wait_s = time.monotonic() - started
+    data, staleness = _within_bound(
+        ordered_groups([*taken, *reused.values()]),
+        algorithm,
+        version=version,
+        max_staleness=max_staleness,
+        replayed={group_id for group_id, _ in reused},
+    )
+    taken = ordered_groups(taken)
+    staleness = replace(staleness, share_by_length=bound.share_by_length())
+    return Batch(
+        tuple(group.id for group in taken), data, staleness, _queue(store, taken), dropped.stale, wait_s,
+        equal_groups=dropped.equal, bad_groups=dropped.bad, replayed=tuple(reused),
+    )  # fmt: skip
+
+
+def _judge_again(
+    store: Store,
+    group_id: str,
+    algorithm: AlgorithmConfig,
+    lineage: Lineage,
+    *,
+    limits: Limits,
+    version: int,
+) -> RolloutGroup | Refused:
+    """A group that was trained on before, or why it is not trained on again."""
+    recorded = load_group(store, group_id)
+    if isinstance(recorded, Refused):
+        return recorded
+    group = lineage.of_group(recorded)
+    refused = vet(group, algorithm, limits=limits, version=version, refill=False)
+    if refused is None and not build_training_data([group], algorithm).samples:
+        refused = Refused("equal", "it has nothing to train on")
+    return refused or group
+
+
+def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
+    """`data` with only these samples; a pair is kept if each of its two episodes has a sample."""
+    kept = tuple(samples)
+    if not data.pairs:
+        return replace(data, samples=kept)
+    present = {sample.episode_id for sample in kept}
+    pairs = tuple(pair for pair in data.pairs if present.issuperset(pair))
+    paired = {episode_id for pair in pairs for episode_id in pair}
+    return replace(data, samples=tuple(s for s in kept if s.episode_id in paired), pairs=pairs)
+
+
+def _within_bound(
+    groups: list[RolloutGroup],
+    algorithm: AlgorithmConfig,
+    *,
+    version: int,
+    max_staleness: int | None,
+    replayed: Collection[str],
+) -> tuple[TrainingData, StalenessReport]:
+    data = build_training_data(groups, algorithm, replayed=replayed)
+    fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
+    return keep_samples(data, fresh), staleness
+
+
+def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
+    counts, now = store.group_counts(), time.time()
+    ended = [max(e.ended_at or now for e in store.episodes(group_id=group.id)) for group in leased]
+    return QueueReport(
+        groups_complete=counts["complete"],
+        groups_pending=counts["pending"],
+        age_mean_s=now - sum(ended) / len(ended),
+        age_max_s=now - min(ended),
+        failed_episodes=store.failed_episodes(),
+    )
+
+
+def _lease(
+    store: Store, count: int, *, step: int, bound: Bound, timeout_s: float, stop: threading.Event
+) -> list[str] | None:
+    deadline = time.monotonic() + timeout_s
+    seen = None
+    while not stop.is_set():
+        cursor = store.cursor()
+        counts = store.group_counts()
+        if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is going on
+            deadline = time.monotonic() + timeout_s
+        seen = cursor
+        enough = counts["complete"] >= count
+        if enough and bound.allows(store, count):  # a look takes no lock, a lease stops every writer
+            ids = store.lease_group_ids(count, step=step)
+            if ids:
+                return ids
+        left = deadline - time.monotonic()
+        if left <= 0:
+            older = " and for older groups (rollout.on_stale: wait)" if enough else ""
+            raise TrainingError(
+                f"step {step} waited for {count} complete groups{older} until its time ran out "
+                f"(trainer.batch_timeout_s); the store has {counts}"
+            )
+        store.wait(cursor, min(_LOOK_S, left))
+    return None

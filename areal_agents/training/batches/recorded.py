@@ -1,0 +1,153 @@
+"""Training on episodes that a store already holds, without an engine: every group once in each epoch.
+
+The order is a function of seed and epoch, so a position in it is all that a checkpoint needs. The store
+is only read: what was trained is known by the run's checkpoints, not marked on the groups.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.algorithms.staleness import StalenessReport
+from areal_agents.core.rollout import Rollout, RolloutGroup
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+from areal_agents.training.batches.checks import Limits, Refused, load_group, vet
+from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
+
+_SCORED = ("finished", "truncated")
+_NOTHING = {  # why there may be nothing to train on in a group that is not bad, by the loss
+    "sft": "none of its episodes is good enough (algorithm.sft_min_score; without it, scores must differ)",
+    "dpo": "its episodes all have one score, so there is no better and worse of them to pair",
+}
+_NOTHING_ELSE = "its episodes all have one score (algorithm.drop_equal_groups), or none of its turns counts"
+
+
+def recorded_store(path_or_url: str) -> str | Path:
+    """The store that `data.episodes` names: itself, or that of a run's folder."""
+    folder = Path(path_or_url)
+    return folder / "store.db" if folder.is_dir() else path_or_url
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedGroups:
+    """The training groups of a store, in the order of their recording.
+
+    Attributes:
+        units: ids of groups that were completed and not dropped, and of scored episodes that have no
+            group and are one each; (id, whether it is a group).
+    """
+
+    store: Store
+    units: tuple[tuple[str, bool], ...]
+    seed: int
+
+    @classmethod
+    def read(cls, store: Store, *, seed: int) -> RecordedGroups:
+        """Look a store through. TrainingError if it has nothing to train on."""
+        alone = [
+            (episode.id, False)
+            for episode in store.episodes(split="train")
+            if episode.group_id is None and episode.status in _SCORED and episode.score is not None
+        ]
+        units = (*((group_id, True) for group_id in store.recorded_groups()), *alone)
+        if not units:
+            raise TrainingError(f"{store.url} holds no complete group and no scored episode of split train")
+        return cls(store, units, seed)
+
+    def unit_at(self, position: int) -> tuple[str, bool]:
+        """What comes at a position: each epoch is a permutation of its own."""
+        epoch, place = divmod(position, len(self.units))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.units))
+        return self.units[int(order[place])]
+
+    def load(self, unit: tuple[str, bool]) -> RolloutGroup | Refused:
+        """A group; refused if it cannot be made of what the store holds."""
+        name, is_group = unit
+        if is_group:
+            return load_group(self.store, name)
+        try:
+            episode = self.store.load_episode(name)
+        except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
+            return Refused("bad", f"it cannot be read: {error}")
+        return RolloutGroup(name, episode.task, (Rollout(episode.task, 0, episode, None),))
+
+
+def next_recorded_batch(
+    source: RecordedGroups,
+    algorithm: AlgorithmConfig,
+    *,
+    groups: int,
+    step: int,
+    position: int,
+    limits: Limits,
+    stop: threading.Event,
+) -> Batch | None:
+    """The batch of `groups` groups from `position` on; None if asked to stop.
+
+    A group that cannot be trained on, and one without anything to train, is passed over. Tokens keep
+    the logprobs of the policy that sampled them, but lose its version numbers, which are another run's.
+
+    Raises:
+        TrainingError: a whole epoch has nothing to train on, or as in `next_batch`.
+    """
+    started, first = time.monotonic(), position
+    taken: list[RolloutGroup] = []
+    dropped = Dropped(step=step, groups=groups)
+    reason = ""
+    while len(taken) < groups:
+        if stop.is_set():
+            return None
+        if position - first >= len(source.units) and not taken:
+            raise TrainingError(
+                f"step {step}: none of the {len(source.units)} recorded groups has anything to train on; "
+                f"the last reason: {reason}"
+            )
+        unit = source.unit_at(position)
+        if unit[0] in {group.id for group in taken}:
+            break  # fewer groups than a batch: none is twice in one
+        position += 1
+        group = source.load(unit)
+        refused = group if isinstance(group, Refused) else _vet(group, algorithm, limits)
+        if refused is not None:
+            dropped.note(unit[0], refused)
+            reason = refused.reason
+        elif isinstance(group, RolloutGroup):
+            taken.append(group)
+    dropped.log()
+    data = build_training_data(taken, algorithm)
+    data = keep_samples(data, map(_without_version, data.samples))
+    return Batch(
+        tuple(group.id for group in taken),
+        data,
+        StalenessReport(np.empty(0, np.int32), 0, 0),
+        QueueReport(len(source.units), 0, 0.0, 0.0, 0),
+        0,
+        time.monotonic() - started,
+        equal_groups=dropped.equal,
+        bad_groups=dropped.bad,
+        position=position,
+    )
+
+
+def _vet(group: RolloutGroup, algorithm: AlgorithmConfig, limits: Limits) -> Refused | None:
+    refused = vet(group, algorithm, limits=limits, version=None, refill=True)
+    if refused is None and not _trainable(build_training_data([group], algorithm)):
+        return Refused("equal", _NOTHING.get(algorithm.policy_loss.kind, _NOTHING_ELSE))
+    return refused
+
+
+def _trainable(data: TrainingData) -> bool:
+    return bool(data.samples)
+
+
+def _without_version(sample: TrainingSample) -> TrainingSample:
+    return replace(sample, versions=np.full_like(sample.versions, -1))

@@ -1,0 +1,164 @@
+"""Where the first rank's batches come from: a rollout that goes on, or groups that another store holds.
+
+The wait of `loop: one_step_off`: weights are swapped only while no training episode is being generated.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.core.rollout import OnStale
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.leasing import Batch, next_batch
+from areal_agents.training.batches.recorded import RecordedGroups, next_recorded_batch
+from areal_agents.training.checkpoint.checkpoint import Progress
+
+
+class BatchSource(Protocol):
+    """What a run trains on, batch after batch."""
+
+    def next(self, progress: Progress) -> Batch | None:
+        """The batch after `progress`; None if asked to stop. Errors: `next_batch`, `next_recorded_batch`."""
+
+    def wait_for_swap(self) -> None:
+        """Return when the weights of the batch in training may be swapped in, or if asked to stop.
+
+        TrainingError if that takes too long.
+        """
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """Note that a batch was trained, and led to `progress`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolledOut:
+    """Groups that a rollout brings to the run's store; the names are those of `trainer.run`.
+
+    Attributes:
+        timeout_s: the longest wait for a batch, and for the one beside it.
+    """
+
+    store: Store
+    algorithm: AlgorithmConfig
+    groups: int
+    max_staleness: int | None
+    on_stale: OnStale
+    swap_between_batches: bool
+    data_ended: Callable[[], bool]
+    limits: Limits
+    timeout_s: float
+    stop: threading.Event
+
+    def next(self, progress: Progress) -> Batch | None:
+        """Lease the groups of the batch."""
+        return next_batch(
+            self.store,
+            self.algorithm,
+            groups=self.groups,
+            step=progress.step + 1,
+            version=progress.version,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            limits=self.limits,
+            timeout_s=self.timeout_s,
+            stop=self.stop,
+        )
+
+    def wait_for_swap(self) -> None:
+        """With swaps between batches only: wait until no training episode is being generated."""
+        if self.swap_between_batches:
+            wait_until_whole(
+                self.store,
+                groups=self.groups,
+                data_ended=self.data_ended,
+                timeout_s=self.timeout_s,
+                stop=self.stop,
+            )
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """The groups are no longer leased, so others may be submitted."""
+        self.store.mark_trained(
+            [*batch.group_ids, *batch.replayed], step=progress.step, version=progress.version
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Groups of another store, which is only read."""
+
+    recorded: RecordedGroups
+    algorithm: AlgorithmConfig
+    groups: int
+    limits: Limits
+    stop: threading.Event
+
+    def next(self, progress: Progress) -> Batch | None:
+        """Go on in the order of the epochs."""
+        return next_recorded_batch(
+            self.recorded,
+            self.algorithm,
+            groups=self.groups,
+            step=progress.step + 1,
+            position=progress.position,
+            limits=self.limits,
+            stop=self.stop,
+        )
+
+    def wait_for_swap(self) -> None:
+        """Nothing is swapped."""
+
+    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+        """What was trained is known by the checkpoints."""
+
+
+_LOOK_S = 1.0  # how long a stop can go unnoticed
+
+
+def wait_until_whole(
+    store: Store,
+    *,
+    groups: int,
+    data_ended: Callable[[], bool],
+    timeout_s: float,
+    stop: threading.Event,
+) -> None:
+    """Return once the next batch is whole and no group is in the making, or at once if asked to stop.
+
+    Weights that are swapped then meet no generation of a training episode: every batch is of one version.
+    While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.
+
+    Args:
+        groups: in a batch.
+        data_ended: whether every group that the data has was begun. Then a batch that lacks one, for
+            example of a group that was dropped, stays as it is, and is not waited for.
+
+    Raises:
+        TrainingError: that did not happen within `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+    no_more = False
+    while not stop.is_set():
+        cursor = store.cursor()
+        counts = store.group_counts()
+        # What a resume or a smaller batch has left beyond the gate is held back, so it is not in the making.
+        admitted = store.untrained_groups()[: 2 * groups]
+        if not any(group.is_pending for group in admitted):
+            if no_more or counts["complete"] >= groups:
+                return
+            if data_ended():
+                no_more = True
+                continue  # the last group may have begun after the look
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TrainingError(
+                f"the batch being generated was not whole when the time ran out (trainer.batch_timeout_s); "
+                f"one_step_off swaps weights between batches only; the store has {counts}"
+            )
+        store.wait(cursor, min(_LOOK_S, left))

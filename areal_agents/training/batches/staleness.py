@@ -1,0 +1,145 @@
+"""The hard bound on staleness as one batch meets it: which groups may be taken now, and which are refused.
+
+How old a version is, in trained batches, where the run was resumed between it and now.
+
+A resume goes back to the step of its checkpoint and publishes that step's weights under a number above all
+there ever were. The versions of the steps that were lost lie between, but no batch that counts: a token of
+the version of step s is S - s batches old for the trainer that stands at step S, whichever life sampled it.
+The lost steps are trained again on the same groups, so these are as old then as they were the first time.
+A lost version whose step is yet to come again, which a batch of another size may meet, is as far off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.staleness import (
+    EpisodeTokens,
+    episode_tokens,
+    is_stale,
+    leaves_in_time,
+    stale_share_by_length,
+)
+from areal_agents.core.rollout import OnStale, RolloutGroup
+from areal_agents.core.trajectory import Turn
+from areal_agents.store import Store
+from areal_agents.training.batches.checks import Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The bound for the batch of one version, and what it has cost so far; the rules: `algorithms.staleness`.
+
+    Attributes:
+        version: the trainer's when the batch begins.
+        max_staleness: η; None: no bound.
+        groups: in a batch.
+        lineage: what versions count as; groups are judged with their versions counted so already.
+    """
+
+    version: int
+    max_staleness: int | None
+    on_stale: OnStale
+    groups: int
+    lineage: Lineage
+    _tokens: list[EpisodeTokens] = field(default_factory=list)
+
+    def allows(self, store: Store, count: int) -> bool:
+        """Whether the `count` oldest complete groups may be taken now.
+
+        With `wait` only if each group that they leave behind can still be trained in time, or if they are
+        the oldest of all: then waiting longer would help nobody, so this can hold the trainer for no longer
+        than its oldest groups take to complete or to be given up.
+        """
+        if self.on_stale != "wait":
+            return True
+        waiting = store.waiting_groups()
+        chosen = [group for group in waiting if group.state == "complete"][:count]
+        if chosen == waiting[:count]:
+            return True
+        left = [self.lineage.counted(group.version) for group in waiting if group not in chosen]
+        return leaves_in_time(
+            left, version=self.version, groups=self.groups, max_staleness=self.max_staleness
+        )
+
+    def refuses(self, group: RolloutGroup, algorithm: AlgorithmConfig) -> Refused | None:
+        """Why the bound forbids a group, None if it does not."""
+        drop = self.on_stale == "drop"
+        if not is_stale(group, algorithm, version=self.version, max_staleness=self.max_staleness, drop=drop):
+            return None
+        self._count(group, algorithm, dropped=True)
+        return Refused("stale", f"more than {self.max_staleness} versions old at version {self.version}")
+
+    def note_taken(self, group: RolloutGroup, algorithm: AlgorithmConfig) -> None:
+        """Count what is masked of a group that is trained."""
+        self._count(group, algorithm, dropped=False)
+
+    def _count(self, group: RolloutGroup, algorithm: AlgorithmConfig, *, dropped: bool) -> None:
+        self._tokens.extend(
+            episode_tokens(
+                group,
+                algorithm,
+                version=self.version,
+                max_staleness=self.max_staleness,
+                dropped=dropped,
+            )
+        )
+
+    def share_by_length(self) -> dict[str, float]:
+        """See `stale_share_by_length`, of the groups taken and of those refused."""
+        return stale_share_by_length(self._tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """Versions as this life counts them: the trainer's version less their age. Those of this life, and any
+    that is unknown, stay as they are.
+
+    Attributes:
+        moved: what versions of earlier lives count as.
+    """
+
+    moved: Mapping[int, int]
+
+    @classmethod
+    def of(cls, store: Store, version: int) -> Lineage:
+        """As the trainer at `version` sees it; no version counts as one that is yet to come."""
+        return cls(
+            {
+                earlier: version - abs(lag)
+                for earlier, lag in store.steps_behind(version).items()
+                if earlier < version and version - lag != earlier
+            }
+        )
+
+    def counted(self, version: int) -> int:
+        """What a version counts as."""
+        return self.moved.get(version, version)
+
+    def oldest_within(self, version: int, max_staleness: int | None) -> int:
+        """The smallest version from which on every one up to `version` is within the bound, if any."""
+        if max_staleness is None:
+            return 0
+        oldest = version
+        while oldest > 0 and version - self.counted(oldest - 1) <= max_staleness:
+            oldest -= 1
+        return oldest
+
+    def of_group(self, group: RolloutGroup) -> RolloutGroup:
+        """A group with every token's version as it counts."""
+        if not self.moved:
+            return group
+        rollouts = []
+        for rollout in group.rollouts:
+            turns = tuple(self._turn(turn) for turn in rollout.episode.turns)
+            rollouts.append(replace(rollout, episode=replace(rollout.episode, turns=turns)))
+        return replace(group, rollouts=tuple(rollouts))
+
+    def _turn(self, turn: Turn) -> Turn:
+        drawn = turn.completion.versions.tolist()
+        versions = np.array([self.counted(version) for version in drawn], np.int32)
+        return replace(turn, completion=replace(turn.completion, versions=versions))

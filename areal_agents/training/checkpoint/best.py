@@ -1,0 +1,70 @@
+"""What a checkpoint is one of the best by (`trainer.keep_best`): its held-out reward, or any metric.
+
+The held-out reward of the weights of a step, as far as the store knows it yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_agents.errors import TrainingError
+from areal_agents.store import Store
+
+HELDOUT = "heldout"
+
+
+@dataclass(frozen=True, slots=True)
+class BestMetric:
+    """The figure that checkpoints are compared by; more is better.
+
+    Attributes:
+        name: of a metric, or "heldout".
+        store: of the run; on the first rank only.
+    """
+
+    name: str
+    store: Store | None
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """TrainingError unless the metrics of a step have it."""
+        if self.name != HELDOUT and self.name not in values:
+            raise TrainingError(
+                f"trainer.best_metric: there is no metric {self.name!r}; choose heldout or one of "
+                f"{', '.join(sorted(values))}"
+            )
+
+    def score(self, step: int, facts: Mapping[str, Any]) -> float | None:
+        """That of the checkpoint of `step`, whose metric is "score" in `facts`; None where there is none."""
+        if self.name == HELDOUT and self.store is not None:
+            return heldout_reward(self.store, step)
+        score = facts["score"]
+        return score if isinstance(score, int | float) and math.isfinite(score) else None
+
+
+def heldout_reward(store: Store, step: int) -> float | None:
+    """The mean score of the newest evaluation that began by `step`, and that has ended; None without one.
+
+    It has ended when none of its episodes is open and it has as many tasks as the one before: between two
+    episodes, and after an interruption, it has fewer. A failed episode counts as 0, and a task that was
+    attempted again by its last attempt. The evaluation of the initial weights is no checkpoint's.
+    """
+    scores: dict[int, dict[str, float]] = {}
+    going_on: set[int] = set()
+    for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
+        at = episode.metadata.get("step", 0)
+        if not 0 <= at <= step or episode.status == "aborted":
+            continue
+        if episode.status == "open":
+            going_on.add(at)
+        failed = episode.status == "failed"
+        scores.setdefault(at, {})[episode.task_id] = 0.0 if failed else episode.score or 0.0
+    newest: dict[str, float] = {}
+    tasks_before = 0
+    for at, of_tasks in sorted(scores.items()):
+        if at > 0 and at not in going_on and len(of_tasks) >= tasks_before:
+            newest = of_tasks
+        tasks_before = len(of_tasks)
+    return math.fsum(newest.values()) / len(newest) if newest else None

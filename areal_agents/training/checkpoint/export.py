@@ -1,0 +1,93 @@
+"""From a checkpoint to a plain Hugging Face folder, adapters merged into the weights.
+
+What a finished run leaves: the trained model as a Hugging Face folder, and beside it an adapter.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from areal_agents.errors import ConfigError
+from areal_agents.training.checkpoint.checkpoint import latest_checkpoint, load_weights, read_facts
+from areal_agents.training.config import LoraConfig, TrainerConfig
+from areal_agents.training.distributed import ranks
+from areal_agents.training.model.folder import SHARD_BYTES, remove_unfinished, write_model
+from areal_agents.training.model.lora import LoraOptions
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.publish.version_folder import write_policy, write_policy_adapter
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
+    """Write the policy of a checkpoint to `out`, on the CPU; which checkpoint it was.
+
+    Args:
+        source: a checkpoint, or a run, whose latest is taken.
+        out: a folder that does not exist, or is empty.
+        dtype: of the weights; None keeps that of the model that the run began with.
+
+    Raises:
+        ConfigError: there is no checkpoint, `out` is taken, or the model is gone.
+        TrainingError: the checkpoint is damaged, or the disk refuses.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder; choose another")
+    checkpoint = find_checkpoint(source)
+    facts = read_facts(checkpoint)
+    model = Path(facts["model_path"])
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{checkpoint} belongs to the model {model}, which is not there any more")
+    with ranks("cpu") as alone:
+        policy = load_policy(model, alone, options=ModelOptions(lora=lora_options(facts["lora"])))
+        load_weights(checkpoint, policy, alone)
+        weights = policy.full_state_dict()
+    saved = DTYPES[dtype] if dtype else policy.saved_dtype
+    write_model(weights, out, like=model, dtype=saved, shard_bytes=shard_bytes)
+    return checkpoint
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint that a path names. ConfigError if there is none."""
+    if (source / "trainer.json").is_file():
+        return source
+    found = latest_checkpoint(source / "checkpoints")
+    if found is None:
+        raise ConfigError(f"{source} is neither a checkpoint (step-<n>) nor the folder of a run with one")
+    return found
+
+
+def facts_of(config: TrainerConfig, model_path: Path) -> dict[str, Any]:
+    """What a checkpoint must say so that it can be exported."""
+    lora = config.lora.model_dump(mode="json") if config.lora is not None else None
+    return {"model_path": str(model_path.resolve()), "lora": lora}
+
+
+def lora_options(saved: LoraConfig | dict[str, Any] | None) -> LoraOptions | None:
+    """The adapter that a config, or a checkpoint, describes."""
+    if saved is None:
+        return None
+    config = LoraConfig.model_validate(saved)
+    return LoraOptions(rank=config.rank, alpha=config.alpha, targets=config.targets)
+
+
+def write_final(policy: Policy, run_dir: Path, *, like: Path, writes: bool) -> None:
+    """Write `<run_dir>/final`, and `<run_dir>/final-adapter` for a policy with an adapter. Collective.
+
+    Args:
+        like: the folder that the run began with.
+        writes: whether this rank writes; the others only help to gather.
+
+    Raises:
+        TrainingError: the disk refuses.
+    """
+    if writes:
+        remove_unfinished(run_dir, "final*")  # and of the adapter
+    write_policy(policy, run_dir / "final", like=like, writes=writes)
+    if policy.lora is not None:
+        write_policy_adapter(policy, run_dir / "final-adapter", base=like, writes=writes)

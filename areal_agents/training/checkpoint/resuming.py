@@ -1,0 +1,51 @@
+"""Where a life of a run begins: at its latest checkpoint, under a version that was never used.
+
+The step comes from the checkpoint. The version is above every one there ever was, since later steps, which
+are lost, had versions of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+from areal_agents.store import Store
+from areal_agents.training.checkpoint.checkpoint import Parts, Progress, latest_checkpoint, load_checkpoint
+from areal_agents.training.distributed import Ranks
+
+log = logging.getLogger(__name__)
+
+
+def resume(folder: Path, parts: Parts, ranks: Ranks, store: Store | None, *, publishes: bool) -> Progress:
+    """Load the latest checkpoint of `folder`, if any, and give back what later steps had leased. Collective.
+
+    Args:
+        parts: what is loaded, in place.
+        store: of the run; on the first rank only.
+        publishes: whether the run publishes versions; one that does not keeps the checkpoint's.
+
+    Returns:
+        The step that is trained, and the version that its weights are to be published as.
+
+    Raises:
+        TrainingError: the checkpoint cannot be used.
+        StoreError: the store is unusable.
+    """
+    path = ranks.broadcast(latest_checkpoint(folder))
+    progress = Progress(step=0, version=0)
+    if path is not None:
+        progress = load_checkpoint(path, parts, ranks)
+        log.info("resuming after step %d from %s", progress.step, path)
+    version = progress.version
+    if store is not None:
+        if path is not None:
+            store.commit_checkpoint(progress.step)  # it may have died between the folder and the row
+        returned = store.return_leases(progress.step)
+        if returned:
+            log.info("%d groups that later steps had taken are complete again", returned)
+        if publishes:
+            # Above the checkpoint's too, in case the store is another: 0 is what engines start with.
+            trained = version if path is not None else -1
+            version = max(store.max_version(), trained) + 1
+    return replace(progress, version=ranks.broadcast(version))

@@ -1,0 +1,1 @@
+"""Models as the trainer holds them: loading, sharding, attention, adapters and experts."""

@@ -1,0 +1,73 @@
+"""The critic of PPO: the value of the state before each trained token, from a model of its own.
+
+It is the backbone of a Hugging Face folder with a scalar head that begins at zero: a critic that has
+learned nothing says 0 everywhere. It shares no weight with the policy and has its own optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from transformers import PreTrainedModel
+
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.model import ModelOptions, hidden_rows, load_sharded
+
+
+class Critic(nn.Module):
+    """A model that answers with values, one per trained token.
+
+    The value of a token is read from the row that predicts it: the state before it was sampled.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(model.config.get_text_config().hidden_size, 1)
+        self.eval()
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        """Values [N] float32 of the micro-batch's trained tokens, in the units of the returns."""
+        batch = replace(batch, routed_experts=None)  # they are the policy's, and these are other weights
+        values: Tensor = self.head(hidden_rows(self.model, batch).float())
+        return values.squeeze(-1).clone()  # FSDP hooks onto the output, and a view could lose the hook
+
+
+@dataclass(frozen=True, slots=True)
+class CriticState:
+    """A critic and what trains it; both belong into a checkpoint."""
+
+    critic: Critic
+    optimizer: torch.optim.Optimizer
+
+
+def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None = None) -> Critic:
+    """The backbone of a Hugging Face folder under a head of zeros, sharded like the policy.
+
+    The head is float32 whatever the compute type: a value has more digits than bfloat16 holds.
+
+    Raises:
+        TrainingError: the folder cannot be loaded.
+        ValueError: adapters; a critic learns by all of its weights.
+    """
+    options = options or ModelOptions()
+    if options.lora is not None:
+        raise ValueError("a critic learns by all of its weights, got options with adapters (lora)")
+
+    def root(model: PreTrainedModel, _: torch.dtype) -> Critic:
+        critic = Critic(model)
+        fully_shard(critic.head, mesh=ranks.mesh)
+        return critic
+
+    critic = load_sharded(path, ranks, root, options=options, head=False)
+    with torch.no_grad():
+        for parameter in critic.head.parameters():
+            parameter.zero_()
+    return critic

@@ -1,0 +1,101 @@
+"""Whole weights out of shards, one after the other, under the names and layouts of published checkpoints.
+
+No rank ever holds more than the parameters that one published weight is made of, which is one of them in
+almost every architecture.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from areal_agents.training.model.loading import base_state, tied_weights
+from areal_agents.training.model.lora import LoraOptions, adapter_tensors, merged
+
+Shape = tuple[int, ...]
+
+_LAYER = re.compile(r"^(.*?\.\d+\.)")
+
+
+def published_shapes(model: PreTrainedModel) -> dict[str, Shape]:
+    """The shape of every weight that `whole_weights` yields, by name, in its order. Not collective."""
+    parameters = _shapes(model)
+    return {
+        name: shape
+        for names in _units(model, parameters)
+        for name, shape in _reverted_shapes(model, {n: parameters[n] for n in names}).items()
+    }
+
+
+def whole_weights(model: PreTrainedModel, lora: LoraOptions | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every weight in turn, whole, float32, on the model's device. Tied weights come once.
+
+    Collective: every rank must exhaust it. A tensor may be the parameter's own memory: it is to be read
+    before the next training step, and not to be written to. An adapter is merged:
+    W + (alpha / rank) · B A.
+    """
+    return _gathered(model, lora, _units(model, _shapes(model)))  # planned now, gathered as it is read
+
+
+def _gathered(
+    model: PreTrainedModel, lora: LoraOptions | None, units: Iterable[list[str]]
+) -> Iterator[tuple[str, Tensor]]:
+    state, adapters = base_state(model), adapter_tensors(model)
+    for names in units:
+        parts = {}
+        for name in names:
+            parts[name] = _whole(state[name])
+            if name in adapters and lora is not None:
+                a, b = adapters[name]
+                parts[name] = merged(parts[name], _whole(a), _whole(b), lora)
+        yield from revert_weight_conversion(model, parts).items()
+
+
+def whole_adapter(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The adapters' factors in turn, as `whole_weights`, under peft's names."""
+    for name, factors in adapter_tensors(model).items():
+        for part, factor in zip("AB", factors, strict=True):
+            yield f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight", _whole(factor)
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
+    """Of the parameters and persistent buffers that are published, under the model's own names."""
+    tied = tied_weights(model)
+    return {name: tuple(tensor.shape) for name, tensor in base_state(model).items() if name not in tied}
+
+
+def _units(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> list[list[str]]:
+    """The parameters in runs that can be published without the others.
+
+    A run is one parameter, but where published weights are made of several: then it is all of those of
+    their layer.
+    """
+    whole = _reverted_shapes(model, parameters)
+    units: dict[str, list[str]] = {}
+    for name, shape in parameters.items():
+        alone = _reverted_shapes(model, {name: shape})
+        if alone.items() <= whole.items():
+            units[name] = [name]
+        else:
+            layer = _LAYER.match(name)
+            units.setdefault(layer[1] if layer else "", []).append(name)
+    return list(units.values())
+
+
+def _reverted_shapes(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The published shapes that parameters of these shapes have."""
+    reverted = revert_weight_conversion(
+        model, {name: torch.empty(shape, device="meta") for name, shape in parameters.items()}
+    )
+    return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,168 @@
+"""Low-rank adapters through peft: the base stays frozen, only the adapter is trained.
+
+Versions are published as adapters alone, or merged by the transports that carry whole weights.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from areal_agents.errors import TrainingError
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.experts import has_experts
+from areal_agents.training.model.images import sees_images
+from areal_agents.training.model.sharding import local_rows
+
+_NAME = "default"  # peft's name of a model's only adapter
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """An adapter W + (alpha / rank) · B A on every target (LoRA, arXiv 2106.09685, §4.1).
+
+    Attributes:
+        targets: names of linear layers as peft takes them; "all-linear" is every one of the decoder's
+            blocks, those of attention alone in a model with experts. A vision tower has none.
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: str | tuple[str, ...] = "all-linear"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"expected a LoRA rank of at least 1, got {self.rank}")
+        if not self.targets:
+            raise ValueError("expected at least one LoRA target")
+
+
+def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
+    """Put an adapter beside every target, in place, and freeze everything else.
+
+    Raises:
+        TrainingError: no module has the name of a target, or one of them is the head or no linear layer.
+    """
+    import peft  # slow to import, and few runs need it
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    targets = _linear_layers(model) if options.targets == "all-linear" else options.targets
+    config = _config(options, targets)
+    if sees_images(model.config):
+        config.exclude_modules = r".*\bvisual\..*"
+    try:
+        peft.inject_adapter_in_model(config, model, _NAME, low_cpu_mem_usage=True)
+    except ValueError as error:
+        raise TrainingError(f"trainer.lora.targets: {error}") from error
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), nn.Linear):
+            kind = type(module.get_base_layer()).__name__
+            raise TrainingError(f"trainer.lora.targets: {name} is {kind}, not a linear layer")
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):  # logprobs are taken from its weight alone
+        raise TrainingError("trainer.lora.targets: the head takes no adapter; leave its name out")
+
+
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """The last names of the decoder blocks' linear layers; of attention alone where others are experts,
+    which peft would take under the names of the dense layers."""
+    experts = has_experts(model)
+    return sorted(
+        {
+            path.rpartition(".")[2]
+            for block in model.get_decoder().layers
+            for path, module in block.named_modules()
+            if isinstance(module, nn.Linear) and not (experts and path.startswith("mlp."))
+        }
+    )
+
+
+def reset_adapters(model: PreTrainedModel, ranks: Ranks) -> None:
+    """A ~ U(±1/√in_features) as peft begins it, B = 0; alike however many ranks there are. Collective."""
+    generator = torch.Generator().manual_seed(ranks.broadcast(torch.initial_seed()))
+    with torch.no_grad():
+        for a, b in adapter_tensors(model).values():
+            bound = 1 / math.sqrt(a.shape[1])
+            whole = torch.empty(a.shape).uniform_(-bound, bound, generator=generator)
+            _set(a, whole)
+            _set(b, torch.zeros(b.shape))
+
+
+def adapter_tensors(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
+    """A [rank, in] and B [out, rank] by the name of the weight [out, in] that they are added to."""
+    state = model.state_dict()
+    suffix = f".lora_A.{_NAME}.weight"
+    return {
+        name.removesuffix(suffix) + ".weight": (tensor, state[name.replace(".lora_A.", ".lora_B.")])
+        for name, tensor in state.items()
+        if name.endswith(suffix)
+    }
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, options: LoraOptions) -> Tensor:
+    """W + (alpha / rank) · B A, in float32 on W's device."""
+    product = b.detach().to(weight.device) @ a.detach().to(weight.device)
+    return weight + options.alpha / options.rank * product
+
+
+def write_adapter(weights: Mapping[str, Tensor], path: Path, options: LoraOptions, *, base: str) -> None:
+    """Write a folder that peft loads: `weights` as `Policy.adapter_state_dict` returns them.
+
+    An existing folder of that name is replaced; a reader never sees half a folder under it.
+
+    Args:
+        base: the model that the adapter belongs to, a path or a name on the hub.
+
+    Raises:
+        TrainingError: the disk refuses.
+    """
+    # by name: engines do not know what "all-linear" is
+    named = sorted({name.split(".")[-3] for name in weights})
+    config = _config(options, named if options.targets == "all-linear" else options.targets)
+    config.base_model_name_or_path = base
+    config.inference_mode = True
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        config.save_pretrained(str(temporary))
+        save_file(dict(weights), temporary / "adapter_model.safetensors", metadata={"format": "pt"})
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
+        raise TrainingError(f"cannot write the adapter to {path}: {error}") from error
+
+
+def _config(options: LoraOptions, targets: str | Sequence[str]) -> Any:
+    import peft
+
+    return peft.LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def _set(tensor: Tensor, whole: Tensor) -> None:
+    """Write a whole value into a shard."""
+    if isinstance(tensor, DTensor):
+        rows = local_rows(tensor)
+        tensor.to_local().copy_(whole[rows])
+    else:
+        tensor.copy_(whole)

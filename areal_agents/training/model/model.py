@@ -1,0 +1,269 @@
+"""The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
+
+Everything that touches weights, the chunked head included, runs inside the forward of the root, where
+the weights of no block are whole; no rank ever holds all of them, but where they are asked for whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from transformers import PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.errors import TrainingError
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model import attention
+from areal_agents.training.model.compatibility import attention_calls, logit_scale
+from areal_agents.training.model.context_parallel import check_heads
+from areal_agents.training.model.experts import has_experts, prepare_replay
+from areal_agents.training.model.gathering import whole_adapter, whole_weights
+from areal_agents.training.model.images import sees_images, vision_inputs
+from areal_agents.training.model.loading import build_model, load_weights
+from areal_agents.training.model.lora import LoraOptions, add_adapters, reset_adapters
+from areal_agents.training.model.sharding import Checkpointing, checkpoint_blocks, materialize, shard
+from areal_agents.training.step.divergence import FullTargets, TopTargets, reverse_kl, top_logprobs
+from areal_agents.training.step.logprobs import CHUNK_LOGITS, token_logprobs
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """How a model is held.
+
+    Attributes:
+        dtype: compute type; master weights are float32, and so is the reduction of gradients.
+        activation_checkpointing: which blocks keep only their input for the backward pass: none of
+            them, all, or every n-th.
+        lora: the adapter to train in place of the weights.
+    """
+
+    dtype: torch.dtype = torch.float32
+    activation_checkpointing: Checkpointing = "off"
+    lora: LoraOptions | None = None
+
+
+class PolicyOutput(NamedTuple):
+    """What a policy says of the N scored tokens of a micro-batch, each [N].
+
+    Attributes:
+        logprobs: differentiable.
+        entropies: detached unless asked otherwise.
+        divergence: from a teacher, differentiable; None without one.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    divergence: Tensor | None = None
+
+
+class Policy(nn.Module):
+    """A causal language model that answers with logprobs of trained tokens, not with logits.
+
+    It stays in evaluation mode: dropout would make the ratio differ from 1 on the weights that
+    sampled.
+    """
+
+    model: PreTrainedModel
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        saved_dtype: torch.dtype = torch.float32,
+        chunk_logits: int = CHUNK_LOGITS,
+        lora: LoraOptions | None = None,
+        logit_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.logit_scale = logit_scale  # logits = scale · head(hidden), see `compatibility.logit_scale`
+        self.saved_dtype = saved_dtype  # of the folder it came from, and of the versions published
+        self.chunk_logits = chunk_logits
+        self.lora = lora
+        self.eval()
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's sizes, for counting FLOPs."""
+        return ModelShape.from_config(self.model.config.get_text_config().to_dict())
+
+    def backbone(self, batch: MicroBatch) -> Tensor:
+        """The last hidden states [N, d] at the rows that predict the trained tokens."""
+        return hidden_rows(self.model, batch)
+
+    def forward(
+        self,
+        batch: MicroBatch,
+        *,
+        entropy_gradient: bool = False,
+        teacher: TopTargets | FullTargets | None = None,
+    ) -> PolicyOutput:
+        """What the policy says of the micro-batch's scored tokens.
+
+        Args:
+            entropy_gradient: whether the entropies are differentiable.
+            teacher: the distributions at the same tokens that the divergence is taken from; its logits are
+                divided by the same numbers as the policy's.
+        """
+        hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
+        temperatures = batch.temperatures / self.logit_scale
+        logprobs, entropies = token_logprobs(
+            hidden,
+            batch.target_ids,
+            temperatures,
+            head,
+            chunk_logits=self.chunk_logits,
+            entropy_gradient=entropy_gradient,
+        )
+        divergence = None
+        if teacher is not None:
+            divergence = reverse_kl(hidden, temperatures, head, teacher, chunk_logits=self.chunk_logits)
+        return PolicyOutput(logprobs, entropies, divergence)
+
+    def top_logprobs(self, batch: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
+        """The k most likely tokens at the scored ones: ids [N, k] int64, logprobs [N, k]. No gradient."""
+        hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
+        temperatures = batch.temperatures / self.logit_scale
+        return top_logprobs(hidden, temperatures, head, k, chunk_logits=self.chunk_logits)
+
+    def full_state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
+        """Every weight, whole, float32, on the CPU, under the names of published checkpoints.
+
+        Collective: every rank calls it. Tied weights appear once. An adapter is merged:
+        W + (alpha / rank) · B A.
+
+        Args:
+            keep: whether this rank wants them; elsewhere the result is empty, and no rank's memory
+                holds more than one whole weight.
+        """
+        return _kept(whole_weights(self.model, self.lora), keep)
+
+    def adapter_state_dict(self, *, keep: bool = True) -> dict[str, Tensor] | None:
+        """The adapter's weights, whole, float32, on the CPU, under peft's names; None without one.
+
+        Collective. `lora.write_adapter` makes a folder of them.
+        """
+        if self.lora is None:
+            return None
+        return _kept(whole_adapter(self.model), keep)
+
+
+def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+    """The model's last hidden states [N, d] at the rows that predict the trained tokens.
+
+    Raises:
+        ValueError: images for a model that takes none, or images or recorded routing on rows that
+            several ranks share.
+        TrainingError: recorded routing for a model without routers that can replay it.
+    """
+    vision = sees_images(model.config)
+    if batch.images is not None and not vision:
+        raise ValueError(f"{type(model).__name__} takes no images")
+    if batch.context_group is not None and (vision or batch.routed_experts is not None):
+        raise ValueError("context_parallel supports neither vision models nor recorded routing")
+    inputs: dict[str, Any]
+    if vision:
+        inputs = vision_inputs(model, batch)
+    else:
+        inputs = {"input_ids": batch.input_ids[None], "position_ids": batch.position_ids[None]}
+    if batch.routed_experts is not None:
+        if not has_experts(model):
+            raise TrainingError(
+                f"{type(model).__name__} has no router that can replay the recorded routing; leave "
+                "engine.routed_experts off"
+            )
+        inputs["routed_experts"] = batch.routed_experts
+    output: Any = model.get_decoder()(use_cache=False, segments=attention.plan(batch), **inputs)
+    hidden: Tensor = output.last_hidden_state
+    return hidden[0].index_select(0, batch.predictor_rows)
+
+
+def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = ModelOptions()) -> Policy:
+    """Load a Hugging Face folder in float32 and shard it over the ranks.
+
+    Raises:
+        TrainingError: the folder cannot be loaded, lacks weights, has layers or logits that packed samples
+            do not support (see `compatibility`), or cannot be shared by the ranks of a context.
+    """
+
+    def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
+        return Policy(model, saved_dtype=saved_dtype, lora=options.lora, logit_scale=logit_scale(model))
+
+    policy = load_sharded(path, ranks, root, options=options)
+    register_fsdp_forward_method(policy, "backbone")
+    register_fsdp_forward_method(policy, "top_logprobs")
+    return policy
+
+
+def load_sharded(
+    path: str | Path,
+    ranks: Ranks,
+    root: Callable[[PreTrainedModel, torch.dtype], M],
+    *,
+    options: ModelOptions,
+    head: bool = True,
+) -> M:
+    """A module around a Hugging Face model, sharded; the weights go from the files into the shards.
+
+    Args:
+        root: makes the module, on the meta device, of the model and the type of its saved weights.
+            Parameters that it adds have no value until the caller sets one.
+        head: whether the model has its output matrix.
+
+    Raises:
+        TrainingError: as `load_policy`, on every rank if on one.
+    """
+    disable_progress_bar()  # the process logs to a file
+    folder = Path(path)
+    model, saved_dtype = build_model(folder, head=head)
+    if ranks.context_count > 1:
+        _check_context(model, folder, ranks.context_count)
+    if options.lora is not None:
+        add_adapters(model, options.lora)
+    if has_experts(model):
+        prepare_replay(model)
+    checkpoint_blocks(model, options.activation_checkpointing)
+    with torch.device("meta"):
+        module = root(model, saved_dtype)
+    shard(module, model, ranks, dtype=options.dtype)
+    materialize(module, model, ranks.device)
+    error: TrainingError | None = None
+    try:
+        load_weights(model, folder)
+    except TrainingError as caught:  # raised below, when all ranks know: they would wait for this one
+        error = caught
+    if ranks.any(error is not None):
+        raise error or TrainingError(f"{folder}: another rank could not load the model")
+    if options.lora is not None:
+        reset_adapters(model, ranks)
+    return module
+
+
+def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
+    """Whether the ranks of a context can share the model: known now, not with the first batch."""
+    if sees_images(model.config):
+        raise TrainingError(f"{folder}: context_parallel does not support vision models; use 1")
+    for call in attention_calls(model):  # layers may differ, as in Laguna
+        try:
+            check_heads(call.heads, call.kv_heads, count)
+        except ValueError as error:
+            raise TrainingError(f"{folder}: {error}") from error
+
+
+def _kept(weights: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+    """Copies of all of them on the CPU, or nothing; either way every one is gathered."""
+    copies = {}
+    for name, tensor in weights:
+        if keep:
+            copies[name] = tensor.to("cpu", copy=True).contiguous()
+    return copies

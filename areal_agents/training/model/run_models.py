@@ -1,0 +1,113 @@
+"""The models that a run's algorithm needs, and what trains them.
+
+The reference policy: a frozen model that the trained one is held near. It is never written to.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.losses.distillation import DistillationLoss
+from areal_agents.errors import TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.training.checkpoint.checkpoint import Parts
+from areal_agents.training.checkpoint.export import DTYPES, lora_options
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.critic import CriticState, load_critic
+from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.step.learner import rate_factor, set_learning_rate
+from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The policy with its optimizer; a critic, a frozen reference policy and a teacher where needed."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    critic: CriticState | None
+    reference: Policy | None
+    teacher: Teacher | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What a checkpoint holds: all that is trained. The reference is as its folder has it."""
+        parts: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] = {
+            "policy": (self.policy, self.optimizer)
+        }
+        if self.critic is not None:
+            parts["critic"] = (self.critic.critic, self.critic.optimizer)
+        return parts
+
+    def set_rate(self, step: int, config: TrainerConfig) -> float:
+        """Use the learning rates of batch `step`, counted from 0; the policy's."""
+        factor = rate_factor(step, config)
+        set_learning_rate(self.optimizer, config.lr * factor)
+        if self.critic is not None:
+            set_learning_rate(self.critic.optimizer, config.critic_lr * factor)
+        return config.lr * factor
+
+
+def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path, ranks: Ranks) -> Models:
+    """Load what `algorithm` needs; a model without a folder of its own begins as the policy does.
+
+    Raises:
+        TrainingError: a folder cannot be loaded.
+    """
+    options = ModelOptions(
+        dtype=DTYPES[config.dtype],
+        activation_checkpointing=config.activation_checkpointing,
+        lora=lora_options(config.lora),
+    )
+    frozen = ModelOptions(dtype=options.dtype)
+    whole = ModelOptions(dtype=options.dtype, activation_checkpointing=config.activation_checkpointing)
+    policy = load_policy(model_path, ranks, options=options)
+    critic = reference = None
+    if algorithm.needs_critic:
+        model = load_critic(config.critic_model or model_path, ranks, options=whole)
+        critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr))
+    if algorithm.needs_reference:
+        reference = load_reference(config.reference_model or model_path, ranks, options=frozen)
+    teacher = _load_teacher(config, algorithm, policy, ranks, options=frozen)
+    return Models(policy, make_optimizer(policy, config), critic, reference, teacher)
+
+
+def _load_teacher(
+    config: TrainerConfig, algorithm: AlgorithmConfig, policy: Policy, ranks: Ranks, *, options: ModelOptions
+) -> Teacher | None:
+    loss = algorithm.policy_loss
+    if not isinstance(loss, DistillationLoss):
+        return None
+    vocab = policy.shape.vocab
+    if loss.teacher != "model" and loss.distill_top_k > vocab:
+        raise TrainingError(
+            f"algorithm.distill_top_k: {loss.distill_top_k} is more than the vocabulary of {vocab} tokens"
+        )
+    if loss.teacher == "self":
+        return SelfTeacher(loss.distill_top_k)
+    if loss.teacher == "model":
+        return HeldTeacher(config.teacher_model, ranks, vocab_size=vocab, options=options)
+    return EngineTeacher(
+        lambda: SGLangEngine(config.teacher_url, request_timeout_s=config.teacher_timeout_s),
+        top=loss.distill_top_k,
+        vocab_size=vocab,
+        timeout_s=config.teacher_timeout_s,
+        ranks=ranks,
+    )
+
+
+def load_reference(path: str | Path, ranks: Ranks, *, options: ModelOptions | None = None) -> Policy:
+    """Load a Hugging Face folder like the policy, sharded, without gradients.
+
+    Raises:
+        TrainingError: the folder cannot be loaded.
+    """
+    policy = load_policy(path, ranks, options=options or ModelOptions())
+    policy.requires_grad_(False)
+    return policy

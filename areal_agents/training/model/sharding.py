@@ -1,0 +1,122 @@
+"""A model without weights is cut into FSDP2 units, then given memory: float32 shards, nothing whole.
+
+The order is fixed: adapters, activation checkpointing, units, memory, buffers, weights. Computation is
+in the compute type, gradients are reduced in float32, and buffers (the rotary frequencies) stay float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from areal_agents.errors import TrainingError
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.experts import router_of
+from areal_agents.training.model.images import vision_blocks
+
+Checkpointing = Literal["off", "full"] | int
+
+
+def blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder's blocks, first to last."""
+    return list(model.get_decoder().layers)
+
+
+def checkpoint_blocks(model: PreTrainedModel, setting: Checkpointing) -> None:
+    """Recompute blocks in the backward pass: all of them, or every n-th, beginning with the first.
+
+    Raises:
+        ValueError: a number below 1.
+    """
+    if setting == "off":
+        return
+    every = 1 if setting == "full" else setting
+    if every < 1:
+        raise ValueError(f"activation_checkpointing: expected off, full or a number ≥ 1, got {setting}")
+    for block in blocks(model)[::every]:
+        # nothing in a block is random, dropout is off
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch.dtype) -> None:
+    """Cut `root`, which holds `model` and calls its head, into units, in place.
+
+    Each block is a unit, and within it a router of experts, which computes in float32; so is the
+    embedding, unless it is tied to the head: they must then be in one. The root holds the rest: the
+    final norm and the head, whose matrix is used once per chunk, and again in the backward pass. It
+    stays whole from the forward to the end of the backward pass.
+    """
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        router = router_of(block)
+        if router is not None and dtype != torch.float32:
+            fully_shard(router, mesh=ranks.mesh, mp_policy=exact)  # near ties decide which experts
+        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
+    for block in vision_blocks(model):
+        fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        fully_shard(embedding, mesh=ranks.mesh, mp_policy=precision)
+    fully_shard(root, mesh=ranks.mesh, mp_policy=precision, reshard_after_forward=False)
+
+
+def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
+    """Give the shards memory, and compute the buffers, which no file holds.
+
+    Raises:
+        TrainingError: a buffer that the model's own initialisation does not set.
+    """
+    root.to_empty(device=device)
+    with torch.no_grad():
+        for _, buffer, _, _ in _buffers(model):
+            buffer.fill_(_unset(buffer.dtype))
+        for _, _, module, owner in _buffers(model):
+            owner._init_weights(module)
+    saved = model.state_dict().keys()
+    for name, buffer, _, _ in _buffers(model):
+        unset = buffer.isnan() if buffer.is_floating_point() else buffer == _unset(buffer.dtype)
+        if name not in saved and buffer.dtype != torch.bool and unset.any():
+            raise TrainingError(f"{type(model).__name__}: cannot rebuild the buffer {name}")
+
+
+def local_rows(tensor: torch.Tensor) -> slice:
+    """Which rows of the whole tensor this rank holds; FSDP shards the first dimension, over one mesh axis."""
+    size, start = len(tensor) if tensor.ndim else 1, 0
+    if isinstance(tensor, DTensor):
+        for axis, placement in enumerate(tensor.placements):
+            if isinstance(placement, Shard):
+                assert placement.dim == 0, placement
+                mesh = tensor.device_mesh
+                size, start = Shard.local_shard_size_and_offset(
+                    size, mesh.size(axis), mesh.get_local_rank(axis)
+                )
+    return slice(start, start + size)
+
+
+def _unset(dtype: torch.dtype) -> float | int | bool:
+    """What a buffer holds until it is computed."""
+    if dtype.is_floating_point:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, nn.Module, PreTrainedModel]]:
+    """Every buffer: its name, itself, its module, and the innermost model that the module belongs to."""
+    owners: dict[str, PreTrainedModel] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, PreTrainedModel):
+            owners[path] = module
+        else:
+            owners[path] = owners[path.rpartition(".")[0]]
+        for name, buffer in module.named_buffers(recurse=False):
+            yield f"{path}.{name}" if path else name, buffer, module, owners[path]

@@ -1,0 +1,260 @@
+"""Whether an engine holds exactly the weights of a published folder.
+
+Both sides hash every tensor, by the engine's definition: it fuses matrices, and holds them in its own type
+and on its own device. The folder's weights are put in that form: fused, and rounded to float32, bfloat16
+or float16 as the engine's loading rounds them. A tensor agrees if it has the engine's hash in one of these
+types, so that a wrong weight never agrees and a type chosen by the engine is no error.
+
+The two hashes by which engines say what a tensor in their memory holds, bit for bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.inference.engine import Engine
+from areal_agents.training.model.folder import raw_bytes
+from areal_agents.training.model.safetensors_files import Checkpoint, Stored
+
+log = logging.getLogger(__name__)
+
+_COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")  # not held: made anew, or the embedding itself
+
+Place = tuple[int, int]  # expert, and position within the fused matrix
+
+_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ROWS = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
+         "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_EXPERTS = {"gate": ("w13_weight", 0), "up": ("w13_weight", 1), "down": ("w2_weight", 0)}
+_PADDED = ("embed_tokens.weight", "lm_head.weight")  # engines pad the vocabulary with rows of zeros
+_PAD_TO = 64
+_EXPERT_WEIGHTS = re.compile(r"\.experts\.w(13|2)_weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """compared: tensors that agree, of `tensors` that the engine holds; the others have its own form."""
+
+    compared: int
+    tensors: int
+
+
+class Checksums:
+    """The tensors of a folder under the names, and in the forms, that engines have them.
+
+    Raises:
+        TrainingError: the folder's files cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._files = Checkpoint(folder)
+        self._parts: dict[str, dict[Place, Stored]] = {}
+        for name, stored in self._files.tensors.items():
+            fused, place = _engine_name(name)
+            self._parts.setdefault(fused, {})[place] = stored
+        self._last: tuple[str, torch.dtype] = ("cpu", torch.float32)  # the form that agreed last
+
+    async def check(self, engine: Engine) -> Agreement | None:
+        """Compare with what the engine holds; None, with a warning, if it is of several workers, whose
+        shares have no hash here.
+
+        Raises:
+            EngineError: a tensor differs, or is not there: names it and the engine.
+        """
+        ranks = (await engine.checksum()).ranks
+        if len(ranks) != 1:
+            log.warning(
+                "%s: the weights of %d tensor-parallel workers are not compared", engine.base_url, len(ranks)
+            )
+            return None
+        return await asyncio.to_thread(self._compare, ranks[0], engine.base_url)
+
+    def _compare(self, held: Mapping[str, str], url: str) -> Agreement:
+        unknown = held.keys() - self._parts.keys()
+        missing = sorted(n for n in self._parts.keys() - held.keys() if not n.endswith(_COMPUTED))
+        if missing and not unknown:
+            raise EngineError(f"{url} serves weights without {missing[0]}, which was published")
+        common = sorted(self._parts.keys() & held.keys(), key=self._rows)  # the smallest show the form
+        if not common:
+            raise EngineError(f"{url} serves another model: it has none of the published weights")
+        for name in common:
+            if not self._agrees(name, held[name]):
+                raise EngineError(
+                    f"{url} serves other weights than were published: {name} differs (its checksum is "
+                    f"{held[name]}, in none of float32, bfloat16 and float16 is it that of the folder)"
+                )
+        if unknown:
+            log.warning(
+                "%s: %d of %d weights have a form of the engine's own and are not compared, such as %s",
+                url, len(unknown), len(held), min(unknown),
+            )  # fmt: skip
+        return Agreement(len(common), len(held))
+
+    def _agrees(self, name: str, want: str) -> bool:
+        whole = self._whole(name)
+        kinds = {whole.dtype, *_TYPES}  # its own first: it is the likeliest
+        forms = [self._last] + [(kind, dtype) for kind in HASHES for dtype in [whole.dtype, *kinds]]
+        for tensor in _paddings(name, whole):
+            for form in dict.fromkeys(forms):
+                kind, dtype = form
+                device = "cuda" if kind == "gpu" and torch.cuda.is_available() else "cpu"
+                if HASHES[kind](tensor.to(dtype).to(device)) == want:
+                    self._last = form
+                    return True
+        return False
+
+    def _whole(self, name: str) -> Tensor:
+        """The tensor as engines fuse it."""
+        experts: dict[int, list[Tensor]] = {}
+        for (expert, _), stored in sorted(self._parts[name].items()):
+            experts.setdefault(expert, []).append(self._files.read(stored))
+        matrices = [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in experts.values()]
+        return torch.stack(matrices) if _EXPERT_WEIGHTS.search(name) else matrices[0]
+
+    def _rows(self, name: str) -> tuple[int, str]:
+        return sum(stored.shape[0] if stored.shape else 1 for stored in self._parts[name].values()), name
+
+
+class Comparison:
+    """The comparison of several engines with one folder.
+
+    Args:
+        known: base URLs of engines that need none.
+
+    Attributes:
+        compared: base URLs of those whose weights agree, or that have no checksums.
+    """
+
+    def __init__(self, folder: Path, *, known: Collection[str] = ()) -> None:
+        self.compared: set[str] = set()
+        self._known = known
+        self._checksums = Checksums(folder)
+        self._agreements: list[Agreement] = []
+        self._difference: EngineError | None = None
+
+    async def __call__(self, engine: Engine) -> None:
+        """Compare one. EngineError if it holds other weights; one that cannot answer is not compared."""
+        if engine.base_url in self._known:
+            return
+        try:
+            agreement = await self._checksums.check(engine)
+        except EngineUnavailable as error:
+            log.warning("the weights of %s are not compared now: %s", engine.base_url, error)
+        except EngineRejected as error:  # it will not learn to
+            log.warning("the weights of %s are not compared: %s", engine.base_url, error)
+            self.compared.add(engine.base_url)
+        except EngineError as error:
+            self._difference = self._difference or error
+            raise
+        else:
+            self.compared.add(engine.base_url)
+            if agreement is not None:
+                self._agreements.append(agreement)
+
+    def raise_difference(self) -> None:
+        """EngineError if an engine that was compared holds other weights; of the first one."""
+        if self._difference is not None:
+            raise self._difference
+
+    @property
+    def share(self) -> float | None:
+        """Weights that agree / weights that the compared engines hold; None if none was compared."""
+        tensors = sum(agreement.tensors for agreement in self._agreements)
+        return sum(agreement.compared for agreement in self._agreements) / tensors if tensors else None
+
+
+def _engine_name(name: str) -> tuple[str, Place]:
+    """What an engine calls the matrix that a published weight is part of, and which part."""
+    expert = _EXPERT.match(name)
+    if expert is not None:
+        fused, position = _EXPERTS[expert[3]]
+        return f"{expert[1]}.{fused}", (int(expert[2]), position)
+    module, _, parameter = name.rpartition(".")
+    parent, _, layer = module.rpartition(".")
+    if layer in _ROWS:
+        fused, position = _ROWS[layer]
+        return f"{parent}.{fused}.{parameter}", (0, position)
+    return name, (0, 0)
+
+
+def _paddings(name: str, tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, and as an engine may have padded it."""
+    yield tensor
+    if name.endswith(_PADDED) and len(tensor) % _PAD_TO:
+        yield torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % _PAD_TO))
+
+
+Hash = Callable[[Tensor], str]
+
+_MASK = 0xFFFFFFFF
+_MASK64 = (1 << 64) - 1
+_SEED = 0x243F6A88
+_SEEDS = (_SEED, (_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & _MASK)
+_POSITION = ((0x27D4EB2D, 15), (0x165667B1, 13))
+_TILE = 8192  # words
+_TILES_AT_ONCE = 512
+
+
+def cpu_hash(tensor: Tensor) -> str:
+    """What an engine on a CPU answers: the first 8 bytes of the SHA-256 of the row-major bytes, in hex."""
+    return sha256(raw_bytes(tensor)).hexdigest()[:16]
+
+
+def gpu_hash(tensor: Tensor) -> str:
+    """What SGLang on a GPU answers (0.5.21, its `gpu_tensor_hash`), computed on the tensor's own device.
+
+    Each 32-bit word is mixed with its position by MurmurHash3's finaliser, summed per tile of 8192 words,
+    finalised, and the tiles' 64-bit sums go through splitmix64.
+    """
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if not len(data):
+        return f"{0:016x}"
+    words = torch.nn.functional.pad(data, (0, -len(data) % 4)).view(torch.int32)
+    total = 0
+    for start in range(0, len(words), _TILE * _TILES_AT_ONCE):
+        total += _tiles(words[start : start + _TILE * _TILES_AT_ONCE], start, len(words) * 4)
+    return f"{_splitmix64(total & _MASK64):016x}"
+
+
+HASHES: Mapping[str, Hash] = {"cpu": cpu_hash, "gpu": gpu_hash}
+
+
+def _tiles(words: Tensor, start: int, nbytes: int) -> int:
+    """The sum of the tiles' hashes; `words` begin at word `start` of a tensor of `nbytes`."""
+    index = torch.arange(start, start + len(words), device=words.device) & _MASK
+    values = words.long() & _MASK
+    halves = []
+    for seed, (factor, turn) in zip(_SEEDS, _POSITION, strict=True):
+        place = ((index * factor + seed) & _MASK) ^ ((index << turn | index >> (32 - turn)) & _MASK)
+        mixed = _finalise(values ^ place)
+        mixed = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
+        halves.append(_finalise((mixed.sum(1) & _MASK) ^ (nbytes & _MASK)))
+    return sum(high << 32 | low for high, low in zip(*(h.tolist() for h in halves), strict=True))
+
+
+def _finalise(x: Tensor) -> Tensor:
+    """MurmurHash3's fmix32, on words held in 64 bits."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & _MASK
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & _MASK
+    return x ^ (x >> 16)
+
+
+def _splitmix64(x: int) -> int:
+    x ^= x >> 30
+    x = x * 0xBF58476D1CE4E5B9 & _MASK64
+    x ^= x >> 27
+    x = x * 0x94D049BB133111EB & _MASK64
+    return x ^ x >> 31

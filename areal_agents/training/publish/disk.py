@@ -1,0 +1,61 @@
+"""Engines read the version's folder: beside serving where they can, so that the pause is only the swap."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from areal_agents.errors import EngineError
+from areal_agents.inference.engine import Engine
+from areal_agents.training.publish.config import Pause
+from areal_agents.training.publish.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+Check = Callable[[Engine], Awaitable[None]]
+
+
+async def deliver(fleet: Fleet, path: Path, *, pause: Pause, check: Check | None) -> float:
+    """Swap the folder's weights in everywhere; the longest pause in seconds."""
+
+    async def one(engine: Engine) -> float:
+        await engine.prepare_weights_from_disk(str(path))
+        return await swap(engine, str(path), fleet.version, pause=pause, check=check)
+
+    return max(await fleet.each(one))
+
+
+async def swap(
+    engine: Engine, path: str, version: int, *, pause: Pause = "retract", check: Check | None = None
+) -> float:
+    """Replace the served weights; seconds that it took.
+
+    The engine goes on whatever fails; if it refuses the weights, then with the old ones. Only after a
+    failed `check` it stays paused: nothing is sampled from weights that nobody knows.
+    """
+    started = time.monotonic()
+    if pause == "drain":  # without a pause an update waits for what runs, and what comes waits for it
+        await engine.update_weights_from_disk(path, version)
+        if check is not None:
+            await check(engine)
+        return time.monotonic() - started
+    try:
+        await engine.pause(pause)  # within: an engine whose answer was lost has paused all the same
+        await engine.update_weights_from_disk(path, version)
+    except BaseException:
+        await resume_anyway(engine)
+        raise
+    if check is not None:
+        await check(engine)
+    await engine.resume()
+    return time.monotonic() - started
+
+
+async def resume_anyway(engine: Engine) -> None:
+    """Resume after a failure, whose error says more than one of this."""
+    try:
+        await engine.resume()
+    except EngineError as error:
+        log.warning("%s did not resume after a failed swap: %s", engine.base_url, error)

@@ -1,0 +1,148 @@
+"""Weights that are written into the served ones bucket by bucket, while the next bucket is gathered.
+
+An engine is paused from before its first bucket to after its last. One that missed a bucket takes the
+version from its folder before it samples again, or stays paused: it never samples from half a version.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference.engine import Engine, PauseMode
+from areal_agents.training.publish.buckets import Packed, packed
+from areal_agents.training.publish.disk import Check, resume_anyway
+from areal_agents.training.publish.fleet import Fleet, Loop
+
+log = logging.getLogger(__name__)
+
+
+class Sender(Protocol):
+    """How buckets travel: `tensors.TensorSender`, `broadcast.BroadcastSender`."""
+
+    async def open(self, engines: Mapping[Engine, int]) -> None:
+        """Be ready to send to these engines, of so many workers each, before they pause."""
+        ...
+
+    async def send(
+        self, engines: Sequence[Engine], bucket: Packed, version: int
+    ) -> dict[Engine, EngineError]:
+        """Send a bucket; the engines that did not get it, with the reason."""
+        ...
+
+    async def aclose(self) -> None:
+        """Release what `open` made."""
+        ...
+
+
+class Delivery:
+    """One version's way into the engines, on the first rank: `begin`, `send`, `end`.
+
+    Args:
+        path: the version's folder, complete.
+        repaired: gets the URL of each engine that took the folder in the end.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        fleet: Fleet,
+        sender: Sender,
+        *,
+        path: Path,
+        pause: PauseMode,
+        check: Check | None,
+    ) -> None:
+        self._loop, self._fleet, self._sender = loop, fleet, sender
+        self._path, self._pause, self._check = path, pause, check
+        self._broken: dict[Engine, EngineError] = {}
+        self._paused_at = 0.0
+        self.repaired: list[str] = []
+
+    def begin(self, workers: Mapping[Engine, int]) -> None:
+        """Pause the engines. EngineError if none did; then all go on with the old weights."""
+        self._loop.run(self._begin(workers))
+
+    def send(
+        self,
+        weights: Iterator[tuple[str, Tensor]],
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: torch.dtype,
+        bucket_bytes: int,
+    ) -> None:
+        """Send every weight, gathered by `weights` meanwhile. What fails is for `end` to mend."""
+        pending: Future[None] | None = None
+        for bucket in packed(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes):
+            if pending is not None:
+                pending.result()
+            pending = self._loop.start(self._send(bucket))
+        if pending is not None:
+            pending.result()
+
+    def end(self) -> float:
+        """Have the engines go on; how long they were paused, in seconds.
+
+        Raises:
+            EngineUnavailable: no engine took the version, and one is not there.
+            EngineError: no engine took the version.
+        """
+        self._loop.run(self._fleet.each(self._end))
+        return time.monotonic() - self._paused_at
+
+    async def _begin(self, workers: Mapping[Engine, int]) -> None:
+        try:
+            await self._sender.open({engine: workers[engine] for engine in self._fleet.engines})
+        except EngineError as error:  # nothing can be sent: each that is there takes the folder
+            self._broken = dict.fromkeys(self._fleet.engines, error)
+        self._paused_at = time.monotonic()
+        await self._fleet.each(self._open)
+
+    async def _open(self, engine: Engine) -> None:
+        try:
+            await engine.pause(self._pause)
+            await engine.begin_weight_update()
+        except BaseException:
+            await resume_anyway(engine)
+            raise
+
+    async def _send(self, bucket: Packed) -> None:
+        whole = [engine for engine in self._fleet.engines if engine not in self._broken]
+        if whole:
+            self._broken |= await self._sender.send(whole, bucket, self._fleet.version)
+
+    async def _end(self, engine: Engine) -> None:
+        failure = self._broken.get(engine)
+        if failure is None:
+            try:
+                await engine.end_weight_update()
+            except EngineError as error:
+                failure = error
+        if failure is not None:
+            await self._repair(engine, failure)
+        if self._check is not None:
+            await self._check(engine)
+        await engine.resume()
+
+    async def _repair(self, engine: Engine, failure: EngineError) -> None:
+        """Load the folder in place of what came of it. `failure` is raised if it refuses that too."""
+        with suppress(EngineError):  # it refuses an update that is not whole, and closes it all the same
+            await engine.end_weight_update()
+        try:
+            await engine.update_weights_from_disk(str(self._path), self._fleet.version)
+        except EngineUnavailable as error:
+            raise error from failure  # it is lost, which may be what had failed
+        except EngineError as error:
+            log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
+            raise failure from error
+        log.warning("%s took %s in place of what was sent: %s", engine.base_url, self._path, failure)
+        self.repaired.append(engine.base_url)

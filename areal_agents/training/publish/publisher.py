@@ -1,0 +1,226 @@
+"""One function behind which every transport sits, on every rank: folder, row, swap, comparison."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from areal_agents.errors import EngineError
+from areal_agents.inference.engine import Engine, MemoryKind
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.folder import remove_unfinished
+from areal_agents.training.model.model import Policy
+from areal_agents.training.publish.adapters import OldAdapters
+from areal_agents.training.publish.checksums import Comparison
+from areal_agents.training.publish.config import PublishConfig, versions_folder
+from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.rank_failures import together
+from areal_agents.training.publish.sleep import fall_asleep, wake
+from areal_agents.training.publish.swapping import Swapper
+from areal_agents.training.publish.transports import make_transport
+from areal_agents.training.publish.version_folder import Written, forget_before, version_folder, write_version
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version that engines now serve.
+
+    Attributes:
+        path: its folder.
+        publish_s: everything, in seconds; assemble_s: of it, gathering and writing the folder, while engines
+            sample; pause_s: the longest that an engine did not.
+        nbytes: of the weights in the folder.
+        density: the share of them that changed since the version before; None where there is none.
+        agreement: of the weights that engines hold, the share that was compared and found to be those
+            published; None where nothing was compared.
+        left_out: engines that did not take it; repaired: those that took the folder after another transport
+            had failed.
+        busy_s: seconds that the engines have sampled since their start, mean; None where one does not count.
+    """
+
+    version: int
+    path: Path
+    publish_s: float
+    assemble_s: float
+    pause_s: float
+    nbytes: int
+    density: float | None
+    agreement: float | None
+    left_out: int
+    repaired: int
+    busy_s: float | None
+
+
+class Publisher:
+    """Publishes the versions of one run; every rank has one, and only the first one's talks to others.
+
+    Args:
+        store, engines: of the first rank; the others have no store and no engines.
+        run_dir: of the run; model_path: the folder that it began with.
+        keep: how many folders of versions are kept.
+    """
+
+    def __init__(
+        self,
+        config: PublishConfig,
+        policy: Policy,
+        ranks: Ranks,
+        *,
+        store: Store | None,
+        engines: Sequence[Engine],
+        run_dir: Path,
+        model_path: Path,
+        keep: int,
+    ) -> None:
+        if (store is None) == ranks.is_first or bool(engines) != ranks.is_first:
+            raise ValueError("the first rank, and no other, publishes: it needs a store and an engine")
+        self._config, self._policy, self._ranks = config, policy, ranks
+        self._store, self._engines = store, tuple(engines)
+        self._model_path, self._keep = model_path, keep
+        self._weights = versions_folder(config.folder, run_dir)
+        self._verified: set[str] = set()  # engines, by base URL
+        self._loop = Loop() if engines else None
+        self._transport = make_transport(config, policy, ranks, self._loop)
+        self._swapper = Swapper(
+            self._transport,
+            ranks,
+            self._loop,
+            self._engines,
+            policy.model.config,
+            wait_s=config.engine_wait_s,
+        )
+        self._old_adapters = OldAdapters(self._engines)
+        if engines:
+            remove_unfinished(self._weights, "v*")
+
+    def publish(self, *, version: int, step: int) -> Published | None:
+        """Write, record and swap in a version; None on all ranks but the first. Collective.
+
+        Raises:
+            EngineError: no engine took it, or one holds other weights than were published, and is left
+                paused. The version stays recorded; a resumed run publishes the weights again under a later
+                one.
+            TrainingError: the folder cannot be written; nothing is recorded, the old version stays served.
+        """
+        started = time.monotonic()
+        path = version_folder(self._weights, version)
+        written = self._together(lambda: self._write(version))
+        assemble_s = time.monotonic() - started
+        checks = self._together(lambda: self._comparison(path))
+        self._together(lambda: self._record(version, step, path))
+        fleet, delivered = self._swapper.swap(version, path, checks)
+        self._verified |= checks.compared if checks is not None else set()
+        if self._loop is None or written is None:
+            return None
+        return Published(
+            version=version,
+            path=path,
+            assemble_s=assemble_s,
+            pause_s=delivered.pause_s,
+            nbytes=written.nbytes,
+            density=written.density,
+            agreement=checks.share if checks is not None else None,
+            left_out=len(fleet.left_out),
+            repaired=delivered.repaired,
+            busy_s=self._loop.run(self._afterwards(fleet)),
+            publish_s=time.monotonic() - started,
+        )
+
+    @contextmanager
+    def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
+        """For the length of a with-block, have the memory of `kinds` of every engine free. Collective.
+
+        EngineError if an engine refuses; what it held generating goes on after the block in any case.
+        """
+        if not kinds:
+            yield
+            return
+        try:
+            self._together(lambda: self._sleep_or_wake(fall_asleep, kinds))
+            yield
+        except BaseException:
+            self._wake_anyway(kinds)
+            raise
+        self._together(lambda: self._sleep_or_wake(wake, kinds))
+
+    def close(self) -> None:
+        """Leave the process group, if there is one, and end the event loop."""
+        if self._loop is None:
+            return
+        self._transport.close()
+        self._loop.run(self._old_adapters.aclose())
+        self._loop.run(_close(self._engines))
+        self._loop.close()
+
+    def _comparison(self, path: Path) -> Comparison | None:
+        """With the folder of a version: of every engine, or of those that were not compared in this life."""
+        known = self._verified if self._config.verify == "first" else set()
+        if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
+            return None
+        return Comparison(self._compared(path), known=known)
+
+    def _compared(self, path: Path) -> Path:
+        """The folder of the weights that an engine's checksum is of; adapters are not in it."""
+        return self._model_path if self._config.transport == "lora" else path
+
+    def _write(self, version: int) -> Written | None:
+        return write_version(
+            self._policy,
+            self._weights,
+            version,
+            base=self._model_path,
+            adapter=self._config.transport == "lora",
+            writes=self._ranks.is_first,
+        )
+
+    def _record(self, version: int, step: int, path: Path) -> None:
+        """Make it the current version: from here on engines that come back are brought to it."""
+        if self._store is not None:
+            self._store.publish_version(version, step=step, path=str(path))
+
+    async def _afterwards(self, fleet: Fleet) -> float | None:
+        """Forget old versions; the engines' seconds of sampling."""
+        forgotten = await asyncio.to_thread(forget_before, self._weights, fleet.version, keep=self._keep)
+        if self._config.transport == "lora":
+            self._old_adapters.forget(forgotten)
+        try:
+            busy = await fleet.each(lambda engine: engine.busy_s())
+        except EngineError as error:  # the version is served: an engine that is lost now is for the next one
+            log.warning("after version %d no engine answers: %s", fleet.version, error)
+            return None
+        known = [seconds for seconds in busy if seconds is not None]
+        return sum(known) / len(known) if len(known) == len(self._engines) else None
+
+    def _sleep_or_wake(
+        self,
+        change: Callable[[Sequence[Engine], Sequence[MemoryKind]], Coroutine[Any, Any, None]],
+        kinds: Sequence[MemoryKind],
+    ) -> None:
+        if self._loop is not None:
+            self._loop.run(change(self._engines, kinds))
+
+    def _wake_anyway(self, kinds: Sequence[MemoryKind]) -> None:
+        """After an error, which says more than one of this."""
+        try:
+            self._sleep_or_wake(wake, kinds)
+        except EngineError as error:
+            log.warning("an engine did not take its memory again: %s", error)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        return together(self._ranks, call)
+
+
+async def _close(engines: Sequence[Engine]) -> None:
+    for engine in engines:
+        await engine.aclose()

@@ -1,0 +1,96 @@
+"""A recorded version becomes the one that engines serve; engines that are lost on the way are waited for.
+
+One of several that is lost is left out: whoever routes requests brings it to the version before it serves
+again. Only when all of them are lost does the version wait for one to be back, and is delivered once more.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PretrainedConfig
+
+from areal_agents.errors import EngineError, EngineUnavailable
+from areal_agents.inference.engine import Engine
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.publish.checksums import Comparison
+from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.preflight import Met, Patience, meet
+from areal_agents.training.publish.rank_failures import EnginesLost, together
+from areal_agents.training.publish.transports import Delivered, Transport
+
+log = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts to deliver one version
+
+
+class Swapper:
+    """Swaps versions in. Every rank has one.
+
+    Args:
+        loop, engines: of the first rank, where and what is called; the others have neither.
+        trained: the config of the model that engines are to serve.
+        wait_s: the time that one version has for engines to come back.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        ranks: Ranks,
+        loop: Loop | None,
+        engines: Sequence[Engine],
+        trained: PretrainedConfig,
+        *,
+        wait_s: float,
+    ) -> None:
+        self._transport, self._ranks, self._loop = transport, ranks, loop
+        self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
+
+    def swap(self, version: int, path: Path, checks: Comparison | None) -> tuple[Fleet, Delivered]:
+        """Have the version served whose folder is `path`; by which engines, and how. Collective.
+
+        Raises:
+            EngineError: no engine took it, or one holds other weights than `checks` compares with.
+            TrainingError: on the other ranks then.
+        """
+        patience, pause_s = Patience(self._wait_s), _FIRST_PAUSE_S
+        while True:
+            fleet = Fleet(self._engines, version)
+            try:
+                delivered = self._attempt(fleet, path, patience, checks)
+            except (EngineUnavailable, EnginesLost) as error:
+                self._wait(patience, pause_s, checks, error)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            except EngineError:
+                _raise_difference(checks)
+                raise
+            else:
+                together(self._ranks, lambda: _raise_difference(checks))
+                return fleet, delivered
+
+    def _attempt(self, fleet: Fleet, path: Path, patience: Patience, checks: Comparison | None) -> Delivered:
+        met = together(
+            self._ranks,
+            lambda: self._loop.run(meet(fleet, self._trained, patience)) if self._loop else Met(),
+        )
+        return self._transport.deliver(fleet, path, met, checks)
+
+    def _wait(self, patience: Patience, pause_s: float, checks: Comparison | None, lost: Exception) -> None:
+        """Before another attempt; raises `lost` if there is to be none. Collective."""
+
+        def wait() -> None:
+            if self._loop is None:
+                return
+            _raise_difference(checks)
+            self._loop.run(patience.wait(pause_s, lost))
+            log.warning("the version is delivered once more, for engines were lost: %s", lost)
+
+        together(self._ranks, wait)
+
+
+def _raise_difference(checks: Comparison | None) -> None:
+    """It says more than that another engine was lost, or refused, beside."""
+    if checks is not None:
+        checks.raise_difference()

@@ -1,0 +1,143 @@
+"""The ways of a version into the engines: by its folder, or in buckets that all ranks gather."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from areal_agents.errors import EngineUnavailable, TrainingError
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.gathering import Shape, published_shapes, whole_weights
+from areal_agents.training.model.model import Policy
+from areal_agents.training.publish import adapters, disk
+from areal_agents.training.publish.broadcast import BroadcastSender
+from areal_agents.training.publish.buckets import MB
+from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.disk import Check
+from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.piecewise import Delivery, Sender
+from areal_agents.training.publish.preflight import Met
+from areal_agents.training.publish.rank_failures import together
+from areal_agents.training.publish.tensors import TensorSender
+from areal_agents.training.publish.version_folder import exhaust
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """pause_s: the longest that an engine did not sample; repaired: engines that took the folder after
+    another transport had failed."""
+
+    pause_s: float = 0.0
+    repaired: int = 0
+
+
+class Transport(Protocol):
+    """How a version is delivered: `FolderTransport`, `BucketTransport`. Every rank has one."""
+
+    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+        """Have `fleet` serve the version, whose folder `path` is. Collective; only the first rank's
+        arguments and answer count.
+
+        Raises:
+            EngineUnavailable: every engine was lost, on the first rank; it may be called again.
+            EnginesLost: on the others then.
+            EngineError: no engine took it, on the first rank; TrainingError on the others.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what it holds."""
+        ...
+
+
+def make_transport(config: PublishConfig, policy: Policy, ranks: Ranks, loop: Loop | None) -> Transport:
+    """That of the config. `loop` is where engines are called, and None on all ranks but the first.
+
+    Raises:
+        TrainingError: it cannot be used with the trainer's device.
+    """
+    if config.transport in ("disk", "lora"):
+        return FolderTransport(config, ranks, loop)
+    return BucketTransport(config, policy, ranks, loop)
+
+
+class FolderTransport:
+    """The first rank tells engines to load the folder; the others wait for it."""
+
+    def __init__(self, config: PublishConfig, ranks: Ranks, loop: Loop | None) -> None:
+        self._config, self._ranks, self._loop = config, ranks, loop
+
+    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+        """See Transport.deliver."""
+        return together(self._ranks, lambda: self._load(fleet, path, met, check))
+
+    def close(self) -> None:
+        """See Transport.close."""
+
+    def _load(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+        if self._loop is None:
+            return Delivered()
+        deliver = disk.deliver
+        if self._config.transport == "lora":
+            deliver = partial(adapters.deliver, may_be_there=met.were_lost)
+        return Delivered(self._loop.run(deliver(fleet, path, pause=self._config.pause, check=check)))
+
+
+class BucketTransport:
+    """All ranks gather the weights once more, while the engines are paused; the first one sends them."""
+
+    def __init__(self, config: PublishConfig, policy: Policy, ranks: Ranks, loop: Loop | None) -> None:
+        self._config, self._policy, self._ranks, self._loop = config, policy, ranks, loop
+        self._sender = _sender(config, ranks) if loop is not None else None
+
+    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+        """See Transport.deliver."""
+        try:
+            return self._send(fleet, path, met, check)
+        except EngineUnavailable:
+            self.close()  # an engine that comes back is in no process group
+            raise
+
+    def close(self) -> None:
+        """See Transport.close."""
+        if self._loop is not None and self._sender is not None:
+            self._loop.run(self._sender.aclose())
+
+    def _send(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+        weights = whole_weights(self._policy.model, self._policy.lora)
+        shapes = published_shapes(self._policy.model)  # worked out before the pause, which it would lengthen
+        delivery: Delivery | None = None
+        if self._loop is not None and self._sender is not None:
+            pause = self._config.pause
+            assert pause != "drain", "refused by the config"
+            delivery = Delivery(self._loop, fleet, self._sender, path=path, pause=pause, check=check)
+        together(self._ranks, lambda: delivery.begin(met.workers) if delivery else None)
+        together(self._ranks, lambda: self._gather(weights, shapes, delivery))
+        pause_s = together(self._ranks, lambda: delivery.end() if delivery else 0.0)
+        return Delivered(pause_s, len(delivery.repaired) if delivery else 0)
+
+    def _gather(
+        self, weights: Iterator[tuple[str, Tensor]], shapes: Mapping[str, Shape], delivery: Delivery | None
+    ) -> None:
+        try:
+            if delivery is not None:
+                dtype, bucket_bytes = self._policy.saved_dtype, self._config.bucket_mb * MB
+                delivery.send(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes)
+        finally:
+            exhaust(weights, None)
+
+
+def _sender(config: PublishConfig, ranks: Ranks) -> Sender:
+    if config.transport == "tensor":
+        return TensorSender()
+    backend = config.backend
+    if backend == "auto":
+        backend = "nccl" if ranks.device.type == "cuda" else "gloo"
+    if backend == "nccl" and ranks.device.type != "cuda":
+        raise TrainingError("trainer.publish.backend: nccl needs a trainer on GPUs; use gloo")
+    return BroadcastSender(backend, address=config.address, timeout_s=config.timeout_s)

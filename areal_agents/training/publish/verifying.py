@@ -1,0 +1,55 @@
+"""Whether an engine holds the current version's weights, asked on demand, beside a trainer that may go on."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_agents.errors import ConfigError, EngineError, TrainingError
+from areal_agents.inference.engine import Engine
+from areal_agents.store import Store
+from areal_agents.training.publish.checksums import Agreement, Checksums
+
+_ATTEMPTS = 10
+_PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """An engine that holds `version`; agreement is None where its weights have no checksum here."""
+
+    version: int
+    agreement: Agreement | None
+
+
+async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> Verified:
+    """Compare what an engine holds with the current version.
+
+    Args:
+        base: the folder that is compared with in place of the version's: the model's, where versions are
+            adapters.
+
+    Raises:
+        ConfigError: nothing was published yet.
+        EngineError: it holds other weights, serves another version for longer than a swap takes, or does not
+            answer.
+        TrainingError: the version's folder cannot be read.
+    """
+    for _ in range(_ATTEMPTS):
+        current = store.latest_version()
+        if current is None:
+            raise ConfigError("nothing was published yet; verify a run that has begun to train")
+        wanted = current.version
+        served = (await engine.model_info()).version
+        if served == wanted:
+            try:
+                agreement = await Checksums(base or Path(current.path)).check(engine)
+            except (EngineError, TrainingError):
+                if store.latest_version() == current:
+                    raise  # else it was swapped meanwhile
+            else:
+                if (await engine.model_info()).version == served:
+                    return Verified(served, agreement)
+        await asyncio.sleep(_PAUSE_S)
+    raise EngineError(f"{engine.base_url} serves version {served}, and {wanted} is current")

@@ -1,0 +1,249 @@
+"""The folder that every version leaves: written while the next weight is gathered from the shards.
+
+Calls that run one after the other in a thread, behind a caller who goes on.
+
+The share of weights that a version changed: bit for bit, in the type that they are published in.
+
+Compared with the folder of the version before, which is kept anyway, so that it costs no memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from areal_agents.errors import TrainingError
+from areal_agents.training.model.folder import ModelFolder
+from areal_agents.training.model.gathering import published_shapes, whole_weights
+from areal_agents.training.model.lora import write_adapter
+from areal_agents.training.model.model import Policy
+from areal_agents.training.model.safetensors_files import Checkpoint
+
+log = logging.getLogger(__name__)
+
+WAITING_BYTES = 512_000_000  # of gathered weights that may wait for the disk
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A version's folder. nbytes: of its weights; density: the share of them that changed, see `Density`."""
+
+    nbytes: int
+    density: float | None
+
+
+def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor], None] | None) -> None:
+    """Gather every weight, which is collective, whatever becomes of it here.
+
+    A failure of `each` is raised when all are gathered: the other ranks are not left in a collective.
+    """
+    failure: Exception | None = None
+    for name, tensor in weights:
+        if each is None or failure is not None:
+            continue
+        try:
+            each(name, tensor)
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+
+
+def write_version(
+    policy: Policy, folder: Path, version: int, *, base: Path, adapter: bool, writes: bool
+) -> Written | None:
+    """Write a version's folder in `folder`; its density is against the version before. Collective.
+
+    Args:
+        base: the folder of the model that the run began with.
+        adapter: write the adapter alone, and not the whole weights.
+        writes: see `write_policy`, as for what is raised.
+    """
+    path = version_folder(folder, version)
+    # Later ones are of a run that was here earlier.
+    earlier = [old for v, old in version_folders(folder).items() if v < version] if writes else []
+    before = earlier[-1] if earlier else None
+    if adapter:
+        return write_policy_adapter(policy, path, base=base, writes=writes, before=before)
+    return write_policy(policy, path, like=base, writes=writes, before=before)
+
+
+def write_policy(
+    policy: Policy, path: Path, *, like: Path, writes: bool, before: Path | None = None
+) -> Written | None:
+    """Write the whole weights, an adapter merged, as a Hugging Face folder. Collective.
+
+    Memory: one weight, and at most WAITING_BYTES that wait for the disk.
+
+    Args:
+        like: the folder of the model that the run began with, for the other files.
+        writes: whether this rank does, and gets an answer; the others only take part.
+        before: the folder that the density is measured against.
+
+    Raises:
+        TrainingError: the disk refuses; nothing is left behind.
+    """
+    weights = whole_weights(policy.model, policy.lora)
+    if not writes:
+        exhaust(weights, None)
+        return None
+    failure: Exception | None = None
+    folder: ModelFolder | None = None
+    density = Density(before)
+    behind = Behind(WAITING_BYTES)
+
+    def write(name: str, tensor: Tensor) -> None:
+        assert folder is not None
+        published = tensor.to(folder.dtype)
+        folder.add(name, published)
+        density.add(name, published)
+
+    shapes = published_shapes(policy.model)
+    try:
+        folder = ModelFolder(path, shapes, like=like, dtype=policy.saved_dtype)
+    except Exception as error:
+        failure = error
+    exhaust(
+        weights,
+        None if folder is None else lambda name, t: behind.do(lambda: write(name, t), t.nbytes),
+    )
+    try:
+        behind.finish()
+        if folder is not None:
+            folder.finish()
+    except BaseException:
+        if folder is not None:
+            folder.discard()
+        raise
+    if failure is not None:
+        raise failure
+    return Written(sum(map(prod, shapes.values())) * policy.saved_dtype.itemsize, density.share)
+
+
+def write_policy_adapter(
+    policy: Policy, path: Path, *, base: Path, writes: bool, before: Path | None = None
+) -> Written | None:
+    """Write the adapter alone, as peft's folder; see `write_policy`. Collective.
+
+    Args:
+        base: the model that the adapter belongs to.
+    """
+    weights = policy.adapter_state_dict(keep=writes)
+    if not writes:
+        return None
+    assert weights is not None and policy.lora is not None
+    density = Density(before)
+    for name, tensor in weights.items():
+        density.add(name, tensor)
+    write_adapter(weights, path, policy.lora, base=str(base.resolve()))
+    return Written(sum(tensor.nbytes for tensor in weights.values()), density.share)
+
+
+def version_folder(folder: Path, version: int) -> Path:
+    """That of one version, whether it is there or not."""
+    return folder / f"v{version}"
+
+
+def version_folders(folder: Path) -> dict[int, Path]:
+    """The complete folders of versions, by version, ascending."""
+    found = {int(p.name[1:]): p for p in folder.glob("v*") if p.name[1:].isdigit()}
+    return dict(sorted(found.items()))
+
+
+def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
+    """Remove all but the last `keep` versions up to `version`; which they were.
+
+    One that the disk does not let go, as a network's may while an engine reads it, is tried again next time.
+    """
+    folders = {v: path for v, path in version_folders(folder).items() if v <= version}
+    forgotten = []
+    for old in list(folders)[:-keep]:
+        try:
+            shutil.rmtree(folders[old])
+        except OSError as error:
+            log.warning("the folder of version %d is not removed yet: %s", old, error)
+        else:
+            forgotten.append(old)
+    return forgotten
+
+
+class Behind:
+    """One thread of work. After a failure nothing more is run, and `finish` raises it.
+
+    Args:
+        limit: bytes that may wait for the thread; a call that is larger by itself waits alone.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._waiting: deque[tuple[Future[None], int]] = deque()
+        self._bytes = 0
+        self._failure: BaseException | None = None
+
+    def do(self, call: Callable[[], None], nbytes: int) -> None:
+        """Run `call`, which holds on to `nbytes`, after those before it. Waits for room."""
+        while self._waiting and self._bytes + nbytes > self._limit:
+            self._take()
+        if self._failure is None:
+            self._waiting.append((self._thread.submit(call), nbytes))
+            self._bytes += nbytes
+
+    def finish(self) -> None:
+        """Wait for all calls; the first failure is raised."""
+        while self._waiting:
+            self._take()
+        self._thread.shutdown()
+        if self._failure is not None:
+            raise self._failure
+
+    def _take(self) -> None:
+        """Wait for the oldest call."""
+        future, nbytes = self._waiting.popleft()
+        self._bytes -= nbytes
+        failure = future.exception()
+        if failure is not None and self._failure is None:
+            self._failure = failure
+            for later, _ in self._waiting:
+                later.cancel()
+            self._waiting = deque((later, size) for later, size in self._waiting if not later.cancelled())
+
+
+class Density:
+    """Counts over the tensors of one version.
+
+    Args:
+        before: the folder of the version before; None, or one that cannot be read: nothing is compared.
+    """
+
+    def __init__(self, before: Path | None) -> None:
+        self._before: Checkpoint | None = None
+        self._changed = self._compared = 0
+        if before is not None:
+            try:
+                self._before = Checkpoint(before)
+            except TrainingError:  # removed by hand, or of another kind: there is nothing to compare with
+                self._before = None
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Compare a weight, as it is published, with the one of its name and shape before."""
+        stored = self._before.tensors.get(name) if self._before is not None else None
+        if self._before is None or stored is None or stored.shape != tuple(tensor.shape):
+            return
+        old = self._before.read(stored)
+        self._changed += int(torch.count_nonzero(tensor.to(old.dtype).cpu() != old))
+        self._compared += old.numel()
+
+    @property
+    def share(self) -> float | None:
+        """Changed weights / compared ones; None where nothing was compared."""
+        return self._changed / self._compared if self._compared else None

@@ -1,0 +1,202 @@
+"""A training run, from its models to the folder that it leaves; the loop itself: `loop`.
+
+A resumed run takes the step from its checkpoint, gives back what later steps had leased, and publishes
+under a version above every one there ever was.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.core.rollout import OnStale
+from areal_agents.inference.engine import Engine, MemoryKind
+from areal_agents.inference.expert_routing import expert_layout
+from areal_agents.store import Store
+from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.recorded import RecordedGroups
+from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
+from areal_agents.training.checkpoint.best import HELDOUT, BestMetric
+from areal_agents.training.checkpoint.checkpoint import Checkpoints
+from areal_agents.training.checkpoint.export import facts_of, write_final
+from areal_agents.training.checkpoint.resuming import resume
+from areal_agents.training.config import TrainerConfig
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.distributed import ranks as join_ranks
+from areal_agents.training.loop import Loop
+from areal_agents.training.metrics.step_metrics import MetricsWriter
+from areal_agents.training.model.model import Policy
+from areal_agents.training.model.run_models import load_models
+from areal_agents.training.publish.publisher import Publisher
+from areal_agents.training.step.step import StepOptions
+from areal_agents.training.step.teacher import EngineTeacher
+
+_MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
+_ENDING_TRAINER_S = 60.0  # that the trainer of an earlier life may take to end
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        step: batches trained, those before a resume included; version: the last one published.
+        finished: False if it was stopped before its last step.
+    """
+
+    step: int
+    version: int
+    finished: bool
+
+
+def run(
+    config: TrainerConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    store: Store | None,
+    engines: Sequence[Engine],
+    model_path: str | Path,
+    run_dir: str | Path,
+    groups: int,
+    max_staleness: int | None,
+    stop: threading.Event,
+    on_stale: OnStale = "mask",
+    swap_between_batches: bool = False,
+    released: Sequence[MemoryKind] = (),
+    seed: int = 0,
+    recorded: RecordedGroups | None = None,
+    evaluates: bool = False,
+    data_ended: Callable[[], bool] = lambda: False,
+) -> RunResult:
+    """Train until `config.steps` batches are done, or `stop` is set. Resumes by itself.
+
+    Under torchrun every rank calls this; only the first one's store, engines and recorded groups are
+    used, the others pass none.
+
+    Args:
+        store: of the run.
+        engines: the replicas that versions are published to; none where `recorded` groups are trained on,
+            and then weights go to checkpoints and to `final` only.
+        groups: groups per batch.
+        max_staleness: η, the hard bound on the staleness of a trained token; None: no bound. Of recorded
+            groups any token is trained, its weight π_prox/μ corrects for who sampled it.
+        stop: ends the run with a checkpoint: between micro-batches, or after the batch if that has had an
+            optimizer step already.
+        on_stale: what becomes of tokens beyond the bound, see `algorithms.staleness`.
+        swap_between_batches: publish a version only when the batch that is being generated is whole.
+        released: what of their memory the engines give back while a step is trained.
+        recorded: groups of another store, trained on in place of those that `store` gets.
+        evaluates: whether held-out evaluations reach the store while this trains.
+        data_ended: whether every group that the data has was begun, so that with `swap_between_batches` a
+            batch that is not whole then is not waited for.
+
+    Raises:
+        TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many
+            of them cannot be trained on.
+        EngineError: no engine takes the weights, or one serves others than were published.
+        StoreError: the store is unusable.
+    """
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    torch.manual_seed(seed)
+    model_path, run_dir = Path(model_path), Path(run_dir)
+    with (
+        join_ranks(config.device, replicas=config.replicas, context=config.context_parallel) as group,
+        ExitStack() as at_the_end,
+    ):
+        if not group.is_first:
+            store, engines, recorded = None, (), None
+        elif store is None or bool(engines) == (recorded is not None):
+            raise ValueError("the first rank needs a store, and engines or recorded groups")
+        else:
+            store.become_trainer(_ENDING_TRAINER_S)  # before a file of an earlier trainer is touched
+        models = load_models(config, algorithm, model_path, group)
+        options = StepOptions(
+            microbatch_tokens=config.microbatch_tokens or _MICROBATCH_TOKENS[group.device.type],
+            share_prefixes=config.share_prefixes,
+            grad_clip=config.grad_clip,
+            downweight_stale=on_stale == "downweight",
+        )
+        best = BestMetric(config.best_metric or (HELDOUT if evaluates else "reward_mean"), store)
+        checkpoints = _checkpoints(config, group, run_dir, model_path, best, store)
+        at_the_end.callback(checkpoints.close)
+        publisher = None
+        if group.broadcast(bool(engines)):
+            publisher = Publisher(
+                config.publish, models.policy, group,
+                store=store, engines=engines, run_dir=run_dir, model_path=model_path,
+                keep=config.keep_weights,
+            )  # fmt: skip
+            at_the_end.callback(publisher.close)
+        progress = resume(
+            run_dir / "checkpoints", models.parts, group, store, publishes=publisher is not None
+        )
+        if publisher is not None:
+            publisher.publish(version=progress.version, step=progress.step)
+        source: BatchSource | None = None
+        longest = None
+        if isinstance(models.teacher, EngineTeacher):
+            longest = models.teacher.meet(stopping=stop.is_set)
+        limits = _limits(options, models.policy, teacher_tokens=longest)
+        if recorded is not None:
+            source = Recorded(recorded, algorithm, groups=groups, limits=limits, stop=stop)
+        elif store is not None:
+            source = RolledOut(
+                store, algorithm, groups=groups, max_staleness=max_staleness, on_stale=on_stale,
+                swap_between_batches=swap_between_batches, data_ended=data_ended, limits=limits,
+                timeout_s=config.batch_timeout_s, stop=stop,
+            )  # fmt: skip
+        metrics = None
+        if group.is_first:
+            metrics = _metrics(config, algorithm, run_dir, after_step=progress.step)
+            at_the_end.callback(metrics.close)
+        loop = Loop(
+            config, algorithm, group, models, options,
+            source=source, publisher=publisher, released=tuple(released), checkpoints=checkpoints, best=best,
+            metrics=metrics, stop=stop, seed=seed, progress=progress,
+        )  # fmt: skip
+        finished = loop.run()
+        if finished:
+            write_final(models.policy, run_dir, like=model_path, writes=group.is_first)
+        return RunResult(loop.progress.step, loop.progress.version, finished)
+
+
+def _checkpoints(
+    config: TrainerConfig,
+    ranks: Ranks,
+    run_dir: Path,
+    model_path: Path,
+    best: BestMetric,
+    store: Store | None,
+) -> Checkpoints:
+    return Checkpoints(
+        run_dir / "checkpoints",
+        ranks,
+        facts=facts_of(config, model_path),
+        keep=config.keep_checkpoints,
+        keep_best=config.keep_best,
+        score=best.score,
+        written=lambda step: store.commit_checkpoint(step) if store else None,
+        wait=not config.async_checkpoints,
+    )
+
+
+def _limits(options: StepOptions, policy: Policy, *, teacher_tokens: int | None) -> Limits:
+    experts = expert_layout(policy.model.config.to_dict())
+    return Limits(options.microbatch_tokens, policy.shape.vocab, experts, teacher_tokens)
+
+
+def _metrics(
+    config: TrainerConfig, algorithm: AlgorithmConfig, run_dir: Path, *, after_step: int
+) -> MetricsWriter:
+    settings = {
+        "trainer": config.model_dump(mode="json", exclude={"teacher_url"}),
+        "algorithm": algorithm.model_dump(mode="json"),
+    }
+    return MetricsWriter(run_dir, after_step=after_step, trackers=config.trackers, config=settings)

@@ -1,0 +1,1 @@
+"""One training step: the passes over a batch, the losses, and the optimizer."""

@@ -1,0 +1,80 @@
+"""What is trained: a sharded module with its optimizer, and the norm of each of its gradients.
+
+A gradient that is not finite is thrown away with its step, and counted; policy and critic each judge
+their own.
+
+The learning rate as a function of the step: a resumed run continues its schedule by counting.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from areal_agents.training.config import TrainerConfig
+
+
+@dataclass(slots=True)
+class Learner:
+    """A module and its optimizer; `norms` has the norm of the gradient at each step, None where skipped."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    norms: list[float | None] = field(default_factory=list)
+
+    def backward(self, loss: Tensor, *, sync: bool) -> None:
+        """Add to the gradient; it is exchanged between the ranks only if `sync`."""
+        cast(FSDPModule, self.module).set_requires_gradient_sync(sync)
+        loss.backward()
+
+    def step(self, grad_clip: float) -> None:
+        """Step with the gradient scaled to a norm of at most `grad_clip`, and clear it.
+
+        A norm that is not finite leaves the weights as they are.
+        """
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        finite = bool(torch.isfinite(whole))
+        if finite:
+            torch.nn.utils.clip_grads_with_norm_(parameters, grad_clip, norm)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.norms.append(float(whole) if finite else None)
+
+    @property
+    def grad_norm(self) -> float:
+        """Mean over the steps that were taken."""
+        taken = [norm for norm in self.norms if norm is not None]
+        return sum(taken) / len(taken) if taken else math.nan
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps left out because the gradient was not finite."""
+        return self.norms.count(None)
+
+
+def rate_factor(step: int, config: TrainerConfig) -> float:
+    """The share of the peak rate in batch `step`, counted from 0.
+
+    Linear warm-up, then the schedule down to `min_lr_ratio` at the last batch.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    last = max(1, config.steps - 1 - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / last)
+    left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    ratio = 1.0 if config.schedule == "constant" else config.min_lr_ratio
+    return ratio + (1 - ratio) * left[config.schedule]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Use `rate` for every parameter group from now on."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate

@@ -1,0 +1,156 @@
+"""What one micro-batch adds to the losses of its minibatch, a share that adds up with all others.
+
+DPO's first pass: logprob sums by episode, and the coefficient that each token gets from them.
+
+The sums are whole before the second pass begins, so the pairs of a minibatch may lie anywhere among
+its micro-batches and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.credit.estimators import GaeEstimator
+from areal_agents.algorithms.losses.dpo import DpoCoefficients, dpo_coefficients
+from areal_agents.algorithms.losses.objective import Objective, policy_loss
+from areal_agents.algorithms.losses.observation import observation_loss
+from areal_agents.algorithms.losses.statistics import LossStatistics
+from areal_agents.algorithms.losses.value import value_loss
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.critic import Critic
+from areal_agents.training.model.model import Policy
+from areal_agents.training.step.divergence import FullTargets, TopTargets
+from areal_agents.training.step.plan import Minibatch, Plan, Work, by_sample
+from areal_agents.training.step.scoring import Scores, score
+from areal_agents.training.step.teacher import HeldTeacher, Teacher
+
+
+def policy_share(
+    policy: Policy,
+    work: Work,
+    scores: Scores,
+    advantages: Tensor,
+    algorithm: AlgorithmConfig,
+    *,
+    version: int,
+    teacher: Teacher | None = None,
+) -> tuple[Tensor, LossStatistics, Tensor | None]:
+    """The policy's loss with that of the observations, and what is known of both.
+
+    Without proximal logprobs the current ones, detached, are they.
+
+    Returns:
+        The loss; the statistics, of tokens of the policy only; and of the observations [2] float64, the sum
+        of their cross entropies and their number, None without any.
+    """
+    batch = work.batch
+    targets: TopTargets | FullTargets | None = None
+    if isinstance(teacher, HeldTeacher):
+        targets = teacher.targets(batch)
+    elif scores.teacher is not None:
+        targets = TopTargets(scores.teacher.ids[work.places], scores.teacher.logprobs[work.places])
+    current, entropy, divergence = policy(
+        batch, entropy_gradient=algorithm.entropy_coefficient > 0, teacher=targets
+    )
+    sampled = None if batch.observed is None else ~batch.observed
+
+    def of_policy(values: Tensor) -> Tensor:
+        return values if sampled is None else values[sampled]
+
+    def share(whole: Tensor | None) -> Tensor | None:
+        return None if whole is None else of_policy(whole[work.places])
+
+    proximal = share(scores.proximal)
+    loss, statistics = policy_loss(
+        of_policy(current),
+        Objective.of(algorithm),
+        proximal=of_policy(current).detach() if proximal is None else proximal,
+        behavior=of_policy(batch.behavior_logprobs),
+        advantages=of_policy(advantages[work.places]),
+        loss_weights=of_policy(batch.loss_weights),
+        sequence_ids=of_policy(batch.sample_index),
+        turn_ids=of_policy(batch.turn_ids),
+        reference=share(scores.reference),
+        entropy=of_policy(entropy),
+        on_policy=of_policy(batch.versions) == version,
+        keep=share(scores.keep),
+        penalty=share(scores.penalty),
+        trained=of_policy(batch.trained),
+        divergence=None if divergence is None else of_policy(divergence),
+    )
+    if batch.observed is None:
+        return loss, statistics, None
+    logprobs = current[batch.observed]
+    added = observation_loss(logprobs, batch.loss_weights[batch.observed])
+    entropies = -logprobs.detach().double().sum()
+    counted = torch.stack([entropies, entropies.new_tensor(len(logprobs))])
+    return loss + algorithm.observation_coefficient * added, statistics, counted
+
+
+def value_share(critic: Critic, work: Work, scores: Scores, estimator: GaeEstimator) -> tuple[Tensor, Tensor]:
+    """The critic's loss, and [2] float64: the loss without its coefficient, and the clipped tokens."""
+    assert scores.values is not None and scores.value_targets is not None
+    trained, places = work.batch.trained, work.places[work.batch.trained]
+    loss, clipped = value_loss(
+        critic(work.batch)[trained],
+        old_values=scores.values[places],
+        targets=scores.value_targets[places],
+        loss_weights=work.batch.loss_weights[trained],
+        clip=estimator.value_clip,
+    )
+    return estimator.value_coefficient * loss, torch.stack([loss.detach().double(), clipped])
+
+
+def pair_pass(
+    policy: Policy,
+    plan: Plan,
+    minibatch: Minibatch,
+    scores: Scores,
+    *,
+    beta: float,
+    ranks: Ranks,
+    check_stop: Callable[[], None],
+) -> tuple[Tensor, DpoCoefficients]:
+    """The coefficients of a minibatch's pairs under the weights as they are. Collective.
+
+    Returns:
+        [M] in place of advantages, each token of the minibatch with the coefficient of its episode; and
+        the coefficients.
+
+    Raises:
+        ValueError: an episode of a pair without a trained token.
+    """
+    assert scores.reference is not None
+    current = score(
+        lambda batch: policy(batch)[0], minibatch.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop
+    )
+    here = {sample.episode_id for sample in minibatch.samples}
+    coefficients = dpo_coefficients(
+        _episode_sums(minibatch, current),
+        _episode_sums(minibatch, scores.reference),
+        [pair for pair in plan.data.pairs if here.intersection(pair)],
+        beta=beta,
+    )
+    per_sample = [
+        coefficients.by_episode.get(sample.episode_id, 0.0)
+        * sample.loss_mask[sample.scored_mask].astype(np.float32)
+        for sample in minibatch.samples
+    ]
+    advantages = torch.zeros_like(current)
+    advantages[minibatch.tokens] = torch.from_numpy(np.concatenate(per_sample)).to(current.device)
+    return advantages, coefficients
+
+
+def _episode_sums(minibatch: Minibatch, logprobs: Tensor) -> dict[str, float]:
+    """Σ logprob [M] over the trained tokens of each episode of a minibatch, by its id, in float64."""
+    sums: dict[str, float] = {}
+    arrays = by_sample(logprobs[minibatch.tokens], minibatch.samples)
+    for sample, values in zip(minibatch.samples, arrays, strict=True):
+        trained = values[sample.loss_mask[sample.scored_mask]]
+        sums[sample.episode_id] = sums.get(sample.episode_id, 0.0) + float(trained.sum(dtype=np.float64))
+    return sums

@@ -1,0 +1,239 @@
+"""A batch laid out for its passes: minibatches, this rank's micro-batches, and each token's place.
+
+The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. They are
+the trained tokens, those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`), and the
+observations (`TrainingSample.observation_mask`).
+What a pass says of them is one array [M], whole and equal on every rank, so everything that is
+computed from it is equal too. A micro-batch takes its share by the places of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.demonstrations import with_demonstrations
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.observation import observation_weights
+from areal_agents.algorithms.packing.balance import imbalance
+from areal_agents.algorithms.packing.flops import ModelShape
+from areal_agents.algorithms.packing.microbatches import MicroBatch, pack
+from areal_agents.algorithms.packing.minibatches import split_minibatches
+from areal_agents.algorithms.samples import TrainingData
+from areal_agents.algorithms.staleness import age_weights
+from areal_agents.core.sample import TrainingSample
+from areal_agents.training.distributed import Ranks
+
+Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One micro-batch of this rank; `places` [N] int64 are those of its scored tokens in the batch."""
+
+    batch: MicroBatch
+    places: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Minibatch:
+    """What one optimizer step is made on.
+
+    Attributes:
+        samples: over all ranks.
+        tokens: the places of its tokens.
+        work: this rank's share, as many micro-batches as on every rank.
+    """
+
+    samples: tuple[TrainingSample, ...]
+    tokens: slice
+    work: tuple[Work, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the passes over a batch cost, over all ranks.
+
+    Attributes:
+        microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
+            would be without shared prefixes.
+        scored_tokens: with a logprob.
+        fill: model tokens / room in the micro-batches that train something.
+        imbalance: FLOPs of the busiest rank / mean − 1, where a minibatch ends for all at once.
+        rank_tokens: model tokens by data rank.
+        forward_flops: of one forward pass over the batch.
+    """
+
+    microbatches: int
+    model_tokens: int
+    sample_tokens: int
+    scored_tokens: int
+    fill: float
+    imbalance: float
+    rank_tokens: tuple[int, ...]
+    forward_flops: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A batch, laid out. `data.samples` are in the order of the minibatches.
+
+    Attributes:
+        tokens: M.
+        with_demonstrations: this rank's micro-batches of the same tokens, each sample behind its
+            demonstration; empty without self-distillation.
+    """
+
+    data: TrainingData
+    minibatches: tuple[Minibatch, ...]
+    tokens: int
+    load: Load
+    with_demonstrations: tuple[Work, ...] = ()
+
+    @property
+    def work(self) -> list[Work]:
+        """This rank's micro-batches of all minibatches."""
+        return [work for minibatch in self.minibatches for work in minibatch.work]
+
+
+def by_sample(values: Tensor, samples: Sequence[TrainingSample]) -> list[Floats]:
+    """Values of the scored tokens of these samples, one after the other, as an array [N_s] per sample."""
+    counts = [int(sample.scored_mask.sum()) for sample in samples]
+    return np.split(values.float().cpu().numpy(), np.cumsum(counts)[:-1])
+
+
+def lay_out(
+    data: TrainingData,
+    algorithm: AlgorithmConfig,
+    *,
+    ranks: Ranks,
+    shape: ModelShape,
+    token_budget: int,
+    share_prefixes: bool,
+    seed: int,
+    downweight_at: int | None = None,
+) -> Plan:
+    """Cut a batch into minibatches, pack each, and take this rank's part.
+
+    Args:
+        seed: of the order of minibatches.
+        downweight_at: the trainer's version, where older tokens count less (`staleness.age_weights`).
+
+    Raises:
+        TrainingError: a sample does not fit a micro-batch.
+        ValueError: no samples.
+    """
+    if not data.samples:
+        raise ValueError("there is no sample to train on")
+    count = algorithm.minibatches
+    if isinstance(algorithm.policy_loss, DpoLoss):  # whole groups, since a pair lies within one
+        count = min(count, len({sample.group_id for sample in data.samples}))
+    parts = split_minibatches(data.samples, count, seed=seed)
+    packed = [
+        pack(
+            part,
+            token_budget=token_budget,
+            ranks=ranks.data_count,
+            share_prefixes=share_prefixes,
+            weights=[
+                policy + observation
+                for policy, observation in zip(
+                    _loss_weights(part, algorithm, downweight_at), observation_weights(part), strict=True
+                )
+            ],
+            shape=shape,
+        )
+        for part in parts
+    ]
+    minibatches, start = [], 0
+    for part, batches in zip(parts, packed, strict=True):
+        minibatches.append(_minibatch(part, batches, start, ranks))
+        start = minibatches[-1].tokens.stop
+    ordered = replace(data, samples=tuple(sample for part in parts for sample in part))
+    load = _load(packed, ranks=ranks.data_count, shape=shape, token_budget=token_budget)
+    demonstrated: tuple[Work, ...] = ()
+    if ordered.demonstrations:
+        prefixed = with_demonstrations(ordered.samples, ordered.demonstrations)
+        batches = pack(
+            prefixed,
+            token_budget=token_budget,
+            ranks=ranks.data_count,
+            share_prefixes=share_prefixes,
+            shape=shape,
+        )
+        demonstrated = _minibatch(prefixed, batches, 0, ranks).work
+    return Plan(ordered, tuple(minibatches), start, load, demonstrated)
+
+
+def _loss_weights(
+    part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
+) -> list[Floats]:
+    """c_t of the policy's loss at each scored token, 0 where it is not trained."""
+    if isinstance(algorithm.policy_loss, DpoLoss):  # its coefficients are already those of a mean over pairs
+        return [sample.loss_mask[sample.scored_mask].astype(np.float32) for sample in part]
+    weights = algorithm.loss_normalization.weights(part)
+    if downweight_at is None:
+        return weights
+    return [
+        weight * age_weights(sample.versions[sample.scored_mask], version=downweight_at)
+        for weight, sample in zip(weights, part, strict=True)
+    ]
+
+
+def _minibatch(
+    part: Sequence[TrainingSample], batches: Sequence[MicroBatch], start: int, ranks: Ranks
+) -> Minibatch:
+    counts = [int(sample.scored_mask.sum()) for sample in part]
+    starts = start + np.cumsum([0, *counts[:-1]])
+    work = []
+    for batch in batches[ranks.data_rank :: ranks.data_count]:
+        if ranks.context_count > 1:
+            from areal_agents.training.model.context_parallel import local_share
+
+            batch = local_share(batch, ranks.context_rank, ranks.context_count, ranks.context_group)
+        places = torch.from_numpy(_places(batch, part, starts))
+        work.append(Work(batch.to(ranks.device), places.to(ranks.device)))
+    return Minibatch(tuple(part), slice(start, start + sum(counts)), tuple(work))
+
+
+def _places(
+    batch: MicroBatch, part: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """[N] the place of each scored token: its sample's start, and the scored tokens before it there."""
+    owners = batch.sample_index.numpy()
+    positions = batch.position_ids[batch.predictor_rows].numpy() + 1
+    places = np.empty(len(owners), np.int64)
+    for owner in np.unique(owners):
+        own = owners == owner
+        before = np.cumsum(part[owner].scored_mask) - 1
+        places[own] = starts[owner] + before[positions[own]]
+    return places
+
+
+def _load(
+    packed: Sequence[Sequence[MicroBatch]], *, ranks: int, shape: ModelShape, token_budget: int
+) -> Load:
+    everything = [batch for batches in packed for batch in batches]
+    real = [len(batch.input_ids) for batch in everything if batch.scored_tokens]
+    flops = [[batch.forward_flops(shape) for batch in batches] for batches in packed]
+    by_rank = [[sum(costs[rank::ranks]) for rank in range(ranks)] for costs in flops]
+    whole = sum(map(sum, by_rank))
+    return Load(
+        microbatches=len(everything),
+        model_tokens=sum(len(batch.input_ids) for batch in everything),
+        sample_tokens=sum(batch.sample_tokens for batch in everything),
+        scored_tokens=sum(batch.scored_tokens for batch in everything),
+        fill=sum(real) / (len(real) * token_budget),
+        imbalance=sum(imbalance(sums) * sum(sums) for sums in by_rank) / whole,
+        rank_tokens=tuple(
+            sum(len(batch.input_ids) for batches in packed for batch in batches[rank::ranks])
+            for rank in range(ranks)
+        ),
+        forward_flops=whole,
+    )

@@ -1,0 +1,245 @@
+"""Passes without a gradient over a whole batch, before its first optimizer step, and what they yield.
+
+Proximal and reference logprobs and values are computed only where the algorithm needs them. Every
+result is whole and equal on every rank, so advantages and masks that are taken over the whole batch
+are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.credit.tokens import token_advantages
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.losses.kl import KlInReward, kl_estimate
+from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TokenChoice
+from areal_agents.algorithms.packing.flops import TRAINING
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.core.sample import TrainingSample
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.metrics.clock import Clock
+from areal_agents.training.model.critic import Critic
+from areal_agents.training.model.model import Policy
+from areal_agents.training.step.divergence import TopTargets
+from areal_agents.training.step.plan import Plan, Work, by_sample
+from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scores:
+    """What is known of the M scored tokens of a batch before the first optimizer step.
+
+    Attributes:
+        advantages: [M] float32.
+        proximal: [M], None where the current logprobs serve: a single minibatch needs no other.
+        reference: [M] logprobs of the reference policy.
+        values, value_targets: [M], the critic's values and what they should have been.
+        keep: [M] bool, the tokens that a trust region keeps; None: all.
+        penalty: [M] float32, what a trust region charges, see `TokenChoice`; None: nothing.
+        teacher: [M, k] of a teacher that was asked before the step; None of one that runs beside the policy.
+    """
+
+    advantages: Tensor
+    proximal: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    value_targets: Tensor | None = None
+    keep: Tensor | None = None
+    penalty: Tensor | None = None
+    teacher: TopTargets | None = None
+
+
+def needs_proximal(algorithm: AlgorithmConfig) -> bool:
+    """Whether the proximal logprobs take a pass of their own.
+
+    With one minibatch they are the current ones. A trust region and a penalty in the reward need them
+    before; SFT, DPO and distillation have no ratio; the behavior policy's logprobs are recorded.
+    """
+    if algorithm.proximal == "behavior" or algorithm.is_supervised or algorithm.teacher is not None:
+        return False
+    early = not isinstance(algorithm.trust_region, NoTrustRegion) or isinstance(algorithm.kl_in, KlInReward)
+    return algorithm.minibatches > 1 or early
+
+
+def passes(algorithm: AlgorithmConfig) -> int:
+    """What training a batch costs in forward passes of the policy over it, for its FLOPs.
+
+    A backward pass counts as two; a pass of the reference or the critic as one of the policy.
+    """
+    count = TRAINING + needs_proximal(algorithm) + algorithm.needs_reference
+    count += isinstance(algorithm.policy_loss, DpoLoss)  # its pairs
+    if algorithm.needs_critic:
+        count += 1 + TRAINING
+    if algorithm.teacher in ("model", "self"):
+        count += 1
+    return count
+
+
+def score(
+    forward: Callable[[MicroBatch], Tensor],
+    work: Sequence[Work],
+    *,
+    tokens: int,
+    ranks: Ranks,
+    check_stop: Callable[[], None],
+) -> Tensor:
+    """[tokens] float32: what `forward` ([N] of a micro-batch) says of each token that it has a place for.
+
+    Whole on every rank; 0 at places that no micro-batch has. Collective.
+    """
+    scores = torch.zeros(tokens, dtype=torch.float32, device=ranks.device)
+    with torch.no_grad():
+        for one in work:
+            check_stop()
+            scores[one.places] = forward(one.batch).float()
+    return ranks.sum(scores)  # every place is answered for by one rank, the others have 0
+
+
+def score_batch(
+    plan: Plan,
+    policy: Policy,
+    algorithm: AlgorithmConfig,
+    *,
+    critic: Critic | None,
+    reference: Policy | None,
+    teacher: Teacher | None,
+    ranks: Ranks,
+    clock: Clock,
+    check_stop: Callable[[], None],
+    stopping: Callable[[], bool],
+    seed: int,
+) -> Scores:
+    """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
+
+    Args:
+        check_stop: raises on every rank if one of them should stop; asked before every micro-batch.
+        stopping: whether this rank should stop; asked while a teacher's engine is waited for.
+        seed: of what a trust region draws at random; the same on every rank.
+    """
+
+    def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
+        return score(forward, plan.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop)
+
+    proximal = reference_logprobs = values = None
+    if needs_proximal(algorithm):
+        with clock.part("proximal"):
+            proximal = over(lambda batch: policy(batch)[0])
+    elif algorithm.proximal == "behavior":
+        proximal = scored(plan.data.samples, "behavior_logprobs", ranks.device)
+    if reference is not None:
+        with clock.part("reference"):
+            reference_logprobs = over(lambda batch: reference(batch)[0])
+            release(reference)
+    if critic is not None:
+        with clock.part("values"):
+            values = over(critic)
+    asked = None
+    if teacher is not None and not isinstance(teacher, HeldTeacher):
+        with clock.part("teacher"):
+            asked = _teacher_targets(
+                plan, policy, teacher, ranks=ranks, check_stop=check_stop, stopping=stopping
+            )
+    with clock.part("credit"):
+        advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
+        choice = _choice(plan, algorithm, proximal, advantages, seed)
+    return Scores(
+        advantages, proximal, reference_logprobs, values, targets, choice.keep, choice.penalty, asked
+    )
+
+
+def _teacher_targets(
+    plan: Plan,
+    policy: Policy,
+    teacher: EngineTeacher | SelfTeacher,
+    *,
+    ranks: Ranks,
+    check_stop: Callable[[], None],
+    stopping: Callable[[], bool],
+) -> TopTargets:
+    """The teacher's most likely tokens at the M scored tokens of the batch. Collective."""
+    if isinstance(teacher, EngineTeacher):
+        targets = teacher.score(plan.data.samples, stopping=stopping)
+        if targets is None:
+            check_stop()
+            raise AssertionError("a rank that was asked to stop takes that back")
+        return targets
+    ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
+    logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)
+    for work in plan.with_demonstrations:
+        check_stop()
+        ids[work.places], logprobs[work.places] = policy.top_logprobs(work.batch, teacher.top)
+    release(policy)
+    return TopTargets(ranks.sum(ids), ranks.sum(logprobs))
+
+
+def release(policy: Policy) -> None:
+    """Give back the whole weights that a sharded model holds between passes, where no backward does."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
+    """[M] float32, what the array `name` of the samples says of each scored token."""
+    arrays = [getattr(sample, name)[sample.scored_mask] for sample in samples]
+    return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+
+def _credit(
+    plan: Plan,
+    algorithm: AlgorithmConfig,
+    proximal: Tensor | None,
+    reference: Tensor | None,
+    values: Tensor | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """Advantages [M] and value targets [M]."""
+    if not algorithm.needs_token_credit:
+        return scored(plan.data.samples, "advantages", device), None
+    penalties = None
+    if isinstance(algorithm.kl_in, KlInReward):
+        assert proximal is not None and reference is not None
+        estimates = kl_estimate(proximal, reference, estimator=algorithm.kl_in.kl_estimator)
+        penalties = by_sample(estimates, plan.data.samples)
+    credit = token_advantages(
+        plan.data,
+        values=None if values is None else by_sample(values, plan.data.samples),
+        penalties=penalties,
+        config=algorithm,
+    )
+
+    def whole(arrays: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+
+    return whole(credit.advantages), None if credit.value_targets is None else whole(credit.value_targets)
+
+
+def _choice(
+    plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
+) -> TokenChoice:
+    """What a trust region decides of the M tokens, for each minibatch over all of its trained tokens."""
+    region = algorithm.trust_region
+    if isinstance(region, NoTrustRegion):
+        return TokenChoice()
+    assert proximal is not None
+    behavior = scored(plan.data.samples, "behavior_logprobs", proximal.device)
+    trained = scored(plan.data.samples, "loss_mask", proximal.device).bool()
+    rng = np.random.default_rng(seed)
+    keep = penalty = None
+    for part in plan.minibatches:
+        at = part.tokens.start + torch.nonzero(trained[part.tokens]).squeeze(1)
+        choice = region.choose(behavior[at], proximal[at], advantages[at], rng=rng)
+        if choice.keep is not None:
+            keep = torch.ones_like(trained) if keep is None else keep
+            keep[at] = choice.keep
+        if choice.penalty is not None:
+            penalty = torch.zeros_like(proximal) if penalty is None else penalty
+            penalty[at] = choice.penalty
+    return TokenChoice(keep, penalty)

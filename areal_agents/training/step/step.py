@@ -1,0 +1,246 @@
+"""One batch: the passes that it needs beforehand, then K optimizer steps of policy and critic.
+
+The coefficients of a loss are taken over its whole minibatch, so the gradient is the same however
+the batch was cut and however many ranks share it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.credit.estimators import GaeEstimator
+from areal_agents.algorithms.losses.dpo import DpoCoefficients, DpoLoss
+from areal_agents.algorithms.losses.statistics import LossStatistics
+from areal_agents.algorithms.samples import TrainingData
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.metrics.clock import Clock
+from areal_agents.training.model.critic import CriticState
+from areal_agents.training.model.model import Policy
+from areal_agents.training.step.learner import Learner
+from areal_agents.training.step.losses import pair_pass, policy_share, value_share
+from areal_agents.training.step.plan import Minibatch, Plan, lay_out
+from areal_agents.training.step.results import (
+    CriticResult,
+    DpoResult,
+    ObservationResult,
+    StepResult,
+    critic_result,
+    dpo_result,
+)
+from areal_agents.training.step.scoring import Scores, passes, score_batch, scored
+from areal_agents.training.step.teacher import Teacher
+
+__all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", "train_batch"]
+
+
+class Stopped(Exception):
+    """The run was asked to stop before the first optimizer step of a batch: the weights are as they were."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How a batch is cut and stepped, whatever the algorithm; the names are those of the config.
+
+    With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less.
+    """
+
+    microbatch_tokens: int
+    share_prefixes: bool
+    grad_clip: float
+    downweight_stale: bool = False
+
+
+def train_batch(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    data: TrainingData,
+    algorithm: AlgorithmConfig,
+    options: StepOptions,
+    *,
+    ranks: Ranks,
+    version: int,
+    seed: int,
+    critic: CriticState | None = None,
+    reference: Policy | None = None,
+    teacher: Teacher | None = None,
+    stopping: Callable[[], bool] = lambda: False,
+) -> StepResult:
+    """Train on a batch, which every rank has whole.
+
+    Args:
+        version: the version of the weights as they are now.
+        seed: of the order of minibatches, and of what a trust region draws at random.
+        critic, reference, teacher: each exactly if the algorithm needs one.
+        stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
+            should.
+
+    Raises:
+        Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
+            be trained on these models; their weights are whole.
+        TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
+        TeacherError: the teacher's engine cannot be learned from; the weights are as they were.
+        ValueError: no samples, or a critic, reference or teacher that the algorithm needs or has no use for.
+    """
+    _check(algorithm, ranks, critic, reference, teacher)
+    batch = _Batch(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
+    with batch.clock.part("pack"):
+        plan = lay_out(
+            data,
+            algorithm,
+            ranks=ranks,
+            shape=policy.shape,
+            token_budget=options.microbatch_tokens,
+            share_prefixes=options.share_prefixes,
+            seed=seed,
+            downweight_at=version if options.downweight_stale else None,
+        )
+    scores = score_batch(
+        plan,
+        policy,
+        algorithm,
+        critic=critic.critic if critic else None,
+        reference=reference,
+        teacher=teacher,
+        ranks=ranks,
+        clock=batch.clock,
+        check_stop=batch.check_stop,
+        stopping=stopping,
+        seed=seed,
+    )
+    for minibatch in plan.minibatches:
+        advantages = batch.advantages(plan, minibatch, scores)
+        with batch.clock.part("gradient"):
+            batch.accumulate(minibatch, scores, advantages)
+        with batch.clock.part("optimizer"):
+            for learner in batch.learners:
+                learner.step(options.grad_clip)
+    return batch.result(plan, scores)
+
+
+def _check(
+    algorithm: AlgorithmConfig,
+    ranks: Ranks,
+    critic: CriticState | None,
+    reference: Policy | None,
+    teacher: Teacher | None,
+) -> None:
+    for name, needed, given in (
+        ("critic", algorithm.needs_critic, critic is not None),
+        ("reference", algorithm.needs_reference, reference is not None),
+        ("teacher", algorithm.teacher is not None, teacher is not None),
+    ):
+        if needed != given:
+            has, got = ("needs a" if needed else "has no"), ("one" if given else "none")
+            raise ValueError(f"preset {algorithm.preset} {has} {name}, got {got}")
+    whole = algorithm.looks_at_sequences or algorithm.looks_at_turns
+    assert ranks.context_count == 1 or not whole, "the tokens of a sequence lie on several ranks"
+
+
+@dataclass(eq=False)
+class _Batch:
+    """A batch in training on one rank: what is trained, and what has come out so far."""
+
+    policy: Policy
+    optimizer: torch.optim.Optimizer
+    critic: CriticState | None
+    teacher: Teacher | None
+    algorithm: AlgorithmConfig
+    ranks: Ranks
+    version: int
+    stopping: Callable[[], bool]
+    pairs: list[DpoCoefficients] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        device = self.ranks.device
+        self.clock = Clock(device)
+        self.learners = [Learner(self.policy, self.optimizer)]
+        if self.critic is not None:
+            self.learners.append(Learner(self.critic.critic, self.critic.optimizer))
+        self.statistics = LossStatistics.zero(device)
+        self.value_sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.observation_sums = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def check_stop(self) -> None:
+        """Raise Stopped on all ranks if one of them should stop.
+
+        Once a step of the batch is made the batch is finished: half of it could not be resumed from.
+        """
+        if not self.learners[0].norms and self.ranks.any(self.stopping()):
+            raise Stopped("stopped before the first optimizer step of a batch")
+
+    def advantages(self, plan: Plan, minibatch: Minibatch, scores: Scores) -> Tensor:
+        """[M] of the batch, or for DPO its coefficients under the weights as they are now."""
+        if not isinstance(self.algorithm.policy_loss, DpoLoss):
+            return scores.advantages
+        with self.clock.part("pairs"):
+            advantages, coefficients = pair_pass(
+                self.policy,
+                plan,
+                minibatch,
+                scores,
+                beta=self.algorithm.policy_loss.dpo_beta,
+                ranks=self.ranks,
+                check_stop=self.check_stop,
+            )
+        self.pairs.append(coefficients)
+        return advantages
+
+    def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
+        """The gradients of a minibatch; ranks exchange them once, after the last micro-batch."""
+        scale = self.ranks.count  # FSDP averages over the ranks, and the loss is a sum
+        for place, work in enumerate(minibatch.work):
+            self.check_stop()
+            last = place == len(minibatch.work) - 1
+            loss, statistics, observed = policy_share(
+                self.policy,
+                work,
+                scores,
+                advantages,
+                self.algorithm,
+                version=self.version,
+                teacher=self.teacher,
+            )
+            self.learners[0].backward(loss * scale, sync=last)
+            self.statistics += statistics
+            if observed is not None:
+                self.observation_sums += observed
+            if self.critic is not None:
+                assert isinstance(self.algorithm.estimator, GaeEstimator)
+                loss, sums = value_share(self.critic.critic, work, scores, self.algorithm.estimator)
+                self.learners[1].backward(loss * scale, sync=last)
+                self.value_sums += sums
+
+    def result(self, plan: Plan, scores: Scores) -> StepResult:
+        """What came out, over all ranks. Collective."""
+        policy, load = self.learners[0], plan.load
+        critic = observation = None
+        if self.critic is not None:
+            trained = scored(plan.data.samples, "loss_mask", self.ranks.device).bool()
+            critic = critic_result(self.learners[1], self.ranks.sum(self.value_sums), scores, trained)
+        if self.algorithm.observation_coefficient:
+            entropies, tokens = self.ranks.sum(self.observation_sums).tolist()
+            observation = ObservationResult(entropies / tokens if tokens else math.nan, int(tokens))
+        return StepResult(
+            statistics=LossStatistics(
+                self.ranks.sum(self.statistics.sums), self.ranks.max(self.statistics.maxima)
+            ),
+            grad_norm=policy.grad_norm,
+            skipped_steps=policy.skipped_steps,
+            microbatches=load.microbatches,
+            model_tokens=load.model_tokens,
+            sample_tokens=load.sample_tokens,
+            critic=critic,
+            observation=observation,
+            dpo=dpo_result(self.pairs) if self.pairs else None,
+            packing_fill=load.fill,
+            rank_imbalance=load.imbalance,
+            rank_tokens=load.rank_tokens,
+            flops=load.forward_flops * passes(self.algorithm),
+            seconds=dict(self.clock.seconds),
+        )

@@ -1,0 +1,259 @@
+"""Teachers of distillation: the models whose distributions the policy is trained towards.
+
+A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
+after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers
+are one array per batch, complete and equal on every rank.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from areal_agents.algorithms.packing.microbatches import MicroBatch
+from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import EngineError, EngineUnavailable, TeacherError, TrainingError
+from areal_agents.inference.engine import ModelInfo, PromptScores, Sampler
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.model import ModelOptions, load_policy
+from areal_agents.training.step.divergence import FullTargets, TopTargets
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CONCURRENCY = 32  # sequences that an engine scores at the same time
+_RETRY_S = 2.0
+_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
+_SCORING_ROOM = 7  # tokens by which a sequence that SGLang 0.5.21 scores must be shorter than its context
+
+
+class HeldTeacher:
+    """A frozen model that the trainer holds; except for its output matrix it is sharded like the policy."""
+
+    def __init__(self, path: str, ranks: Ranks, *, vocab_size: int, options: ModelOptions) -> None:
+        """Load the model in the folder `path`.
+
+        Raises:
+            TrainingError: the model cannot be loaded, its output layer is not a plain matrix, or its
+                vocabulary differs from the policy's.
+        """
+        self._policy = load_policy(path, ranks, options=replace(options, lora=None))
+        self._policy.requires_grad_(False)
+        head = self._policy.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise TrainingError(f"{path}: a teacher needs a plain output layer, got {type(head).__name__}")
+        self._weight = _whole(head.weight).to(options.dtype)
+        self._bias = None if head.bias is None else _whole(head.bias).to(options.dtype)
+        if len(self._weight) != vocab_size:
+            raise TrainingError(
+                f"{path}: the teacher has a vocabulary of {len(self._weight)} tokens and the policy one of "
+                f"{vocab_size}; distillation needs a teacher with the policy's tokenizer and vocabulary"
+            )
+
+    def targets(self, batch: MicroBatch) -> FullTargets:
+        """The teacher's distributions at the N scored tokens of a micro-batch. Collective."""
+        with torch.no_grad():  # recorded routing is the policy's, and these are other weights
+            hidden = self._policy.backbone(replace(batch, routed_experts=None))
+        temperatures = batch.temperatures / self._policy.logit_scale
+        return FullTargets(hidden, self._weight, self._bias, temperatures)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTeacher:
+    """A model behind an engine, asked for its k most likely tokens by the first rank.
+
+    Attributes:
+        connect: makes a client, on the first rank; it is closed after each batch.
+        top: k.
+        timeout_s: the longest wait for one batch, including the time in which the engine does not answer.
+    """
+
+    connect: Callable[[], Sampler]
+    top: int
+    vocab_size: int
+    timeout_s: float
+    ranks: Ranks
+
+    def meet(self, *, stopping: Callable[[], bool] = lambda: False) -> int | None:
+        """Wait for the engine's first answer and check that its model can be the teacher. Collective.
+
+        Args:
+            stopping: asked on the first rank while it waits for the engine.
+
+        Returns:
+            The largest number of tokens that a sequence may have; None on every rank if the first rank was
+            asked to stop while it waited.
+
+        Raises:
+            TeacherError: the engine has another vocabulary than the policy, or does not answer in time.
+        """
+        return self._collectively(
+            self._longest,
+            stopping,
+            late=f"the teacher's engine did not answer within {self.timeout_s:g} s "
+            "(trainer.teacher_timeout_s); check that trainer.teacher_url is that of a running server",
+        )
+
+    def score(
+        self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
+    ) -> TopTargets | None:
+        """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
+
+        Args:
+            stopping: asked on the first rank while it waits for the engine.
+
+        Returns:
+            The tokens with their logprobs; None on every rank if the first rank was asked to stop while it
+            waited.
+
+        Raises:
+            TeacherError: the engine has another vocabulary than the policy, refuses a sequence, or does not
+                answer in time, or a token was not sampled at temperature 1.
+        """
+        answered = self._collectively(
+            lambda: self._ask(samples),
+            stopping,
+            late=f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
+            f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)",
+        )
+        if answered is None:
+            return None
+        ids = np.concatenate([np.empty((0, self.top), np.int32), *(one for one, _ in answered)])
+        logprobs = np.concatenate([np.empty((0, self.top), np.float32), *(one for _, one in answered)])
+        return TopTargets(
+            torch.from_numpy(ids.astype(np.int64)).to(self.ranks.device),
+            torch.from_numpy(logprobs).to(self.ranks.device),
+        )
+
+    def _collectively(
+        self, ask: Callable[[], Coroutine[Any, Any, T]], stopping: Callable[[], bool], *, late: str
+    ) -> T | None:
+        """What `ask` returns on the first rank, on every rank; None once `stopping()`. Collective.
+
+        Raises:
+            TeacherError: on every rank, if `ask` fails, or with the message `late` if it takes too long.
+        """
+        found: T | TeacherError | None = None
+        if self.ranks.is_first:
+            try:
+                found = asyncio.run(self._until(ask(), stopping))
+            except TimeoutError:
+                found = TeacherError(late)
+            except EngineError as error:
+                found = TeacherError(f"the teacher's engine (trainer.teacher_url): {error}")
+            except TeacherError as error:
+                found = error
+        answered = self.ranks.broadcast(found)
+        if isinstance(answered, TeacherError):
+            raise answered
+        return answered
+
+    async def _until(self, asking: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T | None:
+        """What `asking` returns within `timeout_s`; None as soon as `stopping()`."""
+        task = asyncio.create_task(asking)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while not task.done():
+                    if stopping():
+                        return None
+                    await asyncio.wait({task}, timeout=_LOOK_S)
+            return task.result()
+        finally:
+            if task.cancel():
+                await asyncio.wait({task})  # it aborts what the engine still computes, within seconds
+
+    async def _longest(self) -> int:
+        engine = self.connect()
+        try:
+            info = await _answered(engine.model_info)
+        finally:
+            await engine.aclose()
+        self._check(info)
+        return info.max_context - _SCORING_ROOM
+
+    def _check(self, info: ModelInfo) -> None:
+        if info.vocab_size != self.vocab_size:
+            raise TeacherError(
+                f"the teacher's engine (trainer.teacher_url) has a vocabulary of {info.vocab_size} tokens "
+                f"and the policy one of {self.vocab_size}; distillation needs the same vocabulary"
+            )
+
+    async def _ask(
+        self, samples: Sequence[TrainingSample]
+    ) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]]:
+        engine = self.connect()
+        free = asyncio.Semaphore(_CONCURRENCY)
+        try:
+            self._check(await _answered(engine.model_info))  # it may have been started again
+
+            async def one(place: int, sample: TrainingSample) -> PromptScores:
+                scored = np.flatnonzero(sample.scored_mask)
+                if (sample.temperatures[scored] != 1).any():
+                    raise TeacherError(
+                        f"group {sample.group_id}, episode {sample.episode_id}: tokens were sampled "
+                        "at another temperature than 1, and a teacher's engine scores at 1; pin the "
+                        "temperature, or use a teacher that the trainer holds (teacher: model)"
+                    )
+                ids = sample.token_ids[: scored[-1] + 1]
+                async with free:
+                    return await _answered(
+                        lambda: engine.score(
+                            f"teacher-{time.time_ns()}-{place}", ids, start=int(scored[0]), top=self.top
+                        )
+                    )
+
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(one(place, sample)) for place, sample in enumerate(samples)]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        finally:
+            await engine.aclose()
+        return [_at_scored(sample, task.result()) for sample, task in zip(samples, tasks, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTeacher:
+    """The policy as it is when the batch begins, reading a demonstration first: `algorithms.demonstrations`.
+
+    Attributes:
+        top: k, the number of its most likely tokens that are used.
+    """
+
+    top: int
+
+
+Teacher = HeldTeacher | EngineTeacher | SelfTeacher
+
+
+def _at_scored(
+    sample: TrainingSample, scores: PromptScores
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """The rows of a sequence's scores that belong to its scored tokens."""
+    places = np.flatnonzero(sample.scored_mask)
+    rows = places - places[0]
+    return scores.top_ids[rows], scores.top_logprobs[rows]
+
+
+async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """Ask until the engine answers; the caller limits the time."""
+    while True:
+        try:
+            return await ask()
+        except EngineUnavailable as error:
+            log.warning("the teacher's engine does not answer, asking again: %s", error)
+            await asyncio.sleep(_RETRY_S)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

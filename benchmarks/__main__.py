@@ -1,0 +1,105 @@
+"""`python -m benchmarks NAME`: measures one part of the system on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from areal_agents.cli import run_app
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+app = typer.Typer(help="Measure a part of the system on this machine.", no_args_is_help=True)
+
+
+@app.command("engine")
+def engine(
+    as_json: AsJson = False,
+) -> None:
+    """Decode speed over HTTP, and against transformers' generate in the same run."""
+    from benchmarks.engine import run
+
+    run(json=as_json)
+
+
+@app.command("proxy")
+def proxy(
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer calls, for a first look.")] = False,
+) -> None:
+    """CPU per call, memory and latency of the proxy, beside a bare pass-through and LiteLLM's proxy."""
+    from benchmarks.proxy.run import run
+
+    run(json=as_json, quick=quick)
+
+
+@app.command("trainer")
+def trainer(
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
+) -> None:
+    """Speed and memory of the trainer, beside a padded Hugging Face loop and TRL's GRPO step."""
+    from benchmarks.trainer.run import run
+
+    run(json=as_json, quick=quick)
+
+
+@app.command("async")
+def asynchrony(
+    as_json: AsJson = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
+    table: Annotated[
+        bool, typer.Option("--table", help="The quick start at η = 0 to ∞ instead, which takes hours.")
+    ] = False,
+    out: Annotated[
+        Path, typer.Option(help="With --table: the file of results; runs that are in it are not repeated.")
+    ] = Path("async-table.jsonl"),
+) -> None:
+    """Asynchronous against synchronous training, weight swaps, and the store."""
+    if table:
+        from benchmarks.asynchrony.table import run as run_table
+
+        run_table(out, json=as_json)
+    else:
+        from benchmarks.asynchrony.run import run
+
+        run(json=as_json, quick=quick)
+
+
+@app.command("simulator")
+def simulator(
+    as_json: AsJson = False,
+    save: Annotated[
+        Path | None, typer.Option(help="A file to keep the measurements and the trace in.")
+    ] = None,
+) -> None:
+    """What the simulator foretells from the trace of one run, against runs at several bounds on staleness."""
+    from benchmarks.simulator import run
+
+    run(json=as_json, save=save)
+
+
+@app.command("credit")
+def credit(
+    as_json: AsJson = False,
+) -> None:
+    """The expected policy gradient of forests of turns over the true one, by exact enumeration."""
+    from benchmarks.credit.run import run
+
+    run(json=as_json)
+
+
+@app.command("store")
+def store(
+    as_json: AsJson = False,
+) -> None:
+    """Turns that 64 writers commit to a store on the disk of the working directory."""
+    from benchmarks.store import run
+
+    run(json=as_json)
+
+
+if __name__ == "__main__":
+    run_app(app)

@@ -1,0 +1,1 @@
+"""What asynchrony gains over a synchronous run."""

@@ -1,0 +1,1 @@
+"""The expected policy gradient on every shape of forest."""

@@ -1,0 +1,1 @@
+"""What the proxy costs for each call."""

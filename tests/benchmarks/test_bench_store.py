@@ -1,0 +1,28 @@
+"""The figures of the store's benchmark are of turns that were really written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_agents.store import Store
+from benchmarks.store import StoreFigures, measure_store
+
+
+def test_what_is_measured_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[int, int]] = []
+    close = Store.close
+
+    def look(store: Store) -> None:
+        if store.open_episodes():
+            summaries = store.episodes()
+            found.append((sum(s.turns for s in summaries), sum(s.sampled_tokens for s in summaries)))
+        close(store)
+
+    monkeypatch.setattr(Store, "close", look)
+    figures = measure_store(turns=200, writers=8, tokens=50, durability="power", folder=tmp_path)
+    assert found[0] == (200, 200 * 50)
+    assert (figures.turns, figures.writers, figures.tokens, figures.durability) == (200, 8, 50, "power")
+    assert isinstance(figures, StoreFigures) and 0 < figures.commit_p50_ms <= figures.commit_p99_ms
+    assert figures.turns_per_s > 0 and list(tmp_path.iterdir()) == []
