@@ -10,7 +10,8 @@ episode is overtaken by others. Under each of these rules no token older than η
     downweight  as mask, and the loss of a token of staleness a within the bound is multiplied by
                 1 / (1 + a); the denominator of the loss does not change
 
-Versions are counted in trained batches here. `training.batches.staleness` converts the versions from before a resume.
+Versions are counted in trained batches here. `training.batches.staleness` converts the versions from before
+a resume.
 """
 
 from __future__ import annotations

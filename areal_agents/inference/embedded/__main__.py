@@ -1,4 +1,4 @@
-"""`python -m areal_agents.inference.embedded JSON`: the engine process as `inference.engine_process` starts it."""
+"""`python -m areal_agents.inference.embedded JSON` runs the embedded engine in a process of its own."""
 
 from __future__ import annotations
 

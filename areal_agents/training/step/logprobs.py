@@ -5,9 +5,9 @@ pass computes each chunk's logits again and turns them into their own gradient i
 about one chunk of logits [C, V] lives at a time and the gradient of the matrix is summed in one
 array. Few logits are kept instead, and nothing is computed twice.
 
-Logits are float32 also where hidden states and matrix are bfloat16, see `inference.embedded.model.head`. Gradients
-by the logits are rounded to the compute type, a relative error of 2^-9 per entry, and their products with
-the matrix and the states are summed in float32.
+Logits are float32 also where hidden states and matrix are bfloat16 (see `inference.embedded.model.head`).
+Gradients by the logits are rounded to the compute type, a relative error of 2^-9 per entry; their products
+with the matrix and the states are summed in float32.
 """
 
 from __future__ import annotations
