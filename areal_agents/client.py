@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 import httpx
 
+from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.direct_http import direct_async_client, direct_client
-from areal_agents.episode import RewardValue, checked_reward
 from areal_agents.errors import RequestError
 
 _CONNECT_RETRIES = 2

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
+from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError
 
 EPISODE_ID_VARIABLE = "AREAL_AGENTS_EPISODE_ID"
@@ -26,7 +26,6 @@ DEFAULT_ANTHROPIC_BASE_URL = "https://api.anthropic.com"
 PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; SDKs refuse to send none
 
 Agent = TypeVar("Agent", bound=Callable[..., Any])
-RewardValue = bool | float | Mapping[str, float]
 Report = Callable[[str, dict[str, Any]], None]
 
 _current: ContextVar[Episode | None] = ContextVar("areal_agents_episode", default=None)
@@ -171,15 +170,6 @@ def running(ep: Episode) -> Iterator[Episode]:
         _current.reset(token)
 
 
-def checked_reward(value: Any) -> float | dict[str, float]:
-    """`value` as a finite float, or a dict of them. AgentError for anything else."""
-    if isinstance(value, Mapping):
-        if not value:
-            raise AgentError("a reward dict must not be empty")
-        return {str(key): _finite(item, f"reward {key!r}") for key, item in value.items()}
-    return _finite(value, "a reward")
-
-
 def check_signature(agent: Callable[..., Any]) -> None:
     """AgentError unless `agent` can be called as ``agent(task, ep)``."""
     name = getattr(agent, "__name__", repr(agent))
@@ -193,15 +183,6 @@ def check_signature(agent: Callable[..., Any]) -> None:
         ) from error
     if inspect.isasyncgenfunction(agent) or inspect.isgeneratorfunction(agent):
         raise AgentError(f"{name} is a generator; an agent returns its reward, or None")
-
-
-def _finite(value: Any, what: str) -> float:
-    if isinstance(value, str) or not hasattr(value, "__float__"):
-        raise AgentError(f"{what} must be a number, got {value!r}")
-    number = float(value)
-    if not math.isfinite(number):
-        raise AgentError(f"{what} must be finite, got {number}")
-    return number
 
 
 @contextmanager

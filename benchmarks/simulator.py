@@ -20,7 +20,7 @@ from rich.table import Table
 from areal_agents.simulate import EmpiricalWork, simulate
 from areal_agents.simulate.parameters import read_parameters
 from areal_agents.simulate.trace import read_trace
-from areal_agents.simulate.work import Plan
+from areal_agents.simulate.work import EpisodePlan
 from benchmarks.asynchrony.loop import measure_loop, run_config
 from benchmarks.asynchrony.model import endless_model
 from benchmarks.asynchrony.run import Layout
@@ -67,7 +67,7 @@ class Comparison:
 def read_comparison(path: Path) -> Comparison:
     """What `Comparison.save` wrote."""
     content = jsonlib.loads(gzip.decompress(path.read_bytes()))
-    plans = [Plan(tuple(tokens), tuple(between)) for tokens, between in content["plans"]]
+    plans = [EpisodePlan(tuple(tokens), tuple(between)) for tokens, between in content["plans"]]
     measured = {int(bound): speed for bound, speed in content["measured"].items()}
     return Comparison(measured, content["parameters"], EmpiricalWork(plans))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"core", "errors", "inference", "processes"},
     "rewards": {"errors"},
     "proxy": {"core", "errors", "processes", "rendering", "inference", "store"},
-    "episode": {"errors", "client"},
-    "client": {"errors", "episode", "direct_http"},
+    "episode": {"core", "errors", "client"},
+    "client": {"core", "errors", "direct_http"},
     "rollout": {"core", "errors", "store", "client", "episode", "direct_http", "processes"},
     "training": {"core", "errors", "algorithms", "inference", "store"},
 }
@@ -66,6 +67,28 @@ def test_torch_stays_in_its_rooms(path: Path) -> None:
     if any(inside == room or inside.startswith(room + "/") for room in MAY_IMPORT_TORCH):
         return
     assert not {name for name in _imports(path) if name.split(".")[0] in ("torch", "benchmarks")}
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports under TYPE_CHECKING and within functions count too."""
+    paths = {_name(path): path for path in _modules()}
+    TopologicalSorter({name: _imported_modules(path, set(paths)) for name, path in paths.items()}).prepare()
+
+
+def _imported_modules(path: Path, known: set[str]) -> set[str]:
+    """The modules that a file imports; a package only if one of its own names is imported from it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found.update(names & known, {node.module} if names - known else ())
+    return found & known
+
+
+def _name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def test_importing_the_package_is_light() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from areal_agents.core.rollout import Episode, RolloutGroup
+from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
 from areal_agents.core.trajectory import Trajectory, Turn
 
 
@@ -36,7 +36,7 @@ def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
     return ordered
 
 
-def trajectories(episode: Episode) -> list[Trajectory]:
+def trajectories(episode: RecordedEpisode) -> list[Trajectory]:
     """The root-to-leaf paths of an episode, in an order that depends on the turns alone."""
     turns = ordered_turns(episode.turns)
     by_id = {turn.id: turn for turn in turns}

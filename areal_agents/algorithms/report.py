@@ -15,7 +15,7 @@ import numpy as np
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.rewards import LinearLengthPenalty, sampled_tokens
-from areal_agents.core.rollout import Episode, RolloutGroup
+from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
 from areal_agents.core.trajectory import ForkReason, Turn
 
 _NEW: ForkReason = "new conversation"
@@ -101,7 +101,7 @@ def _routed(turn: Turn) -> int:
     return 0 if routing is None else int((routing[len(routing) - count :, 0, 0] >= 0).sum())
 
 
-def _forks(episodes: Sequence[Episode]) -> dict[str, int]:
+def _forks(episodes: Sequence[RecordedEpisode]) -> dict[str, int]:
     """Roots beyond the first of their episode, by reason.
 
     Of conversations that begin concurrently any one may be recorded first, and it has no fork reason. All of
@@ -115,7 +115,7 @@ def _forks(episodes: Sequence[Episode]) -> dict[str, int]:
     return {reason: count for reason, count in sorted(counts.items()) if count > 0}
 
 
-def _by_name(episodes: Sequence[Episode]) -> dict[str, float]:
+def _by_name(episodes: Sequence[RecordedEpisode]) -> dict[str, float]:
     sums: dict[str, list[float]] = {}
     for episode in episodes:
         of_episode: dict[str, float] = {}

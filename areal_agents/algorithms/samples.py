@@ -22,7 +22,7 @@ from areal_agents.algorithms.losses.likelihood import SftLoss
 from areal_agents.algorithms.ordering import trajectories
 from areal_agents.algorithms.report import BatchReport, batch_report
 from areal_agents.core.completion import TokenIds
-from areal_agents.core.rollout import Episode, RolloutGroup
+from areal_agents.core.rollout import RecordedEpisode, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory
 from areal_agents.errors import TrainingError
@@ -125,7 +125,7 @@ def _is_equal(
 
 
 def episode_samples(
-    episode: Episode, advantages: Floats, *, group_id: str, config: AlgorithmConfig
+    episode: RecordedEpisode, advantages: Floats, *, group_id: str, config: AlgorithmConfig
 ) -> list[TrainingSample]:
     """One sample per leaf of an episode; the sample that owns a turn has the turn's advantage at its tokens.
 
@@ -276,7 +276,7 @@ def _check(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> None:
             _check_episode(rollout.episode, group.id)
 
 
-def _check_episode(episode: Episode, group_id: str) -> None:
+def _check_episode(episode: RecordedEpisode, group_id: str) -> None:
     where = f"group {group_id}, episode {episode.id}"
     for reward in episode.rewards:
         if not abs(reward.value) <= _LARGEST_REWARD:  # NaN compares false

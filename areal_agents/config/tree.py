@@ -1,20 +1,32 @@
-"""The configuration of a run: one frozen tree, composed of the configs that the rooms define."""
+"""The configuration of a run: one frozen tree, composed of the settings that each package defines.
+
+A rule that concerns the settings of one package alone is checked where the settings are defined; the rules
+between packages are checked here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.config.between_parts import LOOP_STALENESS, faults_between_parts
+from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstimator, MaxRlEstimator
+from areal_agents.algorithms.losses.correction import NoCorrection
+from areal_agents.algorithms.losses.dpo import DpoLoss
+from areal_agents.algorithms.replay import NoReplay
 from areal_agents.inference.config import EngineConfig
+from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
+
+# The staleness that each loop sets; with "async" the user sets it.
+LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 
 
 class Config(BaseModel):
@@ -68,3 +80,175 @@ class Config(BaseModel):
         if faults := [*faults_between_parts(self)]:
             raise ValueError("\n  ".join(faults))
         return self
+
+
+def faults_between_parts(config: Config) -> Iterator[str]:
+    """Every fault, with what to do about it."""
+    yield from _episode_faults(config)
+    yield from _model_faults(config)
+    yield from _algorithm_faults(config)
+    yield from _routing_faults(config)
+    yield from _loop_faults(config)
+
+
+def _episode_faults(config: Config) -> Iterator[str]:
+    """What is wrong about where episodes come from."""
+    recorded = config.data.episodes
+    if not recorded and not config.agent:
+        yield "'agent' is required, unless data.episodes names recorded episodes to train on"
+    if config.eval is not None and not config.eval.data.path:
+        yield "eval.data: evaluation runs tasks (path), not recorded episodes"
+    if not recorded:
+        return
+    if config.eval is not None:
+        yield (
+            "eval: training on data.episodes starts no engine to evaluate with; leave eval out (eval=null), "
+            "and evaluate the result with areal-agents eval CONFIG --model RUN/final"
+        )
+    if config.data.epochs is not None:
+        yield "data.epochs: training on data.episodes lasts for trainer.steps; leave data.epochs out"
+    if "://" not in recorded and not Path(recorded).exists():
+        yield f"data.episodes: there is no store {recorded}; give a store.db, a run's folder, or a URL"
+    elif Path(recorded).is_dir() and not (Path(recorded) / "store.db").is_file():
+        yield f"data.episodes: {recorded} is a folder without a store.db"
+
+
+def _loop_faults(config: Config) -> Iterator[str]:
+    """What is wrong about the loop and its bound on staleness."""
+    rollout, bound = config.rollout, config.rollout.max_staleness
+    wanted = LOOP_STALENESS.get(config.loop)
+    if config.data.episodes:
+        for name, used in (
+            ("loop", config.loop != "async"),
+            ("rollout.on_stale", rollout.on_stale != "mask"),
+            ("algorithm.replay", not isinstance(config.algorithm.replay, NoReplay)),
+        ):
+            if used:
+                yield f"{name}: training on data.episodes has no rollouts and no staleness; leave it out"
+        return
+    if wanted is not None and bound != wanted:
+        yield (
+            f"loop: {config.loop} means rollout.max_staleness: {wanted}, got "
+            f"{'inf' if bound is None else bound}; leave one of them out"
+        )
+    if bound == 0 and not isinstance(config.algorithm.replay, NoReplay):
+        yield (
+            "algorithm.replay: a group that was trained on is one version old, which "
+            "rollout.max_staleness: 0 does not allow; use at least 1"
+        )
+    if bound is None and rollout.on_stale in ("wait", "drop"):
+        yield f"rollout.on_stale: {rollout.on_stale} does nothing where max_staleness: inf keeps all tokens"
+    if rollout.on_stale == "downweight":
+        if bound == 0:
+            yield "rollout.on_stale: downweight does nothing at max_staleness: 0, where every token counts 1"
+        if config.algorithm.is_supervised:
+            yield (
+                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss.kind}, which "
+                "does not ask which policy sampled a token; use mask, wait or drop"
+            )
+    held = "rollout.on_stale: wait" if rollout.on_stale == "wait" else f"loop: {config.loop}"
+    holds = rollout.on_stale == "wait" or config.loop == "one_step_off"
+    if holds and config.trainer.batch_timeout_s <= rollout.limits.time_s:
+        yield (
+            f"trainer.batch_timeout_s: {held} may hold the trainer for as long as an episode takes, which is "
+            f"rollout.limits.time_s: {rollout.limits.time_s:g}; give it more than that"
+        )
+
+
+def _model_faults(config: Config) -> Iterator[str]:
+    """What is wrong about the critic, the reference policy, and how checkpoints are judged."""
+    trainer, algorithm = config.trainer, config.algorithm
+    wanted = (
+        ("critic_model", trainer.critic_model, algorithm.needs_critic, "trains no critic (estimator: gae)"),
+        ("reference_model", trainer.reference_model, algorithm.needs_reference,
+         "has no reference policy (kl_in: reward or loss, or dpo)"),
+        ("teacher_model", trainer.teacher_model, algorithm.teacher == "model",
+         "distils no model that the trainer holds (policy_loss: distillation, teacher: model)"),
+    )  # fmt: skip
+    for name, path, needed, without in wanted:
+        if path and not needed:
+            yield f"trainer.{name}: the algorithm {algorithm.preset} {without}; leave it out"
+        elif path and not (Path(path) / "config.json").is_file():
+            yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
+    if algorithm.teacher == "model" and not trainer.teacher_model:
+        yield "trainer.teacher_model: distillation needs the folder of the model that is learned from"
+    if algorithm.teacher == "model" and _vocabularies_differ(Path(config.model), Path(trainer.teacher_model)):
+        yield (
+            f"trainer.teacher_model: {trainer.teacher_model} has another vocabulary than {config.model} "
+            "(tokenizer.json); distillation needs a teacher with the policy's tokenizer"
+        )
+    if algorithm.teacher == "engine" and not trainer.teacher_url:
+        yield "trainer.teacher_url: distillation with teacher: engine needs the URL of a SGLang server"
+    if trainer.teacher_url and algorithm.teacher != "engine":
+        yield "trainer.teacher_url: no engine is asked; set algorithm.teacher: engine, or leave it out"
+    if trainer.best_metric == "heldout" and (config.eval is None or config.eval.every is None):
+        yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
+    if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
+        yield f"trainer.critic_lr: {algorithm.preset} learns from its critic, which would never learn at 0"
+    if trainer.publish.transport == "lora" and config.engine.kind == "sglang" and trainer.keep_weights > 6:
+        yield f"trainer.keep_weights: at most 6 adapters, for SGLang holds 8, got {trainer.keep_weights}"
+
+
+def _algorithm_faults(config: Config) -> Iterator[str]:
+    """What the algorithm asks of the ranks and of the groups that the config does not give it."""
+    trainer, algorithm = config.trainer, config.algorithm
+    loss, estimator = algorithm.policy_loss, algorithm.estimator
+    by_sequence = {f"policy_loss: {loss.kind}": loss.ratio_level != "token"}
+    if not isinstance(algorithm.correction, NoCorrection):
+        level, veto = algorithm.correction.correction_level, algorithm.correction.veto
+        by_sequence |= {f"correction_level: {level}": level != "token", f"veto: {veto}": veto is not None}
+    if trainer.context_parallel > 1:
+        for part, needs_sequences in by_sequence.items():
+            if needs_sequences:
+                yield (
+                    f"trainer.context_parallel: {trainer.context_parallel} spreads a sequence over ranks, "
+                    f"and algorithm.{part} needs whole ones; use 1, or a part that looks at single tokens"
+                )
+    if config.data.episodes or config.rollout.group_size > 1:
+        return
+    alone = "rollout.group_size: 1 leaves an episode without others to be compared with, "
+    if isinstance(loss, DpoLoss):
+        yield alone + "and dpo needs pairs; use at least 2"
+    elif algorithm.teacher == "self":
+        yield alone + "and self-distillation learns from the best of a group; use at least 2"
+    elif isinstance(estimator, MaxRlEstimator | GdpoEstimator):
+        yield f"{alone}and with algorithm.estimator: {estimator.kind} nothing is ever trained; use at least 2"
+    elif isinstance(estimator, GroupEstimator):
+        parts = {
+            "advantage_mean: group": estimator.advantage_mean == "group",
+            "advantage_std: group": estimator.advantage_std == "group",
+            "leave_one_out": estimator.leave_one_out,
+            "drop_equal_groups": algorithm.drop_equal_groups,
+        }
+        for part in (name for name, used in parts.items() if used):
+            yield alone + f"and with algorithm.{part} nothing is ever trained; use at least 2"
+
+
+def _routing_faults(config: Config) -> Iterator[str]:
+    """Why the experts that the engine chose cannot be recorded, or not be replayed."""
+    if not config.engine.routed_experts:
+        return
+    if expert_layout(_json_of(Path(config.model) / "config.json")) is None:
+        yield f"engine.routed_experts: {config.model} has no experts (num_experts_per_tok); leave it out"
+    if config.trainer.context_parallel > 1:
+        yield (
+            f"engine.routed_experts: trainer.context_parallel: {config.trainer.context_parallel} spreads a "
+            "sequence over ranks, which recorded routing does not follow; use 1"
+        )
+
+
+def _vocabularies_differ(model: Path, teacher: Path) -> bool:
+    """Whether two tokenizers give tokens other ids; False where a folder has no tokenizer.json."""
+    files = [folder / "tokenizer.json" for folder in (model, teacher)]
+    if not all(file.is_file() for file in files):
+        return False
+    ours, theirs = (_json_of(file).get("model", {}).get("vocab") for file in files)
+    return bool(ours != theirs)
+
+
+def _json_of(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        return {}
+    return found if isinstance(found, Mapping) else {}

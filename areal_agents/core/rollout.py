@@ -51,7 +51,7 @@ class Reward:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Episode:
+class RecordedEpisode:
     """One attempt at a task: every call of the model, and the rewards."""
 
     id: str
@@ -81,7 +81,7 @@ class Rollout:
 
     task: Task
     index: int
-    episode: Episode
+    episode: RecordedEpisode
     error: str | None
 
 

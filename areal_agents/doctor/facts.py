@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.forks import explanation_of
 from areal_agents.doctor.observed import MODEL_ENDPOINTS, Observed
@@ -65,11 +65,11 @@ def _forks(turns: tuple[Turn, ...]) -> list[Branch]:
     return found
 
 
-def _prompt_length(episode: Episode, turn: Turn) -> int:
+def _prompt_length(episode: RecordedEpisode, turn: Turn) -> int:
     return len(episode.forest.prompt_ids(turn.id))
 
 
-def _reused_share(episodes: tuple[Episode, ...]) -> float | None:
+def _reused_share(episodes: tuple[RecordedEpisode, ...]) -> float | None:
     later = [(episode, turn) for episode in episodes for turn in episode.turns[1:]]
     total = sum(_prompt_length(episode, turn) for episode, turn in later)
     added = sum(len(turn.new_prompt_ids) for _, turn in later)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.doctor.surroundings import Host, Telemetry
 from areal_agents.proxy.calls.record import CallRecord
@@ -25,7 +25,7 @@ class Seen:
     client: str
 
 
-class Watch:
+class RequestRecorder:
     """ASGI middleware that notes every request that is not the control API's, answered or not found."""
 
     def __init__(self, app: ASGIApp, seen: list[Seen]) -> None:
@@ -71,8 +71,8 @@ class Observed:
         turns: of all the episodes.
     """
 
-    given: Episode
-    implicit: tuple[Episode, ...]
+    given: RecordedEpisode
+    implicit: tuple[RecordedEpisode, ...]
     records: tuple[CallRecord, ...]
     requests: tuple[Seen, ...]
     error: str | None

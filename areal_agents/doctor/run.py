@@ -26,7 +26,7 @@ from areal_agents.core.rollout import Task
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor.facts import facts_of
 from areal_agents.doctor.findings import findings_of
-from areal_agents.doctor.observed import Observed, Seen, Watch
+from areal_agents.doctor.observed import Observed, RequestRecorder, Seen
 from areal_agents.doctor.report import Report
 from areal_agents.doctor.scripted_model import ScriptedModel
 from areal_agents.doctor.surroundings import (
@@ -167,7 +167,7 @@ def _serving(proxy: _Proxy, engine_url: str, renderer: ChatRenderer) -> Iterator
             config=ProxyConfig(),
             observer=proxy.records.append,
         )
-        server = build_server(Watch(app, proxy.requests))
+        server = build_server(RequestRecorder(app, proxy.requests))
         server.config.timeout_graceful_shutdown = 1
 
         def run() -> None:

@@ -16,7 +16,7 @@ from areal_agents.core.messages import Message, ToolCall
 from areal_agents.doctor.instances import instance_of
 from areal_agents.errors import RenderingError
 from areal_agents.rendering import ChatRenderer
-from areal_agents.testing import Reply, ScriptedCall
+from areal_agents.testing import ScriptedCall, ScriptedReply
 
 ANSWER = "This is the scripted model of areal-agents doctor; it has seen your message."
 _THOUGHT = "The scripted model thinks a little."
@@ -47,7 +47,7 @@ class ScriptedModel:
         probe = renderer.tokenizer.decode(renderer.render([_QUESTION], [_PROBE]).tolist())
         self._lists_tools = _SECTION[0] in probe
 
-    def __call__(self, call: ScriptedCall) -> Reply:
+    def __call__(self, call: ScriptedCall) -> ScriptedReply:
         params = call.body.get("sampling_params") or {}
         allowed = _allowed(params, self._tools(call.prompt_text))
         if allowed.tools and (not allowed.answer or self._calls_now(allowed.tools)):
@@ -73,18 +73,18 @@ class ScriptedModel:
             prompt = prompt.partition(_SECTION[0])[2].partition(_SECTION[1])[0]
         return tools_in(prompt)
 
-    def _reply(self, message: Message) -> Reply:
+    def _reply(self, message: Message) -> ScriptedReply:
         """The tokens with which the template writes `message` after a question, up to its first end."""
         asked = self._renderer.render([_QUESTION]).tolist()
         try:
             whole = self._renderer.render([_QUESTION, message], generation_prompt=False).tolist()
         except RenderingError as error:
-            return Reply(error=f"the scripted model cannot write this: {error}", error_status=400)
+            return ScriptedReply(error=f"the scripted model cannot write this: {error}", error_status=400)
         if whole[: len(asked)] != asked:  # some templates open the reply with more than they later show
-            return Reply(message.content or _as_text(message))
+            return ScriptedReply(message.content or _as_text(message))
         ids = whole[len(asked) :]
         ends = [index for index, token in enumerate(ids) if token in self._renderer.stop_token_ids]
-        return Reply(token_ids=tuple(ids[: ends[0] + 1] if ends else ids))
+        return ScriptedReply(token_ids=tuple(ids[: ends[0] + 1] if ends else ids))
 
 
 def tools_in(prompt: str) -> list[Tool]:

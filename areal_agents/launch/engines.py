@@ -23,7 +23,7 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.inference.sglang.server import (
     LORA_TARGETS,
-    Placement,
+    GpuPlacement,
     SGLangProcess,
     find_environment,
     place,
@@ -46,7 +46,7 @@ class EnginePlan:
     `placements` is empty where the run uses running servers.
     """
 
-    placements: tuple[Placement, ...]
+    placements: tuple[GpuPlacement, ...]
     software: str
 
     def describe(self, folder: RunFolder) -> str:
@@ -75,9 +75,9 @@ def plan_engines(config: Config) -> EnginePlan:
         placements = place(engine, environment.gpus, trainer_gpus=trainer_gpus)
         return EnginePlan(placements, f"SGLang {environment.version}")
     if not engine.device.startswith("cuda"):
-        return EnginePlan((Placement(),) * engine.replicas, "the embedded engine")
+        return EnginePlan((GpuPlacement(),) * engine.replicas, "the embedded engine")
     first = int(engine.device.partition(":")[2] or 0)
-    placements = tuple(Placement((first + replica,)) for replica in range(engine.replicas))
+    placements = tuple(GpuPlacement((first + replica,)) for replica in range(engine.replicas))
     return EnginePlan(placements, "the embedded engine")
 
 
@@ -88,7 +88,7 @@ def engine_name(replica: int, replicas: int) -> str:
 
 def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Sequence[int]) -> None:
     """Be the process of one engine: serve until SIGTERM."""
-    placement = Placement(tuple(gpus))
+    placement = GpuPlacement(tuple(gpus))
     if config.engine.kind == "sglang":
         _serve_sglang(config, folder, placement, replica)
         return
@@ -196,7 +196,7 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "disable_radix_cache", "--disable-radix-cache", why
 
 
-def _serve_sglang(config: Config, folder: RunFolder, placement: Placement, replica: int) -> None:
+def _serve_sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> None:
     """Start the server, end with it, and end it on SIGTERM.
 
     One that ends after it has served takes this process along as a kill would, so that it is started again.
@@ -217,7 +217,7 @@ def _serve_sglang(config: Config, folder: RunFolder, placement: Placement, repli
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _sglang(config: Config, folder: RunFolder, placement: Placement, replica: int) -> SGLangProcess:
+def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> SGLangProcess:
     lora = config.trainer.lora
     targets = lora.targets if lora is not None and not isinstance(lora.targets, str) else LORA_TARGETS
     host, port = _address(folder, replica)
@@ -247,7 +247,9 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _embedded(config: Config, folder: RunFolder, placement: Placement, replica: int) -> EmbeddedEngineConfig:
+def _embedded(
+    config: Config, folder: RunFolder, placement: GpuPlacement, replica: int
+) -> EmbeddedEngineConfig:
     engine = config.engine
     host, port = _address(folder, replica)
     return EmbeddedEngineConfig(
@@ -269,5 +271,5 @@ def _address(folder: RunFolder, replica: int) -> tuple[str, int]:
     return str(url.hostname), int(url.port or 80)
 
 
-def _where(placement: Placement) -> str:
+def _where(placement: GpuPlacement) -> str:
     return "GPU " + "+".join(map(str, placement.gpus)) if placement.gpus else "the CPU"

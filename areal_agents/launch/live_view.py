@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_agents.launch.progress import HeldOut, Progress
+from areal_agents.launch.progress import HeldOut, RunProgress
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -65,7 +65,7 @@ class LiveView:
             self._console.print(f"[{self._elapsed():5.0f} s] {said}", highlight=False, soft_wrap=True)
         self._warning = text
 
-    def update(self, rows: Sequence[dict[str, Any]], progress: Progress) -> None:
+    def update(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> None:
         """Show the newest figures."""
         if self._live:
             self._live.update(self._panel(rows, progress), refresh=True)
@@ -89,7 +89,7 @@ class LiveView:
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
 
-    def _panel(self, rows: Sequence[dict[str, Any]], progress: Progress) -> Panel:
+    def _panel(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> Panel:
         step = rows[-1]["step"] if rows else 0
         head = Table.grid(padding=(0, 1))
         head.add_row(
@@ -125,7 +125,7 @@ class LiveView:
         said += [Text(self._event, "yellow")] if self._event else []
         return Panel(Group(head, body, *said, footer), title=self._title, width=min(100, self._console.width))
 
-    def _expected(self, rows: Sequence[dict[str, Any]], progress: Progress) -> int:
+    def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
         """Episodes of an evaluation: once training has begun, as many as the one before it had."""
         before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
         return min([self._eval_episodes, *(before if rows else [])])

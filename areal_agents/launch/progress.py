@@ -59,7 +59,7 @@ class MetricsFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RunProgress:
     """A snapshot of a run."""
 
     version: int
@@ -67,9 +67,11 @@ class Progress:
     held_out: list[HeldOut] = field(default_factory=list)
 
 
-def read_progress(store: Store) -> Progress:
+def read_progress(store: Store) -> RunProgress:
     """Groups by state, the published version, and every evaluation so far."""
-    return Progress(version=store.max_version(), groups=store.group_counts(), held_out=read_held_out(store))
+    return RunProgress(
+        version=store.max_version(), groups=store.group_counts(), held_out=read_held_out(store)
+    )
 
 
 def read_held_out(store: Store) -> list[HeldOut]:

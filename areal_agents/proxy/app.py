@@ -41,7 +41,7 @@ from areal_agents.proxy.status import StatusRoutes
 from areal_agents.proxy.workers.forwarding import WorkerDoor
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
-from areal_agents.proxy.workers.placement import Placement
+from areal_agents.proxy.workers.placement import WorkerLookup
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Retention, Store
 
@@ -82,7 +82,7 @@ def create_worker_app(
     app, calls = _app_of(parts, None, retention)
     ownership = parts.ownership
     assert ownership is not None
-    placement = Placement(
+    placement = WorkerLookup(
         workers=workers,
         ownership=ownership,
         store=store,

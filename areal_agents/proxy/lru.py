@@ -9,7 +9,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
-class Recent(Generic[K, V]):
+class LruCache(Generic[K, V]):
     """The entries that were asked for last, at most `most`. Not thread-safe."""
 
     def __init__(self, most: int) -> None:

@@ -31,7 +31,7 @@ _WORD = "qj"  # in no marker
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ParsedReply:
     """A reply without the ids of its calls.
 
     Attributes:
@@ -74,7 +74,9 @@ class ReplyReader:
         self._header_ids = [tokenizer.convert_tokens_to_ids(text) for text in header]
         self.continuations = self._continuations()
 
-    def read(self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()) -> Reply:
+    def read(
+        self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()
+    ) -> ParsedReply:
         """The reply that `ids` are. RenderingError if the format cannot read them."""
         if self._header_ids:
             ids = self._without_headers(ids)
@@ -86,12 +88,12 @@ class ReplyReader:
             raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
         if self.family == "llama-3" and not _names_one(parsed.tool_calls, tools):
             # Its calls have no marker: other JSON with a name is an answer.
-            return Reply("", self._text_before_the_end(ids).strip())
+            return ParsedReply("", self._text_before_the_end(ids).strip())
         if not parsed.tool_calls:
-            return Reply((parsed.reasoning_content or "").strip(), parsed.content.strip())
+            return ParsedReply((parsed.reasoning_content or "").strip(), parsed.content.strip())
         calls = [call for call in parsed.tool_calls if _is_usable(call)]
         broken = [self._sampled_text(ids, call) for call in parsed.tool_calls if not _is_usable(call)]
-        return Reply(
+        return ParsedReply(
             reasoning=(parsed.reasoning_content or "").strip(),
             spoken=parsed.content.strip(),
             broken=tuple(broken),
@@ -126,16 +128,18 @@ class ReplyReader:
 
     def _nested_too_deep(
         self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]]
-    ) -> Reply:
+    ) -> ParsedReply:
         """Brackets nested beyond any real call: what precedes is read, the call itself stays text."""
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         cut = next((i for i in range(end - 1, -1, -1) if ids[i] in self.markers.ids), 0)
         before = self.read(prompt_tail, ids[:cut], tools)
         rest = self.tokenizer.decode(ids[cut:end])
         if not before.broken:
-            return Reply(before.reasoning, "\n".join(t for t in (before.spoken, rest) if t), (), before.calls)
+            return ParsedReply(
+                before.reasoning, "\n".join(t for t in (before.spoken, rest) if t), (), before.calls
+            )
         last = before.broken[-1] + rest
-        return Reply(before.reasoning, before.spoken, (*before.broken[:-1], last), before.calls)
+        return ParsedReply(before.reasoning, before.spoken, (*before.broken[:-1], last), before.calls)
 
     def _text_before_the_end(self, ids: list[int]) -> str:
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
@@ -150,12 +154,12 @@ class ReplyReader:
         return self.tokenizer.decode(ids[start:end])
 
 
-def _with_text(reply: Reply, text: str) -> Reply:
+def _with_text(reply: ParsedReply, text: str) -> ParsedReply:
     """The reply with another text in place of the word."""
     broken = tuple(one.replace(_WORD, text) for one in reply.broken)
     calls = tuple((n.replace(_WORD, text), a.replace(_WORD, text)) for n, a in reply.calls)
     spoken, reasoning = reply.spoken.replace(_WORD, text), reply.reasoning.replace(_WORD, text)
-    return Reply(reasoning, spoken, broken, calls)
+    return ParsedReply(reasoning, spoken, broken, calls)
 
 
 def _names_one(calls: Sequence[Any], tools: Sequence[dict[str, Any]]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
-from areal_agents.rendering.replies import Reply, ReplyReader, mint_call
+from areal_agents.rendering.replies import ParsedReply, ReplyReader, mint_call
 from areal_agents.rendering.templates.markers import PLAIN
 
 Channel = Literal["reasoning", "content"]
@@ -170,7 +170,7 @@ class ReplyStream:
         self._find_channel(now, plain, longer)
         return deltas
 
-    def _find_channel(self, now: Reply, plain: Reply, longer: list[Reply]) -> None:
+    def _find_channel(self, now: ParsedReply, plain: ParsedReply, longer: list[ParsedReply]) -> None:
         """Where plain text that comes next goes, if that is certain, and what is held before it."""
         grown = [c for c in CHANNELS if _texts(plain)[c] != _texts(now)[c]]
         if len(grown) != 1:
@@ -198,7 +198,7 @@ class ReplyStream:
             return ""
         return self._markers.after_last(self._reader.tokenizer.decode(self._ids[-length:]))[-length:]
 
-    def _read(self, more: list[int]) -> Reply:
+    def _read(self, more: list[int]) -> ParsedReply:
         self._budget -= len(self._ids)
         return self._reader.read(self._prompt_tail, [*self._ids, *more], self._tools)
 
@@ -216,6 +216,6 @@ class ReplyStream:
             yield Delta("call", call=call)
 
 
-def _texts(reply: Reply) -> dict[Channel, str]:
+def _texts(reply: ParsedReply) -> dict[Channel, str]:
     """What was said; malformed calls join the content only once the reply has ended."""
     return {"reasoning": reply.reasoning, "content": reply.spoken}

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 from areal_agents.client import AsyncClient
 from areal_agents.errors import RequestError
-from areal_agents.rollout.agents.attempt import Patience, abort_episodes, backoff_s
+from areal_agents.rollout.agents.attempt import FailureStreak, abort_episodes, backoff_s
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +22,7 @@ class ControlCalls:
         RequestError: the proxy refuses.
     """
 
-    def __init__(self, client: AsyncClient, patience: Patience) -> None:
+    def __init__(self, client: AsyncClient, patience: FailureStreak) -> None:
         self._client = client
         self._patience = patience
 

@@ -13,7 +13,7 @@ from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.attempt import (
     Attempt,
-    Patience,
+    FailureStreak,
     abort_episodes,
     backoff_s,
     open_attempt,
@@ -39,7 +39,7 @@ async def evaluate_tasks(
     concurrency: int,
     limits: LimitsConfig,
     retries: int,
-    patience: Patience,
+    patience: FailureStreak,
 ) -> None:
     """Run every task that the store has no scored episode of under this label and step.
 

@@ -16,7 +16,7 @@ from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
-from areal_agents.rollout.agents.attempt import Patience
+from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.rollout.data import TaskSource, load_tasks
 from areal_agents.rollout.evaluation import abort_open, evaluate_tasks
@@ -164,7 +164,7 @@ class _Runner:
         self._evaluated = evaluated
         self._rollout = rollout
         self._evaluation = evaluation
-        self._patience = Patience(rollout.give_up_after, least_s=rollout.give_up_s)
+        self._patience = FailureStreak(rollout.give_up_after, least_s=rollout.give_up_s)
 
     async def run(
         self,

@@ -5,10 +5,11 @@ it is given. Imports no torch.
 """
 
 from areal_agents.simulate.engine import StepTime
-from areal_agents.simulate.loop import Outcome, simulate
+from areal_agents.simulate.loop import SimulationResult, simulate
 from areal_agents.simulate.scenario import Scenario
 from areal_agents.simulate.work import EmpiricalWork, LogNormal, LogNormalWork, Work
 
 __all__ = [
-    "EmpiricalWork", "LogNormal", "LogNormalWork", "Outcome", "Scenario", "StepTime", "Work", "simulate",
+    "EmpiricalWork", "LogNormal", "LogNormalWork", "Scenario", "SimulationResult", "StepTime", "Work",
+    "simulate",
 ]  # fmt: skip

@@ -17,11 +17,11 @@ import numpy as np
 
 from areal_agents.simulate.engine import NEVER, EngineModel, Generated
 from areal_agents.simulate.scenario import Scenario
-from areal_agents.simulate.work import Plan
+from areal_agents.simulate.work import EpisodePlan
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SimulationResult:
     """What a simulated run came to; times in seconds, over its counted steps unless said otherwise.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outcome:
         return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
 
 
-def simulate(scenario: Scenario) -> Outcome:
+def simulate(scenario: Scenario) -> SimulationResult:
     """Run the loop of `scenario` to its last step."""
     return _Loop(scenario).run()
 
@@ -77,7 +77,7 @@ class _Group:
 @dataclass(slots=True, eq=False)
 class _Episode:
     group: _Group
-    plan: Plan
+    plan: EpisodePlan
     engine: int  # it stays there
     turn: int = 0
 
@@ -116,7 +116,7 @@ class _Loop:
         self._overlap = 0.0
         self._steps: list[_Step] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> SimulationResult:
         """Until the last step is trained."""
         self._fill()
         while len(self._steps) < self._s.steps:
@@ -245,7 +245,7 @@ class _Loop:
 
     # -- figures --------------------------------------------------------------------------------
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> SimulationResult:
         warm_up = self._s.warm_up
         counted = self._steps[warm_up:]
         before = self._steps[warm_up - 1] if warm_up else None
@@ -257,7 +257,7 @@ class _Loop:
         tokens = sum(staleness.values())
         engines = len(self._engines)
         trained = len(self._steps) * self._s.groups
-        return Outcome(
+        return SimulationResult(
             step_s=span / len(counted),
             tokens_per_s=(tokens + masked) / span,
             trainer_idle=sum(step.waited for step in counted) / span,

@@ -11,7 +11,7 @@ import orjson
 from rich.console import Console
 from rich.table import Table
 
-from areal_agents.simulate.loop import Outcome, simulate
+from areal_agents.simulate.loop import SimulationResult, simulate
 from areal_agents.simulate.parameters import Parameters, read_parameters
 from areal_agents.simulate.sizing import Split, bounds, fastest, splits, synchronous, with_split
 from areal_agents.simulate.trace import Trace, read_trace
@@ -21,7 +21,7 @@ WORK = ("tokens", "turns", "tool_s")
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SimulationReport:
     """What was simulated.
 
     Attributes:
@@ -36,9 +36,9 @@ class Report:
     best: Split
     tried: Sequence[Split]
     synchronous: Split
-    by_bound: Mapping[int | None, Outcome]
+    by_bound: Mapping[int | None, SimulationResult]
     trace: Trace | None
-    replayed: Outcome | None
+    replayed: SimulationResult | None
 
     @property
     def speedup(self) -> float:
@@ -75,7 +75,7 @@ class Report:
 
 def run(
     overrides: Sequence[str], *, source: Path | None, gpus: int | None, plot: Path | None, json: bool
-) -> Report:
+) -> SimulationReport:
     """Simulate, print, draw; with `json` the last line printed is one JSON object.
 
     Args:
@@ -97,7 +97,7 @@ def run(
     return report
 
 
-def _report(overrides: Sequence[str], *, source: Path | None, gpus: int | None) -> Report:
+def _report(overrides: Sequence[str], *, source: Path | None, gpus: int | None) -> SimulationReport:
     trace = read_trace(source) if source is not None else None
     parameters = read_parameters(overrides, trace.parameters if trace else None)
     drawn = trace is None or any(o.partition("=")[0].partition(".")[0] in WORK for o in overrides)
@@ -108,10 +108,10 @@ def _report(overrides: Sequence[str], *, source: Path | None, gpus: int | None) 
     chosen = with_split(parameters, engines=best.engines, trainers=best.trainers)
     replayed = simulate(read_parameters((), trace.parameters).scenario(trace.work)) if trace else None
     sync = synchronous(parameters, work, gpus=gpus)
-    return Report(chosen, gpus, best, tried, sync, bounds(chosen, work), trace, replayed)
+    return SimulationReport(chosen, gpus, best, tried, sync, bounds(chosen, work), trace, replayed)
 
 
-def _show(report: Report, console: Console) -> None:
+def _show(report: SimulationReport, console: Console) -> None:
     if report.trace is not None and report.replayed is not None:
         console.print(
             f"from {report.trace.steps} steps and {report.trace.episodes} episodes: "
@@ -140,14 +140,14 @@ def _show(report: Report, console: Console) -> None:
     console.print(f"staleness of the trained tokens, mean {best.outcome.staleness_mean:.2f}: {shares}")
 
 
-def _row(outcome: Outcome) -> list[str]:
+def _row(outcome: SimulationResult) -> list[str]:
     return [
         f"{outcome.step_s:,.2f}", f"{outcome.tokens_per_s:,.0f}", f"{outcome.trainer_idle:.0%}",
         f"{outcome.rollout_idle:.0%}", f"{outcome.staleness_mean:.2f}",
     ]  # fmt: skip
 
 
-def _figures(outcome: Outcome) -> dict[str, float]:
+def _figures(outcome: SimulationResult) -> dict[str, float]:
     return {
         "step_s": round(outcome.step_s, 4),
         "tokens_per_s": round(outcome.tokens_per_s, 1),
@@ -165,12 +165,12 @@ def _split(split: Split) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _shares(outcome: Outcome) -> dict[str, float]:
+def _shares(outcome: SimulationResult) -> dict[str, float]:
     total = sum(outcome.staleness.values())
     return {str(age): round(tokens / total, 4) for age, tokens in outcome.staleness.items()}
 
 
-def draw(report: Report, path: Path) -> None:
+def draw(report: SimulationReport, path: Path) -> None:
     """Throughput by split and by η, and the staleness of the best split, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

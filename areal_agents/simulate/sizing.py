@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from areal_agents.errors import ConfigError
-from areal_agents.simulate.loop import Outcome, simulate
+from areal_agents.simulate.loop import SimulationResult, simulate
 from areal_agents.simulate.parameters import Parameters
 from areal_agents.simulate.work import Work
 
@@ -20,7 +20,7 @@ class Split:
 
     engines: int
     trainers: int
-    outcome: Outcome
+    outcome: SimulationResult
     colocated: bool = False
 
 
@@ -82,7 +82,7 @@ def fastest(found: Iterable[Split]) -> Split:
     return max(found, key=lambda split: split.outcome.tokens_per_s)
 
 
-def bounds(parameters: Parameters, work: Work | None) -> dict[int | None, Outcome]:
+def bounds(parameters: Parameters, work: Work | None) -> dict[int | None, SimulationResult]:
     """The same run under each η of BOUNDS."""
     return {
         bound: simulate(parameters.model_copy(update={"max_staleness": bound}).scenario(work))

@@ -20,7 +20,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.simulate.engine import StepTime
-from areal_agents.simulate.work import EmpiricalWork, Plan
+from areal_agents.simulate.work import EmpiricalWork, EpisodePlan
 from areal_agents.store import Store
 from areal_agents.store.rows import TurnTime
 
@@ -105,12 +105,12 @@ class _Turns:
         expected = call_s + (step_time.base_s + step_time.per_request_s * running) * self.tokens
         return np.where(self.first, self.gaps, np.minimum(self.gaps, expected))
 
-    def plans(self, generation_s: np.ndarray) -> list[Plan]:
+    def plans(self, generation_s: np.ndarray) -> list[EpisodePlan]:
         """The episodes, what is not generation being their tools."""
         tools = self.gaps - generation_s
         starts = np.flatnonzero(self.first).tolist()
         return [
-            Plan(tuple(self.tokens[start:end].tolist()), tuple(tools[start + 1 : end].tolist()))
+            EpisodePlan(tuple(self.tokens[start:end].tolist()), tuple(tools[start + 1 : end].tolist()))
             for start, end in itertools.pairwise([*starts, len(self.first)])
         ]
 

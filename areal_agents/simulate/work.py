@@ -32,7 +32,7 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class EpisodePlan:
     """One episode: `tokens` of each turn (at least 1), and the seconds `between` each two of them."""
 
     tokens: tuple[float, ...]
@@ -46,7 +46,7 @@ class Plan:
 class Work(Protocol):
     """Draws episodes."""
 
-    def draw(self, random: np.random.Generator) -> Plan:
+    def draw(self, random: np.random.Generator) -> EpisodePlan:
         """The next episode."""
         ...
 
@@ -63,22 +63,22 @@ class LogNormalWork:
         if self.turns < 1:
             raise ValueError(f"turns must be at least 1, got {self.turns}")
 
-    def draw(self, random: np.random.Generator) -> Plan:
+    def draw(self, random: np.random.Generator) -> EpisodePlan:
         """See Work."""
         tokens = np.maximum(1.0, self.tokens.draw(random, self.turns).round())
-        return Plan(tuple(tokens.tolist()), tuple(self.tool_s.draw(random, self.turns - 1).tolist()))
+        return EpisodePlan(tuple(tokens.tolist()), tuple(self.tool_s.draw(random, self.turns - 1).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalWork:
     """Whole episodes of a recorded run, drawn with replacement: lengths and latencies stay together."""
 
-    plans: Sequence[Plan]
+    plans: Sequence[EpisodePlan]
 
     def __post_init__(self) -> None:
         if not self.plans:
             raise ValueError("there is no episode to draw from")
 
-    def draw(self, random: np.random.Generator) -> Plan:
+    def draw(self, random: np.random.Generator) -> EpisodePlan:
         """See Work."""
         return self.plans[int(random.integers(len(self.plans)))]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store.store import Store
@@ -76,7 +76,7 @@ def _rows(store: Store, group_id: str) -> Iterator[dict[str, Any]]:
             yield {**outcome, **_turn(episode, turn)}
 
 
-def _turn(episode: Episode, turn: Turn) -> dict[str, Any]:
+def _turn(episode: RecordedEpisode, turn: Turn) -> dict[str, Any]:
     completion = turn.completion
     return {
         "episode_id": episode.id,

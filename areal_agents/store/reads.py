@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Split, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.store.chunks import chunks
 from areal_agents.store.codec import decode_turn
@@ -101,12 +101,12 @@ def summaries(
     return _summaries(connection, query)
 
 
-def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode]:
+def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[RecordedEpisode]:
     """Whole episodes, in the order of `ids`. NotFound if one is unknown."""
     return [episode for chunk in chunks(ids) for episode in _load_episodes(connection, chunk)]
 
 
-def _load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episode]:
+def _load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[RecordedEpisode]:
     rows = {row.id: row for row in connection.execute(_EPISODES.where(episodes.c.id.in_(ids)))}
     missing = [episode_id for episode_id in ids if episode_id not in rows]
     if missing:
@@ -114,7 +114,7 @@ def _load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Episod
     turns_by_episode = _turns(connection, ids)
     rewards_by_episode = _rewards(connection, ids)
     return [
-        Episode(
+        RecordedEpisode(
             id=row.id,
             task=Task(row.task_id, row.input),
             turns=tuple(turns_by_episode[row.id]),

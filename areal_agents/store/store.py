@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from areal_agents.core.rollout import Episode, Reward, RolloutGroup, Split
+from areal_agents.core.rollout import RecordedEpisode, Reward, RolloutGroup, Split
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import episodes, groups, leases, reads, retention, rewards, versions, waiting
 from areal_agents.store.codec import encode_turn
@@ -353,7 +353,7 @@ class Store:
         with self._database.read() as connection:
             return reads.tasks_started(connection, split)
 
-    def load_episode(self, episode_id: str) -> Episode:
+    def load_episode(self, episode_id: str) -> RecordedEpisode:
         """An episode with its turns and rewards. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.load_episodes(connection, [episode_id])[0]

@@ -6,7 +6,7 @@ does exactly what it would do with a real engine. It needs neither torch nor tra
 
 from areal_agents.testing.app import ScriptedApp
 from areal_agents.testing.invalid_answers import LIES, Lie
-from areal_agents.testing.script import Reply, Script, ScriptedCall, by_prompt, filler, repeat
+from areal_agents.testing.script import Script, ScriptedCall, ScriptedReply, by_prompt, filler, repeat
 from areal_agents.testing.server import running, running_process
 from areal_agents.testing.session import Exchange
 
@@ -14,7 +14,7 @@ __all__ = [
     "LIES",
     "Exchange",
     "Lie",
-    "Reply",
+    "ScriptedReply",
     "Script",
     "ScriptedApp",
     "ScriptedCall",

@@ -26,7 +26,7 @@ from areal_agents.core.completion import TokenIds, as_token_ids
 from areal_agents.errors import RequestError
 from areal_agents.testing.invalid_answers import LIES
 from areal_agents.testing.sampling import ending_of, plan, seed_of
-from areal_agents.testing.script import Reply, Script, ScriptedCall
+from areal_agents.testing.script import Script, ScriptedCall, ScriptedReply
 from areal_agents.testing.session import Exchange, Gate, Generation
 from areal_agents.testing.tokenizer import read_tokenizer
 from areal_agents.testing.wire import (
@@ -162,7 +162,7 @@ class ScriptedApp:
         call = ScriptedCall(ids, body, self._calls, decode=self._decode, stop_token_id=self._stop_token_id)
         self._calls += 1
         said = self.script(call)
-        reply = Reply(said) if isinstance(said, str) else said
+        reply = ScriptedReply(said) if isinstance(said, str) else said
         if reply.error:
             raise RequestError(reply.error, status=reply.error_status)
         seed = seed_of(self._seed, ids)
@@ -171,7 +171,7 @@ class ScriptedApp:
         self._running[rid] = generation
         return generation
 
-    def _reply_ids(self, reply: Reply) -> tuple[int, ...]:
+    def _reply_ids(self, reply: ScriptedReply) -> tuple[int, ...]:
         ids = self._encode(reply.text) if reply.token_ids is None else reply.token_ids
         if reply.finish == "stop" and (not ids or ids[-1] != self._stop_token_id):
             return (*ids, self._stop_token_id)

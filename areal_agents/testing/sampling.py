@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from areal_agents.core.completion import TokenIds
 from areal_agents.errors import RequestError
-from areal_agents.testing.script import Reply
+from areal_agents.testing.script import ScriptedReply
 
 DEFAULT_MAX_NEW_TOKENS = 128
 _LOWEST_LOGPROB = 4.0
@@ -24,7 +24,7 @@ TopLogprobs = list[list[tuple[float, int, None]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SamplingPlan:
     """All that one call will sample.
 
     Attributes:
@@ -67,22 +67,22 @@ def ending_of(params: Mapping[str, Any], stop_token_id: int) -> Ending:
 
 
 def plan(
-    reply: Reply,
+    reply: ScriptedReply,
     token_ids: Sequence[int],
     ending: Ending,
     *,
     seed: int,
     decode: Callable[[Sequence[int]], str],
-) -> Plan:
+) -> SamplingPlan:
     """Cut a reply's `token_ids` (its stop token included) at the first end that the request names.
 
     `decode` gives the text of ids; it is used only where stop strings are asked for.
     """
     ids, finish = _cut(list(token_ids), ending, decode)
-    return Plan(ids, logprobs(seed, len(ids)).tolist(), finish or _as_scripted(reply, ids))
+    return SamplingPlan(ids, logprobs(seed, len(ids)).tolist(), finish or _as_scripted(reply, ids))
 
 
-def _as_scripted(reply: Reply, ids: list[int]) -> dict[str, Any]:
+def _as_scripted(reply: ScriptedReply, ids: list[int]) -> dict[str, Any]:
     match reply.finish:
         case "stop":
             return {"type": "stop", "matched": ids[-1] if ids else None}

@@ -21,7 +21,7 @@ _FILLER_TEXT = " The harbour opens at six, and the ferry leaves for the island w
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ScriptedReply:
     """What is sampled, and how it arrives.
 
     Attributes:
@@ -104,10 +104,10 @@ class ScriptedCall:
         return self._decode(self.input_ids[start:].tolist())
 
 
-Script = Callable[[ScriptedCall], Reply | str]
+Script = Callable[[ScriptedCall], ScriptedReply | str]
 
 
-def repeat(replies: Sequence[Reply | str]) -> Script:
+def repeat(replies: Sequence[ScriptedReply | str]) -> Script:
     """The replies one after the other, whatever is asked; from the first again after the last."""
     if not replies:
         raise ValueError("expected at least one reply, got none")
@@ -115,18 +115,18 @@ def repeat(replies: Sequence[Reply | str]) -> Script:
     return lambda call: next(rounds)
 
 
-def by_prompt(rules: Sequence[tuple[str, Reply | str]]) -> Script:
+def by_prompt(rules: Sequence[tuple[str, ScriptedReply | str]]) -> Script:
     """The reply of the first rule whose text occurs in the last message of the prompt.
 
     A prompt that no rule fits is refused with status 400, and the message shows its last message. A rule
     with the empty text fits always.
     """
 
-    def answer(call: ScriptedCall) -> Reply | str:
+    def answer(call: ScriptedCall) -> ScriptedReply | str:
         for text, reply in rules:
             if text in call.last_text:
                 return reply
-        return Reply(error=f"no rule of the script fits {call.last_text[-500:]!r}", error_status=400)
+        return ScriptedReply(error=f"no rule of the script fits {call.last_text[-500:]!r}", error_status=400)
 
     return answer
 
@@ -140,5 +140,5 @@ def filler(n_tokens: int, tokenizer: Tokenizer, *, stop_token_id: int, **arrival
         raise ValueError(f"n_tokens must be at least 1, got {n_tokens}")
     sentence = tokenizer.encode(_FILLER_TEXT, add_special_tokens=False).ids
     body = tuple(itertools.islice(itertools.cycle(sentence), n_tokens - 1))
-    reply = Reply(token_ids=(*body, stop_token_id), **arrival)
+    reply = ScriptedReply(token_ids=(*body, stop_token_id), **arrival)
     return lambda call: reply

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_agents.core.completion import TokenIds
-from areal_agents.testing.sampling import Plan
-from areal_agents.testing.script import Reply
+from areal_agents.testing.sampling import SamplingPlan
+from areal_agents.testing.script import ScriptedReply
 
 ABORTED = {"type": "abort", "message": "Aborted"}
 
@@ -61,8 +61,8 @@ class Generation:
     """A reply on its way. `sampled` counts the tokens that have arrived, `finish` is None until it ends."""
 
     rid: str
-    plan: Plan
-    reply: Reply
+    plan: SamplingPlan
+    reply: ScriptedReply
     gate: Gate
     sampled: int = 0
     finish: dict[str, Any] | None = None

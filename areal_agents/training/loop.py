@@ -21,7 +21,7 @@ from areal_agents.inference.engine import MemoryKind
 from areal_agents.training.batches.leasing import Batch
 from areal_agents.training.batches.source import BatchSource
 from areal_agents.training.checkpoint.best import BestMetric
-from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.mfu import peak_flops
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class Loop:
+class TrainingLoop:
     """A run on one rank: its parts, and how far it has come.
 
     Attributes:
@@ -65,7 +65,7 @@ class Loop:
     metrics: MetricsWriter | None
     stop: threading.Event
     seed: int
-    progress: Progress
+    progress: TrainingProgress
     saved_step: int = field(init=False)
     last: dict[str, Any] = field(default_factory=dict)
 
@@ -135,7 +135,7 @@ class Loop:
         result = self._optimize(batch)
         train_s, train_cpu_s = time.monotonic() - started, time.process_time() - started_cpu
         batch = self._wait_for_swap(batch)
-        progress = Progress(self.progress.step + 1, self.progress.version + 1, batch.position)
+        progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, batch.position)
         published = None
         if self.publisher is not None:
             published = self.publisher.publish(version=progress.version, step=progress.step)

@@ -19,7 +19,7 @@ from areal_agents.core.rollout import OnStale
 from areal_agents.inference.engine import Engine, MemoryKind
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.batches.source import BatchSource, Recorded, RolledOut
 from areal_agents.training.checkpoint.best import HELDOUT, BestMetric
@@ -29,7 +29,7 @@ from areal_agents.training.checkpoint.resuming import resume
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.distributed import ranks as join_ranks
-from areal_agents.training.loop import Loop
+from areal_agents.training.loop import TrainingLoop
 from areal_agents.training.metrics.step_metrics import MetricsWriter
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.run_models import load_models
@@ -156,7 +156,7 @@ def run(
         if group.is_first:
             metrics = _metrics(config, algorithm, run_dir, after_step=progress.step)
             at_the_end.callback(metrics.close)
-        loop = Loop(
+        loop = TrainingLoop(
             config, algorithm, group, models, options,
             source=source, publisher=publisher, released=tuple(released), checkpoints=checkpoints, best=best,
             metrics=metrics, stop=stop, seed=seed, progress=progress,
@@ -187,9 +187,9 @@ def _checkpoints(
     )
 
 
-def _limits(options: StepOptions, policy: Policy, *, teacher_tokens: int | None) -> Limits:
+def _limits(options: StepOptions, policy: Policy, *, teacher_tokens: int | None) -> SampleLimits:
     experts = expert_layout(policy.model.config.to_dict())
-    return Limits(options.microbatch_tokens, policy.shape.vocab, experts, teacher_tokens)
+    return SampleLimits(options.microbatch_tokens, policy.shape.vocab, experts, teacher_tokens)
 
 
 def _metrics(

@@ -38,7 +38,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.trajectory import Turn
 from benchmarks.credit.forests import POSTINGS, ForestTask, Outcome, PostedReward, Posting, Step, forests
 
@@ -208,7 +208,7 @@ class BuiltAdvantages:
     """
 
     config: AlgorithmConfig
-    _episodes: dict[tuple[int, int], Episode] = field(default_factory=dict)
+    _episodes: dict[tuple[int, int], RecordedEpisode] = field(default_factory=dict)
 
     def __call__(self, group: Sequence[Attempt]) -> list[list[float]]:
         rollouts = []
@@ -233,7 +233,7 @@ _PROMPT = np.array([7, 8], np.int32)
 _SAMPLING = SamplingParams(max_new_tokens=1)
 
 
-def as_episode(attempt: Attempt, *, id: str) -> Episode:
+def as_episode(attempt: Attempt, *, id: str) -> RecordedEpisode:
     """The episode as it would be recorded: one sampled token per turn, whose id is the action."""
     turns = tuple(
         Turn(
@@ -257,7 +257,7 @@ def as_episode(attempt: Attempt, *, id: str) -> Episode:
         )
         for number, reward in enumerate(attempt.rewards)
     )
-    return Episode(id, _TASK, turns, "finished", rewards)
+    return RecordedEpisode(id, _TASK, turns, "finished", rewards)
 
 
 def _turn_id(episode: str, place: int) -> str:

@@ -17,7 +17,7 @@ from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_logprobs, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.trajectory import Turn
 
 Lengths = npt.NDArray[np.int64]
@@ -116,11 +116,11 @@ class Recorder:
             sampling=SamplingParams(max_new_tokens=sampled),
         )
 
-    def _episode(self, name: str, task: str, turns: list[Turn]) -> Episode:
+    def _episode(self, name: str, task: str, turns: list[Turn]) -> RecordedEpisode:
         reward = Reward("episode", "", "return", float(self.rng.normal()))
-        return Episode(name, Task(task, {}), tuple(turns), "finished", (reward,))
+        return RecordedEpisode(name, Task(task, {}), tuple(turns), "finished", (reward,))
 
-    def _group(self, name: str, episodes: list[Episode]) -> RolloutGroup:
+    def _group(self, name: str, episodes: list[RecordedEpisode]) -> RolloutGroup:
         task = Task(name, {})
         return RolloutGroup(
             name, task, tuple(Rollout(task, index, e, None) for index, e in enumerate(episodes))

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_agents.core.completion import Completion, FinishReason, SamplingParams
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, EpisodeStatus, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import EpisodeStatus, RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Turn
 
@@ -49,22 +49,22 @@ def episode(
     by_turn: dict[str, float] | None = None,
     by_branch: dict[str, float] | None = None,
     status: EpisodeStatus = "finished",
-) -> Episode:
+) -> RecordedEpisode:
     """An episode with an episode reward, turn rewards and branch rewards."""
     rewards = [] if reward is None else [Reward("episode", "", "return", reward)]
     rewards += [Reward("turn", target, "step", value) for target, value in (by_turn or {}).items()]
     rewards += [Reward("branch", target, "branch", value) for target, value in (by_branch or {}).items()]
-    return Episode(id, TASK, tuple(turns), status, tuple(rewards))
+    return RecordedEpisode(id, TASK, tuple(turns), status, tuple(rewards))
 
 
-def group(episodes: Sequence[Episode], *, id: str = "g") -> RolloutGroup:
+def group(episodes: Sequence[RecordedEpisode], *, id: str = "g") -> RolloutGroup:
     """A group of episodes of one task."""
     return RolloutGroup(id, TASK, tuple(Rollout(TASK, i, e, None) for i, e in enumerate(episodes)))
 
 
 def random_episode(
     rng: random.Random, *, id: str = "e", turns: int = 8, start: int = 0, dense: bool = False
-) -> Episode:
+) -> RecordedEpisode:
     """A random forest; token ids count up from `start`, so that every sampled token has an id of its own.
 
     A call begins at a random moment after its parent was recorded, so calls overlap. With `dense` turns and
@@ -113,7 +113,7 @@ def random_groups(seed: int, *, groups: int = 3, size: int = 3, dense: bool = Tr
     ]
 
 
-def began(recorded: Episode) -> list[int]:
+def began(recorded: RecordedEpisode) -> list[int]:
     """Per turn the number of turns that were recorded when its call began, from the turns themselves."""
     ids = [t.id for t in recorded.turns]
     return [
@@ -124,7 +124,7 @@ def began(recorded: Episode) -> list[int]:
     ]
 
 
-def defined_depths(recorded: Episode) -> list[int]:
+def defined_depths(recorded: RecordedEpisode) -> list[int]:
     """Per turn 1 + the greatest depth among the turns that were recorded when its call began."""
     depths: list[int] = []
     for k in began(recorded):
@@ -132,7 +132,7 @@ def defined_depths(recorded: Episode) -> list[int]:
     return depths
 
 
-def defined_to_go(recorded: Episode, k: int, *, discount: float) -> float:
+def defined_to_go(recorded: RecordedEpisode, k: int, *, discount: float) -> float:
     """D(k) of an unshaped episode, read off its definition: the episode reward, and the rewards of the turns
     without the first k, each discounted once per level of depth below that of a call that begins now."""
     ids, depths = [t.id for t in recorded.turns], defined_depths(recorded)

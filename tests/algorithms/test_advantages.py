@@ -17,10 +17,10 @@ from areal_agents.algorithms.credit.advantages import all_equal, compare, step_a
 from areal_agents.algorithms.credit.estimators import GroupEstimator
 from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, RewardShaping, episode_rewards
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 
 
-def rewards_of(recorded: Episode) -> EpisodeRewards:
+def rewards_of(recorded: RecordedEpisode) -> EpisodeRewards:
     return episode_rewards(recorded, group_id="g", shaping=RewardShaping())
 
 
@@ -154,10 +154,10 @@ def test_advantages_are_those_of_the_definition(
     batch = [e for g in groups for e in g]
     leave_one_out = leave_one_out and mean != "none"
 
-    def earned(recorded: Episode, k: int) -> float:
+    def earned(recorded: RecordedEpisode, k: int) -> float:
         return recorded.score if discount is None else defined_to_go(recorded, k, discount=discount)
 
-    def expected(own: Episode, k: int, group: list[Episode]) -> float:
+    def expected(own: RecordedEpisode, k: int, group: list[RecordedEpisode]) -> float:
         pools = {"group": group, "batch": batch, "none": []}
         others = [e for e in pools[mean] if not (leave_one_out and e is own)]
         over = earned(own, k) - (statistics.fmean(earned(e, k) for e in others) if others else 0.0)
@@ -211,7 +211,7 @@ def test_normalised_steps_are_those_of_deepseekmath() -> None:
 def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
     groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]
 
-    def steps(recorded: Episode) -> list[tuple[float, float]]:
+    def steps(recorded: RecordedEpisode) -> list[tuple[float, float]]:
         """The place after which each step ends, and its reward; the episode's comes at the end."""
         ids = [t.id for t in recorded.turns]
         found: dict[float, float] = {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from areal_agents.algorithms.credit.returns import EpisodeCredit, RewardToGo, rewards_to_go
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, RewardShaping, episode_rewards
 from areal_agents.algorithms.credit.trained import TrainedTurns
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 
 # a ── b ── d        r ── s      (two roots), recorded in the order a, b, r, c, d, s
 #  └── c
@@ -22,11 +22,11 @@ FOREST = [turn("a"), turn("b", "a"), turn("r"), turn("c", "a"), turn("d", "b"), 
 REWARDED = episode(FOREST, 10.0, by_turn={"a": 1.0, "b": 2.0, "d": 4.0, "s": 7.0}, by_branch={"c": 8.0})
 
 
-def rewards_of(recorded: Episode, **shaping: float) -> EpisodeRewards:
+def rewards_of(recorded: RecordedEpisode, **shaping: float) -> EpisodeRewards:
     return episode_rewards(recorded, group_id="g", shaping=RewardShaping(**shaping))  # type: ignore[arg-type]
 
 
-def to_go(recorded: Episode, *, turn_discount: float = 1.0) -> dict[str, float]:
+def to_go(recorded: RecordedEpisode, *, turn_discount: float = 1.0) -> dict[str, float]:
     """The return of each turn."""
     rewards = rewards_of(recorded)
     values = RewardToGo(turn_discount=turn_discount).after(rewards, rewards.recorded_before)

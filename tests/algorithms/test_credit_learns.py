@@ -14,7 +14,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.losses.objective import Objective, policy_loss
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 
 STEPS = 150
@@ -52,7 +52,7 @@ def probability(logits: Tensor) -> float:
     return float(logits.detach()[0].softmax(0)[GOOD])
 
 
-def play(logits: Tensor, rng: np.random.Generator, shape: str, name: str) -> Episode:
+def play(logits: Tensor, rng: np.random.Generator, shape: str, name: str) -> RecordedEpisode:
     """Two turns; the reward, 1 for the good first action, is posted when the second one is complete.
 
     The second turn continues the first one, or is a root of its own. Its action makes no difference.

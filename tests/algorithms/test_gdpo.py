@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.config import load_config
-from areal_agents.core.rollout import Episode, Reward
+from areal_agents.core.rollout import RecordedEpisode, Reward
 from areal_agents.errors import ConfigError, TrainingError
 
 EPSILON = 1e-5
@@ -27,7 +27,7 @@ def config(**given: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate({"preset": "gdpo", **given})
 
 
-def member(id: str, rewards: ByName, *, tokens: int = 2) -> Episode:
+def member(id: str, rewards: ByName, *, tokens: int = 2) -> RecordedEpisode:
     """An episode with the rewards of each name as one of the episode, or spread over a turn and a branch."""
     turns = [turn(f"{id}-a", sampled=range(3, 3 + tokens)), turn(f"{id}-b", f"{id}-a")]
     given = []
@@ -38,7 +38,7 @@ def member(id: str, rewards: ByName, *, tokens: int = 2) -> Episode:
             given.append(Reward("branch", f"{id}-b", name, value / 2))
         else:
             given.append(Reward("episode", "", name, value))
-    return Episode(id, TASK, tuple(turns), "finished", tuple(given))
+    return RecordedEpisode(id, TASK, tuple(turns), "finished", tuple(given))
 
 
 def trained(batch: list[list[ByName]], **given: Any) -> TrainingData:

@@ -20,7 +20,7 @@ from areal_agents.algorithms.losses.observation import observation_loss, observa
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import build_training_data, episode_samples
 from areal_agents.algorithms.staleness import mask_stale
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.sample import ImageInput, TrainingSample
 
 
@@ -29,7 +29,7 @@ def config(**given: Any) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(fields)
 
 
-def leading(trained: Episode, rule: AlgorithmConfig) -> set[str]:
+def leading(trained: RecordedEpisode, rule: AlgorithmConfig) -> set[str]:
     """The turns on the way to a trained token, by the parents."""
     by_id = {t.id: t for t in trained.turns}
     found = set()
@@ -65,7 +65,7 @@ def test_every_observation_that_leads_to_a_trained_token_is_taken_once(seed: int
                     assert (with_them.token_ids == without.token_ids).all()
 
 
-def branching() -> Episode:
+def branching() -> RecordedEpisode:
     """a: 10 | 11 12, then b: 20 21 | 22, which c: 30 | 31 and d: 40 | 41 continue."""
     return episode(
         [

@@ -12,7 +12,7 @@ from areal_agents.algorithms.ordering import ordered_groups, ordered_turns
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.trajectory import Turn
 
 
@@ -60,7 +60,7 @@ def group(group_id: str, shuffled: random.Random, scores: tuple[float, ...] = (0
             Rollout(
                 task,
                 index,
-                Episode(f"e{shuffled.random()}", task, tuple(recorded), "finished", rewards),
+                RecordedEpisode(f"e{shuffled.random()}", task, tuple(recorded), "finished", rewards),
                 None,
             )
         )
@@ -97,8 +97,8 @@ def test_credit_depends_on_the_order_of_recording_where_it_is_asked_to() -> None
     def advantages(turns: list[Turn], credit: str) -> dict[int, float]:
         began = [replace(t, recorded_before=place) for place, t in enumerate(turns)]
         task, rewards = Task("t", {}), (Reward("turn", "b", "step", 1.0),)
-        other = Episode("f", task, tuple(began), "finished", ())
-        own = Episode("e", task, tuple(began), "finished", rewards)
+        other = RecordedEpisode("f", task, tuple(began), "finished", ())
+        own = RecordedEpisode("e", task, tuple(began), "finished", rewards)
         rollouts = (Rollout(task, 0, own, None), Rollout(task, 1, other, None))
         config = AlgorithmConfig(credit=credit, advantage_std="none")
         data = build_training_data([RolloutGroup("g", task, rollouts)], config)

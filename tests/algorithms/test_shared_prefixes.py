@@ -24,7 +24,7 @@ from areal_agents.algorithms.ordering import ordered_turns
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.algorithms.staleness import mask_stale
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.sample import TrainingSample
 
 PARTS = {
@@ -57,7 +57,7 @@ class Numbers:
         return cls(proximal + rng.normal(0, 0.1, size), proximal, behavior)
 
 
-def forest(seed: int, *, versions: bool = False) -> list[Episode]:
+def forest(seed: int, *, versions: bool = False) -> list[RecordedEpisode]:
     """Two episodes of one group with different rewards on their turns, ids counting up from 1."""
     rng = random.Random(seed)
     made = []
@@ -70,11 +70,11 @@ def forest(seed: int, *, versions: bool = False) -> list[Episode]:
                 replace(t, completion=replace(t.completion, versions=each))
                 for t, each in zip(turns, drawn, strict=True)
             ]
-        made.append(Episode(plain.id, plain.task, tuple(turns), plain.status, plain.rewards))
+        made.append(RecordedEpisode(plain.id, plain.task, tuple(turns), plain.status, plain.rewards))
     return made
 
 
-def paths(recorded: Episode, *, newest: int, bound: int) -> list[list[int]]:
+def paths(recorded: RecordedEpisode, *, newest: int, bound: int) -> list[list[int]]:
     """The trained tokens of each root-to-leaf path by id, those beyond the bound left out."""
     by_id = {t.id: t for t in recorded.turns}
     continued = {t.parent for t in recorded.turns}
@@ -101,7 +101,7 @@ def paths(recorded: Episode, *, newest: int, bound: int) -> list[list[int]]:
 
 
 def oracle(
-    episodes: Sequence[Episode],
+    episodes: Sequence[RecordedEpisode],
     numbers: Numbers,
     advantage: dict[int, float],
     config: AlgorithmConfig,

@@ -19,7 +19,7 @@ from areal_agents.algorithms.credit.turn_groups import turn_group_advantages
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 
 EPSILON = 1e-5
@@ -136,8 +136,8 @@ def test_advantages_are_those_of_the_papers(seed: int, given: dict[str, Any]) ->
 def test_a_sparse_reward_is_discounted_by_its_distance_within_a_step_group() -> None:
     # One episode finds the answer from the hall at once, the other after a detour back to the hall.
     hall, shed = Message("user", "You are in the hall."), Message("user", "You are in the shed.")
-    short = Episode("short", TASK, (said("s0", None, hall),), "finished", episode([], 1.0).rewards)
-    long = Episode(
+    short = RecordedEpisode("short", TASK, (said("s0", None, hall),), "finished", episode([], 1.0).rewards)
+    long = RecordedEpisode(
         "long", TASK, (said("l0", None, hall), said("l1", "l0", shed), said("l2", "l1", hall)), "finished",
         episode([], 1.0).rewards,
     )  # fmt: skip
@@ -176,7 +176,7 @@ def test_without_a_situation_seen_twice_gigpo_is_grpo() -> None:
         assert ours.advantages.any() or members[2].id == ours.episode_id
 
 
-def anchors(episode: Episode, by: Any) -> tuple[Anchor, ...]:
+def anchors(episode: RecordedEpisode, by: Any) -> tuple[Anchor, ...]:
     return turn_anchors(episode, by)
 
 
@@ -188,7 +188,7 @@ def test_an_observation_is_what_came_after_the_last_reply() -> None:
     )
     call = Message("assistant", tool_calls=(ToolCall("x", "ls", "{}"),))
     other_id = Message("tool", "3 files ", tool_call_id="y")
-    recorded = Episode(
+    recorded = RecordedEpisode(
         "e",
         TASK,
         (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from attack_support import ADMIN_KEY, Neighbour, Row, open_episode, post, proxy, send
 
-from areal_agents.testing import LIES, Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import LIES, ScriptedApp, ScriptedCall, ScriptedReply, running
 
 TRUTH = "one two three four"
 P99_MS = 500.0  # of calls that share the engine with repeated attempts
@@ -39,10 +39,10 @@ def lying(model: Path, folder: Path) -> Iterator[Row]:
             )
 
 
-def _answer(call: ScriptedCall) -> Reply:
+def _answer(call: ScriptedCall) -> ScriptedReply:
     """The lie that the prompt asks for; the truth to everybody else."""
     lie = next((name for name in LIES if f"Tell me: {name}." in call.prompt_text), "")
-    return Reply(text=TRUTH, lie=lie)
+    return ScriptedReply(text=TRUTH, lie=lie)
 
 
 def _told(url: str, name: str, form: str) -> Row:

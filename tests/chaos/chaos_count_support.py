@@ -23,7 +23,7 @@ import torch
 from chaos_run_support import GROUPS, ChaosRun
 from transformers import AutoModelForCausalLM
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.store import Store
 
 TOLERANCE = 2e-3  # of a logprob: another kernel, other rounding
@@ -257,7 +257,7 @@ def _sampled(
             yield from _paths(episode)
 
 
-def _paths(episode: Episode) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+def _paths(episode: RecordedEpisode) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
     by_id = {turn.id: turn for turn in episode.turns}
     for turn in episode.turns:
         ids, node = [turn.completion.token_ids, turn.new_prompt_ids], turn

@@ -26,10 +26,10 @@ import httpx
 from chaos_run_support import MODEL
 from openai import APIConnectionError, APIStatusError, OpenAI
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, Reply, ScriptedApp, ScriptedCall
+from areal_agents.testing import Exchange, ScriptedApp, ScriptedCall, ScriptedReply
 
 PROXY_ROLES = ("worker", "supervisor")
 TRIES = 14  # of each call, with the pauses of the OpenAI client between them: about 90 s
@@ -45,9 +45,11 @@ class Talkative:
     def __init__(self) -> None:
         self._samples = itertools.count()
 
-    def __call__(self, call: ScriptedCall) -> Reply:
+    def __call__(self, call: ScriptedCall) -> ScriptedReply:
         number = next(self._samples)
-        return Reply(f"sample {number} of the harbour", delay_s=0.1 + number % 7 / 10, chunk_delay_s=0.01)
+        return ScriptedReply(
+            f"sample {number} of the harbour", delay_s=0.1 + number % 7 / 10, chunk_delay_s=0.01
+        )
 
 
 @dataclass(slots=True)
@@ -310,7 +312,7 @@ def count(proxy: ChaosProxy, agents: Agents, exchanges: Sequence[Exchange]) -> P
 
 
 def _compared(
-    noted: Noted, episode: Episode, sampled: set[tuple[tuple[int, ...], tuple[int, ...]]]
+    noted: Noted, episode: RecordedEpisode, sampled: set[tuple[tuple[int, ...], tuple[int, ...]]]
 ) -> Counter[str]:
     turns = {turn.id: turn for turn in episode.turns}
     held = {(reward.scope, reward.name): reward.value for reward in episode.rewards}

@@ -9,7 +9,7 @@ import pytest
 
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.sample import ImageInput, TrainingSample
 from areal_agents.core.trajectory import Turn
 
@@ -23,8 +23,8 @@ def make_turn(turn_id: str) -> Turn:
     )
 
 
-def make_episode(*rewards: Reward, status: Any = "finished") -> Episode:
-    return Episode("e", TASK, (make_turn("a"), make_turn("b")), status, rewards)
+def make_episode(*rewards: Reward, status: Any = "finished") -> RecordedEpisode:
+    return RecordedEpisode("e", TASK, (make_turn("a"), make_turn("b")), status, rewards)
 
 
 @pytest.mark.parametrize(

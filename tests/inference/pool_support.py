@@ -22,7 +22,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import ModelInfo, OnTokens
 from areal_agents.inference.pool import CurrentVersion, EnginePool, PoolLimits
-from areal_agents.testing import Exchange, Reply, ScriptedApp, ScriptedCall
+from areal_agents.testing import Exchange, ScriptedApp, ScriptedCall, ScriptedReply
 from areal_agents.testing.server import build_server, listen, url_of
 from areal_agents.testing.wire import version_spans
 
@@ -257,10 +257,10 @@ class ReplicaServer:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(action)
 
-    def _answer(self, call: ScriptedCall) -> Reply:
+    def _answer(self, call: ScriptedCall) -> ScriptedReply:
         count = call.body["sampling_params"]["max_new_tokens"]
         ids = chain(call.input_ids.tolist(), count)
-        return Reply(
+        return ScriptedReply(
             token_ids=tuple(ids),
             finish="length",
             chunk_delay_s=self.chunk_delay_s,

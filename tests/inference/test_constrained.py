@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from areal_agents.core.completion import Grammar, SamplingParams, as_token_ids
 from areal_agents.errors import EngineRejected, RequestError
 from areal_agents.inference import PauseMode, SGLangEngine, running_engine
-from areal_agents.inference.embedded.http.protocol import Limits, parse_generate
+from areal_agents.inference.embedded.http.protocol import RequestLimits, parse_generate
 from areal_agents.inference.embedded.scheduling.grammar import Grammars
 
 QWEN_TOKENS = 151_669
@@ -252,19 +252,21 @@ async def test_a_malformed_grammar_refuses_its_batch_before_anything_runs(words:
 )
 def test_what_is_no_grammar(params: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
-        parse_generate({"input_ids": [1], "sampling_params": params}, Limits(256, 512, has_tokenizer=True))
+        parse_generate(
+            {"input_ids": [1], "sampling_params": params}, RequestLimits(256, 512, has_tokenizer=True)
+        )
 
 
 def test_an_empty_grammar_is_none() -> None:
     body = {"input_ids": [1], "sampling_params": {"regex": "", "json_schema": None}}
-    ((generation,), _, _) = parse_generate(body, Limits(256, 512, has_tokenizer=True))
+    ((generation,), _, _) = parse_generate(body, RequestLimits(256, 512, has_tokenizer=True))
     assert generation.sampling.grammar is None
 
 
 def test_without_a_tokenizer_a_grammar_is_refused() -> None:
     body = {"input_ids": [1], "sampling_params": {"regex": "a"}}
     with pytest.raises(RequestError, match=r"regex needs a tokenizer\.json in the model folder"):
-        parse_generate(body, Limits(256, 512, has_tokenizer=False))
+        parse_generate(body, RequestLimits(256, 512, has_tokenizer=False))
 
 
 def test_a_model_without_an_end_needs_a_stop_token() -> None:

@@ -18,7 +18,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.answers import Asked, check_logprobs, checked_spans, end_ids_of
 from areal_agents.inference.pool import EnginePool
-from areal_agents.testing import LIES, Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import LIES, ScriptedApp, ScriptedCall, ScriptedReply, running
 from areal_agents.testing.invalid_answers import Form
 
 TEXT = "one two three four"
@@ -75,10 +75,10 @@ async def test_no_lie_is_taken(
     app, url = engines[form]
     calls = 0
 
-    def once(call: ScriptedCall) -> Reply:
+    def once(call: ScriptedCall) -> ScriptedReply:
         nonlocal calls
         calls += 1
-        return Reply(TEXT, lie=lie if calls == 1 else "")
+        return ScriptedReply(TEXT, lie=lie if calls == 1 else "")
 
     app.script = once
     rows = Rows()
@@ -188,10 +188,10 @@ def test_the_ends_of_a_model_are_those_of_all_its_files(tmp_path: Any) -> None:
 def lying_to(*words: str) -> Any:
     """A script that lies to every prompt with one of `words`, and takes a moment for all others."""
 
-    def script(call: ScriptedCall) -> Reply:
+    def script(call: ScriptedCall) -> ScriptedReply:
         if any(word in call.prompt_text for word in words):
-            return Reply(TEXT, lie="a logprob above 0")
-        return Reply(TEXT, delay_s=0.02)
+            return ScriptedReply(TEXT, lie="a logprob above 0")
+        return ScriptedReply(TEXT, delay_s=0.02)
 
     return script
 

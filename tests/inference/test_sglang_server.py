@@ -13,7 +13,7 @@ from test_engine_process import gone
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
 from areal_agents.inference.sglang.server import (
-    Placement,
+    GpuPlacement,
     SGLangProcess,
     find_environment,
     place,
@@ -92,10 +92,10 @@ def test_too_few_gpus_are_refused() -> None:
         place(engine(colocate="split", replicas=3), 2, trainer_gpus=1)
 
 
-ONE_GPU = Placement((0,))
+ONE_GPU = GpuPlacement((0,))
 
 
-def flags(config: EngineConfig, placement: Placement = ONE_GPU, **options: Any) -> str:
+def flags(config: EngineConfig, placement: GpuPlacement = ONE_GPU, **options: Any) -> str:
     command = server_command(config, "/models/m", placement, port=30000, **options)
     assert command[0] == "sglang/bin/python" and command[1].endswith("serve.py")
     return " ".join(command[2:])
@@ -108,7 +108,7 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     for absent in ("lora", "routed", "mem-fraction", "saver", "context-length", "overlap", "--device"):
         assert absent not in plain
 
-    assert "--tp-size 2" in flags(engine(tensor_parallel=2), Placement((2, 3)))
+    assert "--tp-size 2" in flags(engine(tensor_parallel=2), GpuPlacement((2, 3)))
     assert "--context-length 4096" in flags(engine(max_context=4096))
     assert "--dtype bfloat16" in flags(engine(dtype="bfloat16"))
     assert "--mem-fraction-static 0.4" in flags(engine(colocate="split"))
@@ -124,7 +124,7 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
 
 
 def test_on_a_cpu_the_flags_are_those_that_a_cpu_can_do() -> None:
-    on_cpu = flags(engine(colocate="sleep"), Placement(), lora_rank=8)
+    on_cpu = flags(engine(colocate="sleep"), GpuPlacement(), lora_rank=8)
     assert "--device cpu --attention-backend torch_native --sampling-backend pytorch" in on_cpu
     assert "--sleep-on-idle" in on_cpu and "--lora-backend torch_native" in on_cpu
     assert "saver" not in on_cpu and "mem-fraction" not in on_cpu
@@ -139,10 +139,10 @@ def test_a_users_arguments_come_last() -> None:
 def test_a_server_sees_its_own_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert server_environment(Placement((2, 3)))["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert server_environment(GpuPlacement((2, 3)))["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a, 6")
-    assert server_environment(Placement((1, 2)))["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
-    assert "PYTHONDONTWRITEBYTECODE" not in server_environment(Placement())
+    assert server_environment(GpuPlacement((1, 2)))["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
+    assert "PYTHONDONTWRITEBYTECODE" not in server_environment(GpuPlacement())
 
 
 def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:

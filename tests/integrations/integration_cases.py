@@ -10,7 +10,7 @@ from typing import Any
 
 from integration_support import Case, call, thought
 
-from areal_agents.testing import Reply, Script, ScriptedCall
+from areal_agents.testing import Script, ScriptedCall, ScriptedReply
 
 ANTHROPIC = {"anthropic_sdk"}  # folders whose clients want the base_url without /v1
 QUESTIONS = ("Do I need an umbrella in Zürich or in Tokyo?", "And in Bern?")
@@ -81,11 +81,13 @@ def by_conversation(conversations: dict[str, list[str]]) -> Script:
     the prompt."""
     rest = {opening: iter(replies) for opening, replies in conversations.items()}
 
-    def script(call: ScriptedCall) -> str | Reply:
+    def script(call: ScriptedCall) -> str | ScriptedReply:
         for opening, replies in rest.items():
             if opening in call.prompt_text:
-                return next(replies, Reply(error=f"unexpected call: {call.last_text!r}", error_status=400))
-        return Reply(error=f"unknown conversation: {call.prompt_text!r}", error_status=400)
+                return next(
+                    replies, ScriptedReply(error=f"unexpected call: {call.last_text!r}", error_status=400)
+                )
+        return ScriptedReply(error=f"unknown conversation: {call.prompt_text!r}", error_status=400)
 
     return script
 

@@ -28,7 +28,7 @@ from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, Reply, Script, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import Exchange, Script, ScriptedApp, ScriptedCall, ScriptedReply, running
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 # A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.
@@ -51,7 +51,7 @@ class Case:
     """
 
     folder: str
-    replies: Sequence[str | Reply] | Script
+    replies: Sequence[str | ScriptedReply] | Script
     answer: str
     turns: tuple[Expected, ...]
     questions: tuple[str, ...]
@@ -74,7 +74,7 @@ class Stack:
     url: str
     http: httpx.Client
 
-    def open_episode(self, replies: Sequence[str | Reply] | Script) -> dict[str, Any]:
+    def open_episode(self, replies: Sequence[str | ScriptedReply] | Script) -> dict[str, Any]:
         """A fresh episode, on an engine that gives these replies and has seen nothing."""
         self.engine.script = replies if callable(replies) else in_order(replies)
         self.engine.exchanges.clear()
@@ -147,12 +147,12 @@ def run_script(folder: str, question: str, environment: Mapping[str, str], *, ti
     return done.stdout
 
 
-def in_order(replies: Sequence[str | Reply]) -> Script:
+def in_order(replies: Sequence[str | ScriptedReply]) -> Script:
     """The replies one after the other; a call beyond the last is refused."""
     rest = iter(replies)
 
-    def script(call: ScriptedCall) -> str | Reply:
-        return next(rest, Reply(error=f"unexpected call: {call.last_text!r}", error_status=400))
+    def script(call: ScriptedCall) -> str | ScriptedReply:
+        return next(rest, ScriptedReply(error=f"unexpected call: {call.last_text!r}", error_status=400))
 
     return script
 

@@ -22,7 +22,7 @@ from areal_agents.proxy.calls.prompts import Prompt, Prompts
 from areal_agents.proxy.calls.raw_prompts import PlainStream, RawPrompts
 from areal_agents.proxy.calls.request import RAW_TOOLS_ID, CompletedTurn, ModelRequest, SamplingWish
 from areal_agents.proxy.dialects.chat.answers import chat_answer
-from areal_agents.proxy.lru import Recent
+from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, Tokenizer
 
 USER = Message("user", "hi")
@@ -267,7 +267,7 @@ def test_a_token_of_an_answer_is_decoded_once(tokenizer: CountingTokenizer) -> N
 
 
 def test_what_was_not_asked_for_in_the_longest_time_is_forgotten() -> None:
-    recent: Recent[str, int] = Recent(2)
+    recent: LruCache[str, int] = LruCache(2)
     assert recent.put("a", 1) == 1 and recent.put("b", 2) == 2
     assert recent.get("a") == 1
     recent.put("c", 3)

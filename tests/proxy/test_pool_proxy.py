@@ -27,7 +27,7 @@ from areal_agents.proxy.workers.orders import Order
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Conflict, Store
 from areal_agents.store.trainer_lock import TrainerLock
-from areal_agents.testing import Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
 
 TEXT = "The harbour opens at six, and the ferry leaves for the island when the tide is high enough to sail."
 
@@ -35,10 +35,10 @@ TEXT = "The harbour opens at six, and the ferry leaves for the island when the t
 def says(text: str, **arrival: Any) -> Any:
     """Says the same to everything; asked to go on after a part of it, it says the rest."""
 
-    def script(call: ScriptedCall) -> Reply:
+    def script(call: ScriptedCall) -> ScriptedReply:
         said = call.prompt_text.rpartition("<|im_start|>assistant\n")[2]
         assert text.startswith(said)
-        return Reply(text[len(said) :], **arrival)
+        return ScriptedReply(text[len(said) :], **arrival)
 
     return script
 
@@ -305,12 +305,12 @@ def test_a_request_that_is_always_answered_with_lies_is_a_502_and_is_not_recorde
         episode = open_episode(url)
         headers = {"Authorization": f"Bearer {episode['key']}"}
         call = {"url": url + path, "headers": headers, "timeout": 30}
-        app.script = lambda call: Reply(TEXT, lie=lies[call.index % 3])
+        app.script = lambda call: ScriptedReply(TEXT, lie=lies[call.index % 3])
         answer = httpx.post(**call, json=body)
         assert answer.status_code == 502, answer.text
         assert "6 times in a row" in answer.json()["error"]["message"]
         for lie in lies:
-            app.script = lambda call, lie=lie: Reply(TEXT, lie=lie)
+            app.script = lambda call, lie=lie: ScriptedReply(TEXT, lie=lie)
             streamed = httpx.post(**call, json={**body, "stream": True})
             assert re.search("error.*(go back|sampled tokens after|ended at its limit)", streamed.text)
             assert '"finish_reason":"stop"' not in streamed.text and "end_turn" not in streamed.text

@@ -24,7 +24,7 @@ from record_support import check_trajectory
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.inference.sglang.client import RID_END
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, Reply, ScriptedApp, running
+from areal_agents.testing import Exchange, ScriptedApp, ScriptedReply, running
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "completions": "/v1/completions"}
 SERVE = """
@@ -138,7 +138,7 @@ def test_every_dialect_goes_on_after_a_kill(tmp_path: Path, durability: str) -> 
                 wait_for_turns(path, 2 * len(agents))
             script, app.script = (
                 app.script,
-                lambda call: Reply("one two three", chunk_delay_s=60, chunk_tokens=3),
+                lambda call: ScriptedReply("one two three", chunk_delay_s=60, chunk_tokens=3),
             )
             for agent in agents:  # one more call each, in the middle of whose answer the proxy dies
                 streams.enter_context(half_an_answer(proxy, agent))

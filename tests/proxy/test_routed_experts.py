@@ -19,14 +19,14 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import episode_samples
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids, joined_routing
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Trajectory, Turn
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.expert_routing import ExpertLayout, RoutingAsked, expert_layout, routing_from_wire
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store
-from areal_agents.testing import Reply, ScriptedApp, running
+from areal_agents.testing import ScriptedApp, ScriptedReply, running
 
 LAYERS, PER_TOKEN = 3, 2
 TOKENIZER = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
@@ -250,7 +250,7 @@ def test_a_dense_model_is_refused_by_name(tmp_path: Path) -> None:
         async with SGLangEngine(url) as engine:
             await engine.generate("r", as_token_ids([5, 6]), SamplingParams(4, routed_experts_from=0))
 
-    app = ScriptedApp.from_folder(TOKENIZER, lambda call: Reply("x"))
+    app = ScriptedApp.from_folder(TOKENIZER, lambda call: ScriptedReply("x"))
     with running(app) as url, pytest.raises(EngineError, match="the model that .* serves has none"):
         asyncio.run(ask(url))
 
@@ -268,5 +268,5 @@ def test_a_store_of_an_earlier_release_loads_and_takes_new_turns(tmp_path: Path)
     with Store.open(path) as store:
         assert store.load_episode("e").turns[0].completion.routed_experts is None
         store.add_turn("e", turn("b", "a", completion(2, 5))).result()
-        read: Episode = store.load_episode("e")
+        read: RecordedEpisode = store.load_episode("e")
         assert numbers(read.turns[1].completion.routed_experts) == [0, 1, 2, 3, 4]

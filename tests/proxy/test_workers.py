@@ -28,7 +28,7 @@ from workers_support import Serving, is_running, lasting_port, wait_for, workers
 
 from areal_agents.proxy.listening import listen
 from areal_agents.store import Store
-from areal_agents.testing import Reply, ScriptedApp, ScriptedCall, running
+from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
 
 SLOW = "take your time"
 
@@ -40,11 +40,11 @@ class Script:
         self.slow_calls = 0
         self.hurries = False
 
-    def __call__(self, call: ScriptedCall) -> Reply | str:
+    def __call__(self, call: ScriptedCall) -> ScriptedReply | str:
         if SLOW not in call.last_text:
             return "the harbour opens at six"
         self.slow_calls += 1
-        return Reply("one two three four five", chunk_delay_s=0.0 if self.hurries else 60.0)
+        return ScriptedReply("one two three four five", chunk_delay_s=0.0 if self.hurries else 60.0)
 
 
 @dataclass

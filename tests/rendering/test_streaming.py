@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
 from areal_agents.rendering import ChatRenderer
-from areal_agents.rendering.replies import Reply, ReplyReader
+from areal_agents.rendering.replies import ParsedReply, ReplyReader
 from areal_agents.rendering.streaming import Delta
 
 TOOLS = [
@@ -255,7 +255,9 @@ def test_nothing_but_markers_costs_no_square(renderer: ChatRenderer, monkeypatch
     lengths: list[int] = []
     read = ReplyReader.read
 
-    def counted(self: ReplyReader, prompt_tail: list[int], tokens: list[int], tools: list[dict]) -> Reply:
+    def counted(
+        self: ReplyReader, prompt_tail: list[int], tokens: list[int], tools: list[dict]
+    ) -> ParsedReply:
         lengths.append(len(tokens))
         return read(self, prompt_tail, tokens, tools)
 

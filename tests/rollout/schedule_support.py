@@ -29,17 +29,17 @@ from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.episodes.control_forms import final_rewards_of, new_episode
-from areal_agents.rollout.agents.attempt import Patience
+from areal_agents.rollout.agents.attempt import FailureStreak
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.evaluation import abort_open
 from areal_agents.rollout.groups.collector import Collector
 from areal_agents.store import Conflict, NoTurn, Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 from areal_agents.training.batches.source import wait_until_whole
 
-LIMITS = Limits(microbatch_tokens=64, vocab_size=96)
+LIMITS = SampleLimits(microbatch_tokens=64, vocab_size=96)
 NEVER_S = 1e6
 
 
@@ -298,7 +298,7 @@ class World:
         self.losses = losses
         collector = Collector(
             client=network, store=self.store, agent=Agents(self), source=self.tasks, config=self.rollout,
-            steps=self.steps, changed=self.changed, patience=Patience(10**6, least_s=0.0),
+            steps=self.steps, changed=self.changed, patience=FailureStreak(10**6, least_s=0.0),
         )  # fmt: skip
         self.collecting = self.loop.create_task(collector.run())
         self.wake()

@@ -11,12 +11,12 @@ import pytest
 from time_limits import TimeLimits
 
 from areal_agents.client import AsyncClient
-from areal_agents.core.rollout import Episode, Task
+from areal_agents.core.rollout import RecordedEpisode, Task
 from areal_agents.episode import Episode as Handle
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agents import attempt as rollout_attempt
 from areal_agents.rollout.agents.agent import Agent, load_agent
-from areal_agents.rollout.agents.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
+from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import LimitsConfig
 
 AGENTS = Path(__file__).parent / "rollout_agents.py"
@@ -32,7 +32,7 @@ class Attempts:
 
     async def __call__(
         self, agent: str | dict[str, str] | Agent, task: dict[str, Any] | None = None, **limits: Any
-    ) -> tuple[Outcome, Episode]:
+    ) -> tuple[Outcome, RecordedEpisode]:
         if isinstance(agent, str):
             agent = f"{AGENTS}:{agent}"
         loaded = load_agent(agent, workers=1) if isinstance(agent, str | dict) else agent
@@ -83,7 +83,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def rewards(episode: Episode) -> dict[str, float]:
+def rewards(episode: RecordedEpisode) -> dict[str, float]:
     return {reward.name: reward.value for reward in episode.rewards}
 
 
@@ -293,7 +293,7 @@ async def test_a_taken_place_is_refused(attempts: Attempts) -> None:
 def test_a_short_outage_under_many_episodes_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((100.0, 100.1, 100.2, 159.9, 200.0, 230.0, 259.0, 260.0))
     monkeypatch.setattr(rollout_attempt.time, "monotonic", lambda: next(times))
-    patience = Patience(3, least_s=60.0)
+    patience = FailureStreak(3, least_s=60.0)
     for _ in range(4):
         patience.note("the proxy is gone")
     patience.note(None)

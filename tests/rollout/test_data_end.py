@@ -15,7 +15,7 @@ from areal_agents.errors import DataError
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.data import load_tasks
 from areal_agents.rollout.runner import end_of_data, run
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import next_batch
 from areal_agents.training.batches.source import wait_until_whole
 
@@ -53,8 +53,8 @@ async def test_a_group_of_the_last_batch_that_is_dropped_ends_the_run_at_once(
         for step in range(1, STEPS + 1):
             batch = next_batch(
                 served.store, AlgorithmConfig(drop_equal_groups=False), groups=GROUPS, step=step,
-                version=step - 1, max_staleness=max_staleness, limits=Limits(4096, 10**6), timeout_s=200,
-                stop=stop,
+                version=step - 1, max_staleness=max_staleness, limits=SampleLimits(4096, 10**6),
+                timeout_s=200, stop=stop,
             )  # fmt: skip
             if batch is None:
                 return

@@ -11,7 +11,7 @@ from typing import Any
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.rollout.config import DataConfig, RolloutConfig
 from areal_agents.rollout.runner import run
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 from areal_agents.training.batches.source import wait_until_whole
 
@@ -35,7 +35,7 @@ async def train(
         for step in range(1, STEPS + 1):
             batch = next_batch(
                 served.store, AlgorithmConfig(drop_equal_groups=False), groups=2, step=step, version=step - 1,
-                max_staleness=config.max_staleness, limits=Limits(4096, 10**6), timeout_s=60, stop=stop,
+                max_staleness=config.max_staleness, limits=SampleLimits(4096, 10**6), timeout_s=60, stop=stop,
             )  # fmt: skip
             if batch is None:
                 return

@@ -16,7 +16,8 @@ from openai import AsyncOpenAI, OpenAI
 
 import areal_agents
 from areal_agents import Episode, current_key, episode
-from areal_agents.episode import checked_reward, running
+from areal_agents.core.reward_values import checked_reward
+from areal_agents.episode import running
 from areal_agents.errors import AgentError
 
 ASK: Any = [{"role": "user", "content": "who am I?"}]

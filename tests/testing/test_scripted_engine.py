@@ -18,7 +18,15 @@ from areal_agents.core.completion import SamplingParams, TokenChunk, as_token_id
 from areal_agents.errors import ConfigError, EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.sglang.client import RID_END
-from areal_agents.testing import Reply, ScriptedApp, by_prompt, filler, repeat, running, running_process
+from areal_agents.testing import (
+    ScriptedApp,
+    ScriptedReply,
+    by_prompt,
+    filler,
+    repeat,
+    running,
+    running_process,
+)
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 SAMPLING = SamplingParams(64)
@@ -109,7 +117,7 @@ def test_the_same_call_is_answered_alike_and_another_with_other_logprobs(server:
 def test_a_stream_is_the_whole_answer_in_pieces(server: Server, incremental: bool) -> None:
     text = "the answer is 42, said the café"
     app = ScriptedApp.from_folder(
-        MODEL, repeat([Reply(text, chunk_tokens=3)]), incremental=incremental, context_length=4096
+        MODEL, repeat([ScriptedReply(text, chunk_tokens=3)]), incremental=incremental, context_length=4096
     )
     with running(app) as url:
         streaming = Server(app, url)
@@ -136,7 +144,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(server: Server, incremental: boo
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 4])
 async def test_our_client_reads_a_stream(incremental: bool, chunk_tokens: int) -> None:
-    script = repeat([Reply("one two three four five", chunk_tokens=chunk_tokens)])
+    script = repeat([ScriptedReply("one two three four five", chunk_tokens=chunk_tokens)])
     app = ScriptedApp.from_folder(MODEL, script, incremental=incremental)
     params = SamplingParams(64, top_logprobs=2)
     chunks: list[TokenChunk] = []
@@ -177,7 +185,9 @@ def test_the_request_ends_a_reply(server: Server) -> None:
 
 
 def test_replies_that_the_script_cuts_off(server: Server) -> None:
-    server.app.script = repeat([Reply("half a", finish="length"), Reply("ha", finish="abort"), Reply("end")])
+    server.app.script = repeat(
+        [ScriptedReply("half a", finish="length"), ScriptedReply("ha", finish="abort"), ScriptedReply("end")]
+    )
     length, abort, end = (server.generate() for _ in range(3))
     assert length["output_ids"] == server.ids("half a")
     assert length["meta_info"]["finish_reason"]["type"] == "length"
@@ -196,9 +206,9 @@ def test_top_logprobs_have_the_sampled_token_first(server: Server) -> None:
 def test_scripts_see_the_prompt(server: Server) -> None:
     prompt = "<|im_start|>user\nweather<|im_end|>\n<|im_start|>user\nnews<|im_end|>\n<|im_start|>assistant\n"
     seen = []
-    rules = by_prompt([("weather", "sunny"), ("news", Reply("none"))])
+    rules = by_prompt([("weather", "sunny"), ("news", ScriptedReply("none"))])
 
-    def script(call: Any) -> Reply | str:
+    def script(call: Any) -> ScriptedReply | str:
         seen.append(call)
         return rules(call)
 
@@ -241,7 +251,7 @@ def test_what_a_real_server_refuses_or_dies_of_is_refused(
 
 async def test_errors_of_the_script_are_errors_of_the_engine(server: Server) -> None:
     server.app.script = repeat(
-        [Reply(error="overloaded", error_status=503), Reply(error="bad", error_status=400)]
+        [ScriptedReply(error="overloaded", error_status=503), ScriptedReply(error="bad", error_status=400)]
     )
     async with SGLangEngine(server.url) as engine:
         with pytest.raises(EngineUnavailable, match="503: overloaded"):
@@ -256,7 +266,7 @@ async def until_running(engine: SGLangEngine, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-SLOW = Reply("one two three four five six seven eight nine ten", delay_s=0.005, chunk_delay_s=60.0)
+SLOW = ScriptedReply("one two three four five six seven eight nine ten", delay_s=0.005, chunk_delay_s=60.0)
 
 
 async def test_an_abort_answers_with_what_was_sampled(server: Server) -> None:
@@ -286,7 +296,7 @@ async def test_a_client_that_hangs_up_ends_its_generation(server: Server) -> Non
 
 
 async def test_tokens_keep_the_version_under_which_they_arrived(server: Server) -> None:
-    slow = Reply("one two three four five", chunk_delay_s=4.0, chunk_tokens=9)
+    slow = ScriptedReply("one two three four five", chunk_delay_s=4.0, chunk_tokens=9)
     server.app.script = lambda call: slow if call.input_ids[0] == 5 else "ok"
     async with SGLangEngine(server.url) as engine:
         begun = asyncio.Event()
@@ -359,4 +369,4 @@ def test_what_cannot_be_scripted_is_refused(tmp_path: Path, server: Server) -> N
         {"delay_s": -1.0},
     ):
         with pytest.raises(ValueError):
-            Reply(**wrong)
+            ScriptedReply(**wrong)

@@ -17,7 +17,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
 from areal_agents.training.batches.recorded import RecordedGroups
-from areal_agents.training.checkpoint.checkpoint import Checkpoints, Parts, Progress, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, Parts, TrainingProgress, load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.critic import load_critic
@@ -104,7 +104,7 @@ def main(rank: int, port: int, model: Path, out: Path) -> None:
         step(parts, group, 1)
         stepped = whole(parts)
         checkpoints = Checkpoints(out / "two", group)
-        checkpoints.save(parts, Progress(2, 2))
+        checkpoints.save(parts, TrainingProgress(2, 2))
         step(parts, group, 2)  # while it is being written
         checkpoints.finish()
         checkpoints.close()

@@ -29,7 +29,7 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.store import Store
-from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress, latest_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, latest_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.lora import LoraOptions
@@ -184,7 +184,7 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
         train_batch(policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0)
         checkpoints = Checkpoints(folder / "checkpoints", group, wait=True)
-        checkpoints.save({"policy": (policy, optimizer)}, Progress(1, 1))
+        checkpoints.save({"policy": (policy, optimizer)}, TrainingProgress(1, 1))
         after_one = policy.full_state_dict()
         try:
             train_batch(

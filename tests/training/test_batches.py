@@ -20,7 +20,7 @@ from stored_support import (
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 
 DPO = AlgorithmConfig.model_validate({"preset": "dpo"})
@@ -45,7 +45,7 @@ def take(
         step=1,
         version=version,
         max_staleness=max_staleness,
-        limits=Limits(budget, 96),
+        limits=SampleLimits(budget, 96),
         timeout_s=options.get("timeout_s", 0.2),
         stop=stop or threading.Event(),
     )

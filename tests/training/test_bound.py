@@ -18,7 +18,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale, Reward, Task
 from areal_agents.errors import TrainingError
 from areal_agents.store import NewEpisode, Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 from areal_agents.training.batches.source import wait_until_whole
 from areal_agents.training.distributed import Ranks
@@ -52,7 +52,7 @@ def take(store: Store, on_stale: OnStale, *, version: int, groups: int = 1, **op
         version=version,
         max_staleness=options.pop("max_staleness", 1),
         on_stale=on_stale,
-        limits=Limits(64, 96),
+        limits=SampleLimits(64, 96),
         timeout_s=options.pop("timeout_s", 10),
         stop=threading.Event(),
     )

@@ -18,7 +18,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.training.checkpoint.checkpoint import (
     Checkpoints,
-    Progress,
+    TrainingProgress,
     latest_checkpoint,
     load_checkpoint,
 )
@@ -50,9 +50,9 @@ class Run:
             )  # fmt: skip
 
     def save(self, folder: Path, step: int) -> Path:
-        return Checkpoints(folder, self.ranks, wait=True).save(self.parts, Progress(step, step))
+        return Checkpoints(folder, self.ranks, wait=True).save(self.parts, TrainingProgress(step, step))
 
-    def load(self, path: Path) -> Progress:
+    def load(self, path: Path) -> TrainingProgress:
         return load_checkpoint(path, self.parts, self.ranks)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -81,7 +81,7 @@ def test_a_resumed_run_takes_the_same_steps(
     path = straight.save(tmp_path, 2)
     straight.step(2, 3)
     again = Run(model_folder, group, **resumed)
-    assert again.load(path) == Progress(2, 2)
+    assert again.load(path) == TrainingProgress(2, 2)
     again.step(2, 3)  # the moments are there too, or the optimizer would step elsewhere
     assert_equal(again.weights(), straight.weights())
 
@@ -92,12 +92,12 @@ def test_what_is_saved_is_what_was_there_when_saving_began(
     run = Run(model_folder, group)
     run.step(0)
     checkpoints = Checkpoints(tmp_path, group)
-    path = checkpoints.save(run.parts, Progress(1, 4, 9))
+    path = checkpoints.save(run.parts, TrainingProgress(1, 4, 9))
     want = run.weights()
     run.step(1, 2)  # while it is being written
     checkpoints.finish()
     again = Run(model_folder, group)
-    assert again.load(path) == Progress(1, 4, 9)
+    assert again.load(path) == TrainingProgress(1, 4, 9)
     assert_equal(again.weights(), want)
 
 
@@ -136,7 +136,7 @@ def test_the_last_and_the_best_are_kept_and_nothing_unfinished_is_found(
     run = Run(model_folder, group)
     checkpoints = Checkpoints(tmp_path, group, keep=2, keep_best=1, written=written.append)
     for step, score in ((2, 0.5), (3, 0.9), (9, 0.7), (10, None), (11, 0.1), (12, 0.2)):
-        checkpoints.save(run.parts, Progress(step, step), score=score)
+        checkpoints.save(run.parts, TrainingProgress(step, step), score=score)
     checkpoints.finish()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-11", "step-12", "step-3"]
     assert latest_checkpoint(tmp_path) == tmp_path / "step-12"
@@ -149,10 +149,10 @@ def test_a_damaged_older_checkpoint_ends_no_run(
     run = Run(model_folder, group)
     checkpoints = Checkpoints(tmp_path, group, keep=1, keep_best=1, written=lambda step: None)
     for step, score in ((1, 0.9), (2, 0.5)):
-        checkpoints.save(run.parts, Progress(step, step), score=score)
+        checkpoints.save(run.parts, TrainingProgress(step, step), score=score)
     checkpoints.finish()
     (tmp_path / "step-1" / "trainer.json").write_text("{")
-    checkpoints.save(run.parts, Progress(3, 3), score=0.1)
+    checkpoints.save(run.parts, TrainingProgress(3, 3), score=0.1)
     checkpoints.finish()
     assert "step-1" in caplog.text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "step-3"]  # the best that can be read
@@ -243,7 +243,7 @@ def test_a_disk_that_refuses_later_is_reported_by_the_next_look(
 ) -> None:
     run = Run(model_folder, group)
     checkpoints = Checkpoints(tmp_path, group, written=_refuse)
-    checkpoints.save(run.parts, Progress(1, 1))
+    checkpoints.save(run.parts, TrainingProgress(1, 1))
     with pytest.raises(TrainingError, match="cannot write the checkpoint .*step-1: no space"):
         checkpoints.finish()
 

@@ -18,7 +18,7 @@ from stored_support import put_group
 
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
-from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, load_checkpoint
 from areal_agents.training.distributed import Ranks
 
 Spawned = tuple[Path, dict[str, torch.Tensor], list[Any]]
@@ -30,7 +30,7 @@ def spawned(model_folder: Path, group: Ranks, tmp_path_factory: pytest.TempPathF
     out = tmp_path_factory.mktemp("ranks")
     parts = build(model_folder, group)
     step(parts, group, 0)
-    path = Checkpoints(out / "one", group, wait=True).save(parts, Progress(1, 7))
+    path = Checkpoints(out / "one", group, wait=True).save(parts, TrainingProgress(1, 7))
     shutil.copytree(path, out / "damaged" / "step-1")
     (shard,) = (out / "damaged" / "step-1").glob("*.distcp")
     data = bytearray(shard.read_bytes())
@@ -48,7 +48,7 @@ def spawned(model_folder: Path, group: Ranks, tmp_path_factory: pytest.TempPathF
 def test_two_ranks_load_what_one_saved(spawned: Spawned) -> None:
     _, saved, results = spawned
     for progress, loaded, *_ in results:
-        assert progress == Progress(1, 7)
+        assert progress == TrainingProgress(1, 7)
         assert loaded.keys() == saved.keys()
         assert all(torch.equal(loaded[key], saved[key]) for key in saved)
 
@@ -56,7 +56,7 @@ def test_two_ranks_load_what_one_saved(spawned: Spawned) -> None:
 def test_one_rank_loads_what_two_saved(spawned: Spawned, model_folder: Path, group: Ranks) -> None:
     out, _, results = spawned
     parts = build(model_folder, group)
-    assert load_checkpoint(out / "two" / "step-2", parts, group) == Progress(2, 2)
+    assert load_checkpoint(out / "two" / "step-2", parts, group) == TrainingProgress(2, 2)
     loaded = whole(parts)
     for _, _, stepped, *_ in results:
         assert loaded.keys() == stepped.keys()

@@ -14,7 +14,7 @@ from torch import Tensor
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import WeightsChecksum
-from areal_agents.training.publish.checksums import Agreement, Checksums, Comparison, cpu_hash, gpu_hash
+from areal_agents.training.publish.checksums import Agreement, Checksums, EngineComparison, cpu_hash, gpu_hash
 
 
 def served(folder: Path) -> dict[str, Tensor]:
@@ -81,12 +81,12 @@ async def test_what_cannot_be_compared_is_not_called_equal(
     with pytest.raises(EngineError, match="serves weights without model"):
         await Checksums(model_folder).check(Serving(some))
     packed = {**some, "model.packed": "0" * 16}
-    comparison = Comparison(model_folder)
+    comparison = EngineComparison(model_folder)
     await comparison(Serving(packed))
     assert comparison.share == 3 / 4 and "1 of 4 weights have a form of the engine's own" in caplog.text
     with pytest.raises(EngineError, match="none of the published weights"):
         await Checksums(model_folder).check(Serving({"other": "0" * 16}))
-    workers = Comparison(model_folder)
+    workers = EngineComparison(model_folder)
     await workers(Serving(held, held))
     assert workers.share is None and "2 tensor-parallel workers are not compared" in caplog.text
 

@@ -17,7 +17,7 @@ from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.samples import build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -31,7 +31,7 @@ from areal_agents.training.step.step import StepResult, train_batch
 
 def played(
     name: str, prompt: np.ndarray, sampled: np.ndarray, logprobs: np.ndarray, reward: float
-) -> Episode:
+) -> RecordedEpisode:
     """An episode of one turn."""
     turn = Turn(
         id=f"{name}-0",
@@ -44,10 +44,12 @@ def played(
         reply=Message("assistant", name),
         sampling=SamplingParams(max_new_tokens=len(sampled)),
     )
-    return Episode(name, Task("task", {}), (turn,), "finished", (Reward("episode", "", "return", reward),))
+    return RecordedEpisode(
+        name, Task("task", {}), (turn,), "finished", (Reward("episode", "", "return", reward),)
+    )
 
 
-def grouped(name: str, episodes: list[Episode]) -> RolloutGroup:
+def grouped(name: str, episodes: list[RecordedEpisode]) -> RolloutGroup:
     rollouts = tuple(Rollout(e.task, index, e, None) for index, e in enumerate(episodes))
     return RolloutGroup(name, episodes[0].task, rollouts)
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import ConfigError, TrainingError
-from areal_agents.training.checkpoint.checkpoint import Checkpoints, Progress
+from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress
 from areal_agents.training.checkpoint.export import export, facts_of, lora_options
 from areal_agents.training.config import LoraConfig, TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -34,7 +34,7 @@ def save_run(model: Path, run: Path, group: Ranks, lora: LoraConfig | None = Non
         options = StepOptions(microbatch_tokens=4096, share_prefixes=True, grad_clip=1.0)
         train_batch(policy, optimizer, data, AlgorithmConfig(), options, ranks=group, version=0, seed=seed)
     checkpoints = Checkpoints(run / "checkpoints", group, facts=facts_of(config, model), wait=True)
-    checkpoints.save({"policy": (policy, optimizer)}, Progress(1, 1))
+    checkpoints.save({"policy": (policy, optimizer)}, TrainingProgress(1, 1))
     return policy.full_state_dict()
 
 

@@ -12,7 +12,7 @@ from stored_support import put_group
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 from areal_agents.training.batches.staleness import Lineage
 
@@ -26,7 +26,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def take(store: Store, *, step: int, version: int, on_stale: OnStale = "drop") -> Batch:
     batch = next_batch(
         store, AlgorithmConfig(drop_equal_groups=False), groups=1, step=step, version=version,
-        max_staleness=1, on_stale=on_stale, limits=Limits(64, 96), timeout_s=5, stop=threading.Event(),
+        max_staleness=1, on_stale=on_stale, limits=SampleLimits(64, 96), timeout_s=5, stop=threading.Event(),
     )  # fmt: skip
     assert batch is not None
     return batch

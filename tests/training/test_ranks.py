@@ -15,7 +15,7 @@ from training_support import build_model, record_groups
 from areal_agents.inference import running_engine
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
-from areal_agents.training.checkpoint.checkpoint import Progress, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import TrainingProgress, load_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import load_policy
@@ -71,7 +71,7 @@ def test_one_rank_resumes_the_checkpoint_of_two(
     optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
     assert load_checkpoint(
         out / "checkpoints" / "step-1", {"policy": (policy, optimizer)}, group
-    ) == Progress(1, 1)
+    ) == TrainingProgress(1, 1)
     for name, tensor in policy.full_state_dict().items():
         assert torch.equal(tensor, results[0][2][name])
     assert len(optimizer.state) == len(list(policy.parameters()))

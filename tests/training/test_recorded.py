@@ -14,13 +14,13 @@ from stored_support import break_reward, put_episode, put_group
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.recorded import RecordedGroups, next_recorded_batch, recorded_store
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.run import RunResult, run
 
 SFT = AlgorithmConfig.model_validate("sft")
-LIMITS = Limits(64, 96)
+LIMITS = SampleLimits(64, 96)
 
 
 def take(source: RecordedGroups, position: int, *, groups: int = 2, algorithm: AlgorithmConfig = SFT):

@@ -12,7 +12,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.config import validate_config
 from areal_agents.errors import ConfigError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 
 REPLAY = AlgorithmConfig.model_validate({"replay": "recent", "replay_groups": 2, "replay_uses": 3})
@@ -26,7 +26,7 @@ def take(store: Store, step: int, *, algorithm: AlgorithmConfig = REPLAY, max_st
         step=step,
         version=step - 1,
         max_staleness=max_staleness,
-        limits=Limits(64, 96),
+        limits=SampleLimits(64, 96),
         timeout_s=0.2,
         stop=threading.Event(),
     )

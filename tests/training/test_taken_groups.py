@@ -18,10 +18,10 @@ from areal_agents.core.rollout import Reward, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.inference.expert_routing import ExpertLayout
 from areal_agents.store import NewEpisode, Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 
-LIMITS = Limits(64, 96, ExpertLayout(layers=3, per_token=2))
+LIMITS = SampleLimits(64, 96, ExpertLayout(layers=3, per_token=2))
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.samples import TrainingData, build_training_data
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode, Reward, Rollout, RolloutGroup, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Rollout, RolloutGroup, Task
 from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Turn
 from areal_agents.inference import SGLangEngine
@@ -157,7 +157,9 @@ def episode_groups(
     return groups
 
 
-def _random_episode(rng: np.random.Generator, name: str, prompt: np.ndarray, *, second_root: bool) -> Episode:
+def _random_episode(
+    rng: np.random.Generator, name: str, prompt: np.ndarray, *, second_root: bool
+) -> RecordedEpisode:
     def turn(index: int, parent: int | None, new_prompt: np.ndarray) -> Turn:
         count = int(rng.integers(2, 9))
         return Turn(
@@ -179,7 +181,7 @@ def _random_episode(rng: np.random.Generator, name: str, prompt: np.ndarray, *, 
     if second_root:
         turns.append(turn(3, None, rng.integers(2, VOCAB, 9)))
     rewards = (Reward("episode", "", "return", float(rng.normal())), Reward("turn", turns[1].id, "step", 0.3))
-    return Episode(name, Task("task", {}), tuple(turns), "finished", rewards)
+    return RecordedEpisode(name, Task("task", {}), tuple(turns), "finished", rewards)
 
 
 def reward_of(token_ids: np.ndarray) -> float:

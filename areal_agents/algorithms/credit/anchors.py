@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 
 TurnAnchor = Literal["observation", "prompt", "label", "position"]
 Anchor = bytes | str | int
 
 
-def turn_anchors(episode: Episode, by: TurnAnchor) -> tuple[Anchor, ...]:
+def turn_anchors(episode: RecordedEpisode, by: TurnAnchor) -> tuple[Anchor, ...]:
     """The anchor of each turn of an episode, [T] in recording order.
 
     Args:
@@ -50,7 +50,7 @@ def _digest_of(messages: Sequence[Message]) -> bytes:
     return hashlib.blake2b(b"".join(message.digest for message in messages), digest_size=16).digest()
 
 
-def _prompt_digests(episode: Episode) -> tuple[bytes, ...]:
+def _prompt_digests(episode: RecordedEpisode) -> tuple[bytes, ...]:
     """Each turn's digest of its prompt, continued from the digest of its parent's prompt and completion."""
     after: dict[str, hashlib.blake2b] = {}
     digests = []

@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 
 from areal_agents.algorithms.credit.anchors import Anchor, TurnAnchor, turn_anchors
 from areal_agents.algorithms.parts import Part
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 
 Floats = npt.NDArray[np.float64]
 
@@ -121,7 +121,7 @@ class EpisodeRewards:
 
 
 def episode_rewards(
-    episode: Episode, *, group_id: str, shaping: RewardShaping, anchor: TurnAnchor | None = None
+    episode: RecordedEpisode, *, group_id: str, shaping: RewardShaping, anchor: TurnAnchor | None = None
 ) -> EpisodeRewards:
     """The shaped rewards of an episode.
 
@@ -174,7 +174,7 @@ def episode_rewards(
     )
 
 
-def length_penalty(episode: Episode, shaping: RewardShaping) -> float:
+def length_penalty(episode: RecordedEpisode, shaping: RewardShaping) -> float:
     """The length penalty of an episode, 0 or negative."""
     penalty = shaping.length_penalty
     if isinstance(penalty, NoLengthPenalty):
@@ -200,6 +200,6 @@ def overlong_penalty(length: int, *, limit: int, buffer: int, factor: float) -> 
     return min(-(length - (limit - buffer)) / buffer * factor, 0.0)
 
 
-def sampled_tokens(episode: Episode) -> int:
+def sampled_tokens(episode: RecordedEpisode) -> int:
     """The tokens that the policy sampled in an episode, each once."""
     return sum(len(turn.completion) for turn in episode.turns)

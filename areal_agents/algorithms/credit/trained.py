@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from areal_agents.core.rollout import Episode
+from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 
 _GREEDY_BELOW = 1e-5  # engines sample greedily there: vLLM below 1e-5, SGLang below 1e-6
@@ -29,7 +29,7 @@ class TrainedTurns:
     truncated: bool = True
     exclude_labels: Collection[str] = ()
 
-    def of(self, episode: Episode) -> list[Turn]:
+    def of(self, episode: RecordedEpisode) -> list[Turn]:
         """The turns of an episode that are trained, in recording order."""
         if episode.status == "truncated" and not self.truncated:
             return []

@@ -24,7 +24,7 @@ from areal_agents.inference.pool.external_router import is_routable
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
 from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived, is_garbage, rid_of, stalled
-from areal_agents.inference.pool.watching import Watch, WithoutTrainer, unavailable
+from areal_agents.inference.pool.watching import ReplicaMonitor, WithoutTrainer, unavailable
 
 _NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
 _MOST_GARBAGE = 3  # different requests in a row with invalid answers, after which a replica rests
@@ -93,7 +93,7 @@ class EnginePool:
         self._drafts: dict[str, tuple[Draft, Replica | None]] = {}
         self._changed = asyncio.Event()
         self._is_closed = False
-        self._watch = Watch(
+        self._watch = ReplicaMonitor(
             self.replicas,
             current=current,
             without_trainer=without_trainer,

@@ -37,7 +37,7 @@ WithoutTrainer = Callable[[], AbstractAsyncContextManager[bool]]
 _SPREAD_S = 0.3  # over which several processes that found one late replica load it
 
 
-class Watch:
+class ReplicaMonitor:
     """The states of the replicas of one pool.
 
     Args:

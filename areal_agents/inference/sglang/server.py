@@ -44,7 +44,7 @@ class SGLangEnvironment:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class GpuPlacement:
     """Where one replica computes: these GPUs, by number; none stands for the CPU."""
 
     gpus: tuple[int, ...] = ()
@@ -77,13 +77,13 @@ def find_environment(python: str) -> SGLangEnvironment:
     return SGLangEnvironment(python, version, gpus)
 
 
-def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[Placement, ...]:
+def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[GpuPlacement, ...]:
     """Where each replica computes, on a machine of `gpus` GPUs of which the trainer takes the first ones.
 
     ConfigError if they are too few.
     """
     if config.device == "cpu" or (config.device == "auto" and not gpus):
-        return (Placement(),) * config.replicas
+        return (GpuPlacement(),) * config.replicas
     width = config.tensor_parallel
     if config.device.startswith("cuda:"):
         first = int(config.device.removeprefix("cuda:"))
@@ -98,14 +98,14 @@ def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[Placem
             "sleep to share the trainer's"
         )
     return tuple(
-        Placement(tuple(range(first + i * width, first + (i + 1) * width))) for i in range(config.replicas)
+        GpuPlacement(tuple(range(first + i * width, first + (i + 1) * width))) for i in range(config.replicas)
     )
 
 
 def server_command(
     config: EngineConfig,
     model: str | Path,
-    placement: Placement,
+    placement: GpuPlacement,
     *,
     port: int,
     host: str = "127.0.0.1",
@@ -148,7 +148,7 @@ def server_command(
     return [*command, *config.arguments]
 
 
-def server_environment(placement: Placement, host: str = "127.0.0.1") -> dict[str, str]:
+def server_environment(placement: GpuPlacement, host: str = "127.0.0.1") -> dict[str, str]:
     """The variables of the process of a server on `host`.
 
     They are this process's, with its GPUs, with leave to keep what it compiles, and with NO_PROXY for its own
@@ -213,7 +213,7 @@ def running_sglang(
             yield server.url
 
 
-def _device_arguments(config: EngineConfig, placement: Placement, *, lora: bool) -> list[str]:
+def _device_arguments(config: EngineConfig, placement: GpuPlacement, *, lora: bool) -> list[str]:
     if not placement.gpus:
         arguments = [
             "--device",

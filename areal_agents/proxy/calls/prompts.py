@@ -24,7 +24,7 @@ from areal_agents.errors import ConfigError, PromptTooLong, RenderingError, Requ
 from areal_agents.proxy.calls.raw_prompts import PlainStream, RawPrompts
 from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.sampling import grammar_of
-from areal_agents.proxy.lru import Recent
+from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, ReplyStream
 
 T = TypeVar("T")
@@ -66,8 +66,8 @@ class Prompts:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self.renderer = renderer  # of requests that set no template options
-        self._with_options: Recent[bytes, ChatRenderer] = Recent(_RENDERERS_KEPT)
-        self._tools_sizes: Recent[str, float] = Recent(_TOOLS_KEPT)
+        self._with_options: LruCache[bytes, ChatRenderer] = LruCache(_RENDERERS_KEPT)
+        self._tools_sizes: LruCache[str, float] = LruCache(_TOOLS_KEPT)
         self._raw = RawPrompts(renderer)
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="rendering")
         self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rendering-long")

@@ -16,7 +16,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import PromptTooLong
 from areal_agents.proxy.calls.request import RAW_TOOLS_ID
-from areal_agents.proxy.lru import Recent
+from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, Delta
 
 _TEXTS_KEPT = 1_000  # of replies, by turn
@@ -30,7 +30,7 @@ class RawPrompts:
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._texts: Recent[str, str] = Recent(_TEXTS_KEPT)
+        self._texts: LruCache[str, str] = LruCache(_TEXTS_KEPT)
 
     def parent(self, forest: Forest, raw: str | tuple[int, ...]) -> tuple[Turn, int] | None:
         """The turn with the longest recorded text or ids that a prompt begins with, and their length in it.

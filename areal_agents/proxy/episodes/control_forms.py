@@ -10,13 +10,13 @@ from typing import Any
 
 import orjson
 
-from areal_agents.core.rollout import Episode, Reward, Split, Task
+from areal_agents.core.rollout import RecordedEpisode, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls.sampling import BASE_SEED, PINS
 from areal_agents.proxy.dialects.turn_ids import turn_id_of
-from areal_agents.proxy.episodes.sessions import Limits
+from areal_agents.proxy.episodes.sessions import EpisodeLimits
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
 _LARGEST_REWARD = 1e12
@@ -123,7 +123,7 @@ def _split(value: Any) -> Split:
 
 def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
-        Limits.from_dict(data)
+        EpisodeLimits.from_dict(data)
     except ValueError as error:
         raise RequestError(str(error), param="limits") from None
     return data
@@ -199,7 +199,7 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[str, Any]:
+def describe(row: EpisodeRow, episode: RecordedEpisode, *, with_tokens: bool) -> dict[str, Any]:
     """An episode with its turns, ready for JSON; with the exact tokens of each if asked."""
     return {
         "id": row.id,
@@ -221,7 +221,7 @@ def describe(row: EpisodeRow, episode: Episode, *, with_tokens: bool) -> dict[st
     }
 
 
-def _describe_turn(episode: Episode, turn: Turn, *, with_tokens: bool) -> dict[str, Any]:
+def _describe_turn(episode: RecordedEpisode, turn: Turn, *, with_tokens: bool) -> dict[str, Any]:
     out: dict[str, Any] = {
         "id": turn.id,
         "parent": turn.parent,

@@ -27,7 +27,7 @@ from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.retries import Repeated
 from areal_agents.proxy.calls.running import Call, Retry
 from areal_agents.proxy.episodes.sessions import Session, Sessions
-from areal_agents.proxy.lru import Recent
+from areal_agents.proxy.lru import LruCache
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.store import EpisodeRow, NewEpisode, Store
 
@@ -90,7 +90,7 @@ class ImplicitEpisodes:
         self._sessions = sessions
         self._split = split
         self._index = EpisodeIndex()
-        self._unanswered: Recent[Hashable, int] = Recent(_UNANSWERED_KEPT)  # attempts without a sample
+        self._unanswered: LruCache[Hashable, int] = LruCache(_UNANSWERED_KEPT)  # attempts without a sample
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:

@@ -49,7 +49,7 @@ class KnownKey:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class EpisodeLimits:
     """What an episode may use; None is unbounded.
 
     Attributes:
@@ -68,7 +68,7 @@ class Limits:
     time_s: float | None = None
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Limits:
+    def from_dict(cls, data: Mapping[str, Any]) -> EpisodeLimits:
         """The limits of a request or of a row. ValueError for an unknown or impossible one."""
         unknown = sorted(set(data) - set(cls.__slots__))
         if unknown:
@@ -91,7 +91,7 @@ class Session:
         self.row = row
         self.opening = opening
         self.forest = Forest(turns)
-        self.limits = Limits.from_dict(row.limits)
+        self.limits = EpisodeLimits.from_dict(row.limits)
         self.limit_reached = row.limit_reached
         self.sampled_tokens = sum(len(turn.completion) for turn in turns)
         self.status: EpisodeStatus = row.status

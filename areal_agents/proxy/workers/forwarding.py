@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.proxy.errors import episode_elsewhere, error_response
 from areal_agents.proxy.workers.identity import Workers
-from areal_agents.proxy.workers.placement import Placement
+from areal_agents.proxy.workers.placement import WorkerLookup
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class WorkerDoor:
         app: ASGIApp,
         *,
         workers: Workers,
-        placement: Placement,
+        placement: WorkerLookup,
         max_body_bytes: int,
     ) -> None:
         self._app = app

@@ -40,7 +40,7 @@ _ENDINGS = ("/finish", "/fail")
 _MOVED_KEPT = 10_000
 
 
-class Placement:
+class WorkerLookup:
     """Finds the worker of each request that this one receives.
 
     Args:

@@ -23,7 +23,7 @@ from areal_agents.errors import RenderingError
 from areal_agents.rendering.templates.markup import MARK, Markup
 from areal_agents.rendering.templates.probes import (
     Messages,
-    Reply,
+    ProbeReply,
     Shape,
     extensions,
     histories,
@@ -174,7 +174,7 @@ class _Probe:
 
     def _pairs(
         self, prompts: Sequence[tuple[Messages, str]], new: Messages
-    ) -> Iterator[tuple[Messages, str, Reply, bool]]:
+    ) -> Iterator[tuple[Messages, str, ProbeReply, bool]]:
         """Every reply behind the two shortest histories, one behind each of the others."""
         calls = max(sum(message["role"] == "tool" for message in new), 1) if self._called else 0
         made = replies(calls=calls, reasoning=self._writer.markup.reasoning)
@@ -186,7 +186,7 @@ class _Probe:
         self,
         history: Messages,
         prompt: str,
-        reply: Reply,
+        reply: ProbeReply,
         new: Messages,
         suffix: str,
         ids: list[int] | None,

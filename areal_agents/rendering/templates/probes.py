@@ -20,7 +20,7 @@ _LONG = 24  # questions in the longest conversation
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ProbeReply:
     """A reply of a probe and the texts that its rendering must contain for nothing to be lost."""
 
     message: dict[str, Any]
@@ -71,7 +71,7 @@ def histories() -> list[Messages]:
     ]
 
 
-def replies(*, calls: int, reasoning: bool) -> list[Reply]:
+def replies(*, calls: int, reasoning: bool) -> list[ProbeReply]:
     """Replies that end in `MARK`: with that many tool calls, with and without reasoning if it is written."""
     made = [_marked_calls(calls), _marked_calls(calls, "I look it up.")] if calls else []
     plain = [] if calls else [_marked("I think that "), _marked("Well:\n\n  - a <b> & c\n\n")]
@@ -80,7 +80,8 @@ def replies(*, calls: int, reasoning: bool) -> list[Reply]:
         return without
     thought = "It is in France."
     return without + [
-        Reply({**reply.message, "reasoning_content": thought}, (thought, *reply.said)) for reply in without
+        ProbeReply({**reply.message, "reasoning_content": thought}, (thought, *reply.said))
+        for reply in without
     ]
 
 
@@ -137,14 +138,14 @@ def _call_id(index: int) -> str:
     return f"call{index:05d}"  # nine characters: some templates insist
 
 
-def _marked(text: str) -> Reply:
-    return Reply(_said(text + MARK), ((text + MARK).strip(),))
+def _marked(text: str) -> ProbeReply:
+    return ProbeReply(_said(text + MARK), ((text + MARK).strip(),))
 
 
-def _marked_calls(calls: int, text: str = "") -> Reply:
+def _marked_calls(calls: int, text: str = "") -> ProbeReply:
     names = [f"open_page{i}" for i in range(calls)]
     keys = [f"page {i}" for i in range(calls - 1)] + [MARK]
     pairs = list(enumerate(zip(names, keys, strict=True)))
     made = [function_call(_call_id(i), name, {"key": key, "n": i}) for i, (name, key) in pairs]
     said = (text, *names, *keys)
-    return Reply({**_said(text), "tool_calls": made}, tuple(part for part in said if part))
+    return ProbeReply({**_said(text), "tool_calls": made}, tuple(part for part in said if part))

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_agents.client import AsyncClient, OpenedEpisode
+from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import OPENED_BY_RUNNER, Split, Task
-from areal_agents.episode import Episode, checked_reward
+from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.loading import describe
@@ -161,7 +162,7 @@ async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outco
     return Outcome("failed", rewarded=False, error=error[:LONGEST_ERROR])
 
 
-class Patience:
+class FailureStreak:
     """Counts failures in a row, over all tasks; success of any resets it.
 
     Args:

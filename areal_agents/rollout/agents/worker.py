@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO
 
-from areal_agents.episode import Episode, checked_reward, running
+from areal_agents.core.reward_values import checked_reward
+from areal_agents.episode import Episode, running
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.loading import describe, load_function
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from areal_agents.client import AsyncClient
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.agent import Agent
-from areal_agents.rollout.agents.attempt import Attempt, Outcome, Patience, open_attempt, run_rollout
+from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.data import TaskSource
@@ -49,7 +49,7 @@ class Collector:
         seed: int = 0,
         lack: Callable[[], str | None] = lambda: None,
         changed: asyncio.Event,
-        patience: Patience,
+        patience: FailureStreak,
     ) -> None:
         self._client = client
         self._store = store

@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from areal_agents.core.rollout import OPENED_BY_RUNNER
-from areal_agents.rollout.agents.attempt import Patience, backoff_s
+from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups.group import GroupRun, Place, read_places
@@ -28,7 +28,7 @@ class Reconciler:
         groups: GroupsUnderWay,
         settler: PlaceSettler,
         calls: ControlCalls,
-        patience: Patience,
+        patience: FailureStreak,
         store: Store,
         config: RolloutConfig,
     ) -> None:

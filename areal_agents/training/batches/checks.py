@@ -17,7 +17,7 @@ from areal_agents.store import Store
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SampleLimits:
     """The limits that a sample must stay within.
 
     Attributes:
@@ -54,7 +54,7 @@ def vet(
     group: RolloutGroup,
     algorithm: AlgorithmConfig,
     *,
-    limits: Limits,
+    limits: SampleLimits,
     version: int | None,
     refill: bool,
 ) -> Refused | None:
@@ -99,7 +99,9 @@ def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None
     return None
 
 
-def _fault(sample: TrainingSample, limits: Limits, version: int | None, *, demonstration: int) -> str | None:
+def _fault(
+    sample: TrainingSample, limits: SampleLimits, version: int | None, *, demonstration: int
+) -> str | None:
     tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model reads those before the last trained one
     if tokens > limits.microbatch_tokens:
         return (

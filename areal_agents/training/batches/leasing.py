@@ -22,7 +22,7 @@ from areal_agents.core.rollout import OnStale, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits, Refused, load_group, vet
+from areal_agents.training.batches.checks import Refused, SampleLimits, load_group, vet
 from areal_agents.training.batches.staleness import Bound, Lineage
 
 log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def next_batch(
     step: int,
     version: int,
     max_staleness: int | None,
-    limits: Limits,
+    limits: SampleLimits,
     timeout_s: float,
     stop: threading.Event,
     on_stale: OnStale = "mask",
@@ -226,7 +226,7 @@ def _judge_again(
     algorithm: AlgorithmConfig,
     lineage: Lineage,
     *,
-    limits: Limits,
+    limits: SampleLimits,
     version: int,
 ) -> RolloutGroup | Refused:
     """A group that was trained on before, or why it is not trained on again."""

@@ -20,7 +20,7 @@ from areal_agents.core.rollout import Rollout, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits, Refused, load_group, vet
+from areal_agents.training.batches.checks import Refused, SampleLimits, load_group, vet
 from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
 
 _SCORED = ("finished", "truncated")
@@ -88,7 +88,7 @@ def next_recorded_batch(
     groups: int,
     step: int,
     position: int,
-    limits: Limits,
+    limits: SampleLimits,
     stop: threading.Event,
 ) -> Batch | None:
     """The batch of `groups` groups from `position` on; None if asked to stop.
@@ -138,7 +138,7 @@ def next_recorded_batch(
     )
 
 
-def _vet(group: RolloutGroup, algorithm: AlgorithmConfig, limits: Limits) -> Refused | None:
+def _vet(group: RolloutGroup, algorithm: AlgorithmConfig, limits: SampleLimits) -> Refused | None:
     refused = vet(group, algorithm, limits=limits, version=None, refill=True)
     if refused is None and not _trainable(build_training_data([group], algorithm)):
         return Refused("equal", _NOTHING.get(algorithm.policy_loss.kind, _NOTHING_ELSE))

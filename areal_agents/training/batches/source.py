@@ -15,16 +15,16 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.core.rollout import OnStale
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Limits
+from areal_agents.training.batches.checks import SampleLimits
 from areal_agents.training.batches.leasing import Batch, next_batch
 from areal_agents.training.batches.recorded import RecordedGroups, next_recorded_batch
-from areal_agents.training.checkpoint.checkpoint import Progress
+from areal_agents.training.checkpoint.checkpoint import TrainingProgress
 
 
 class BatchSource(Protocol):
     """What a run trains on, batch after batch."""
 
-    def next(self, progress: Progress) -> Batch | None:
+    def next(self, progress: TrainingProgress) -> Batch | None:
         """The batch after `progress`; None if asked to stop. Errors: `next_batch`, `next_recorded_batch`."""
 
     def wait_for_swap(self) -> None:
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
         TrainingError if that takes too long.
         """
 
-    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+    def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
         """Note that a batch was trained, and led to `progress`."""
 
 
@@ -52,11 +52,11 @@ class RolledOut:
     on_stale: OnStale
     swap_between_batches: bool
     data_ended: Callable[[], bool]
-    limits: Limits
+    limits: SampleLimits
     timeout_s: float
     stop: threading.Event
 
-    def next(self, progress: Progress) -> Batch | None:
+    def next(self, progress: TrainingProgress) -> Batch | None:
         """Lease the groups of the batch."""
         return next_batch(
             self.store,
@@ -82,7 +82,7 @@ class RolledOut:
                 stop=self.stop,
             )
 
-    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+    def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
         """The groups are no longer leased, so others may be submitted."""
         self.store.mark_trained(
             [*batch.group_ids, *batch.replayed], step=progress.step, version=progress.version
@@ -96,10 +96,10 @@ class Recorded:
     recorded: RecordedGroups
     algorithm: AlgorithmConfig
     groups: int
-    limits: Limits
+    limits: SampleLimits
     stop: threading.Event
 
-    def next(self, progress: Progress) -> Batch | None:
+    def next(self, progress: TrainingProgress) -> Batch | None:
         """Go on in the order of the epochs."""
         return next_recorded_batch(
             self.recorded,
@@ -114,7 +114,7 @@ class Recorded:
     def wait_for_swap(self) -> None:
         """Nothing is swapped."""
 
-    def mark_trained(self, batch: Batch, progress: Progress) -> None:
+    def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
         """What was trained is known by the checkpoints."""
 
 

@@ -48,7 +48,7 @@ Tensors = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class TrainingProgress:
     """Where a run stands.
 
     Attributes:
@@ -98,7 +98,7 @@ class Checkpoints:
             for left in folder.glob(".step-*.tmp"):  # of a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
 
-    def save(self, parts: Parts, progress: Progress, *, score: float | None = None) -> Path:
+    def save(self, parts: Parts, progress: TrainingProgress, *, score: float | None = None) -> Path:
         """Begin to write `<folder>/step-<n>`; on return the weights may change. Collective.
 
         Raises:
@@ -184,7 +184,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return folder / f"step-{steps[-1]}" if steps else None
 
 
-def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> Progress:
+def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
     """Restore weights, optimizers and random state in place. Collective.
 
     A part without an optimizer's state in the checkpoint keeps an empty one. A frozen parameter is not
@@ -213,7 +213,7 @@ def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> Progress:
         random = path / f"rng-{ranks.rank}.pt"
         if random.exists():  # another number of ranks: the new ones start from their own seed
             set_rng_state(torch.load(random))
-        return Progress(facts["step"], facts["version"], facts["position"])
+        return TrainingProgress(facts["step"], facts["version"], facts["position"])
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, dcp.api.CheckpointException) as error:
         raise TrainingError(f"the checkpoint {path} is damaged: {error}") from error
 

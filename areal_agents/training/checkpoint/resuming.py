@@ -11,13 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_agents.store import Store
-from areal_agents.training.checkpoint.checkpoint import Parts, Progress, latest_checkpoint, load_checkpoint
+from areal_agents.training.checkpoint.checkpoint import (
+    Parts,
+    TrainingProgress,
+    latest_checkpoint,
+    load_checkpoint,
+)
 from areal_agents.training.distributed import Ranks
 
 log = logging.getLogger(__name__)
 
 
-def resume(folder: Path, parts: Parts, ranks: Ranks, store: Store | None, *, publishes: bool) -> Progress:
+def resume(
+    folder: Path, parts: Parts, ranks: Ranks, store: Store | None, *, publishes: bool
+) -> TrainingProgress:
     """Load the latest checkpoint of `folder`, if any, and give back what later steps had leased. Collective.
 
     Args:
@@ -33,7 +40,7 @@ def resume(folder: Path, parts: Parts, ranks: Ranks, store: Store | None, *, pub
         StoreError: the store is unusable.
     """
     path = ranks.broadcast(latest_checkpoint(folder))
-    progress = Progress(step=0, version=0)
+    progress = TrainingProgress(step=0, version=0)
     if path is not None:
         progress = load_checkpoint(path, parts, ranks)
         log.info("resuming after step %d from %s", progress.step, path)

@@ -126,7 +126,7 @@ class Checksums:
         return sum(stored.shape[0] if stored.shape else 1 for stored in self._parts[name].values()), name
 
 
-class Comparison:
+class EngineComparison:
     """The comparison of several engines with one folder.
 
     Args:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-class Loop:
+class EventLoopThread:
     """An event loop in a thread of its own: engines are called while the caller's thread gathers weights."""
 
     def __init__(self) -> None:

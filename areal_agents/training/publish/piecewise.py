@@ -21,7 +21,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine, PauseMode
 from areal_agents.training.publish.buckets import Packed, packed
 from areal_agents.training.publish.disk import Check, resume_anyway
-from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Delivery:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: EventLoopThread,
         fleet: Fleet,
         sender: Sender,
         *,

@@ -18,9 +18,9 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.folder import remove_unfinished
 from areal_agents.training.model.model import Policy
 from areal_agents.training.publish.adapters import OldAdapters
-from areal_agents.training.publish.checksums import Comparison
+from areal_agents.training.publish.checksums import EngineComparison
 from areal_agents.training.publish.config import PublishConfig, versions_folder
-from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 from areal_agents.training.publish.rank_failures import together
 from areal_agents.training.publish.sleep import fall_asleep, wake
 from areal_agents.training.publish.swapping import Swapper
@@ -90,7 +90,7 @@ class Publisher:
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
-        self._loop = Loop() if engines else None
+        self._loop = EventLoopThread() if engines else None
         self._transport = make_transport(config, policy, ranks, self._loop)
         self._swapper = Swapper(
             self._transport,
@@ -163,12 +163,12 @@ class Publisher:
         self._loop.run(_close(self._engines))
         self._loop.close()
 
-    def _comparison(self, path: Path) -> Comparison | None:
+    def _comparison(self, path: Path) -> EngineComparison | None:
         """With the folder of a version: of every engine, or of those that were not compared in this life."""
         known = self._verified if self._config.verify == "first" else set()
         if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
             return None
-        return Comparison(self._compared(path), known=known)
+        return EngineComparison(self._compared(path), known=known)
 
     def _compared(self, path: Path) -> Path:
         """The folder of the weights that an engine's checksum is of; adapters are not in it."""

@@ -15,8 +15,8 @@ from transformers import PretrainedConfig
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine
 from areal_agents.training.distributed import Ranks
-from areal_agents.training.publish.checksums import Comparison
-from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.checksums import EngineComparison
+from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 from areal_agents.training.publish.preflight import Met, Patience, meet
 from areal_agents.training.publish.rank_failures import EnginesLost, together
 from areal_agents.training.publish.transports import Delivered, Transport
@@ -39,7 +39,7 @@ class Swapper:
         self,
         transport: Transport,
         ranks: Ranks,
-        loop: Loop | None,
+        loop: EventLoopThread | None,
         engines: Sequence[Engine],
         trained: PretrainedConfig,
         *,
@@ -48,7 +48,7 @@ class Swapper:
         self._transport, self._ranks, self._loop = transport, ranks, loop
         self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
 
-    def swap(self, version: int, path: Path, checks: Comparison | None) -> tuple[Fleet, Delivered]:
+    def swap(self, version: int, path: Path, checks: EngineComparison | None) -> tuple[Fleet, Delivered]:
         """Have the version served whose folder is `path`; by which engines, and how. Collective.
 
         Raises:
@@ -70,14 +70,18 @@ class Swapper:
                 together(self._ranks, lambda: _raise_difference(checks))
                 return fleet, delivered
 
-    def _attempt(self, fleet: Fleet, path: Path, patience: Patience, checks: Comparison | None) -> Delivered:
+    def _attempt(
+        self, fleet: Fleet, path: Path, patience: Patience, checks: EngineComparison | None
+    ) -> Delivered:
         met = together(
             self._ranks,
             lambda: self._loop.run(meet(fleet, self._trained, patience)) if self._loop else Met(),
         )
         return self._transport.deliver(fleet, path, met, checks)
 
-    def _wait(self, patience: Patience, pause_s: float, checks: Comparison | None, lost: Exception) -> None:
+    def _wait(
+        self, patience: Patience, pause_s: float, checks: EngineComparison | None, lost: Exception
+    ) -> None:
         """Before another attempt; raises `lost` if there is to be none. Collective."""
 
         def wait() -> None:
@@ -90,7 +94,7 @@ class Swapper:
         together(self._ranks, wait)
 
 
-def _raise_difference(checks: Comparison | None) -> None:
+def _raise_difference(checks: EngineComparison | None) -> None:
     """It says more than that another engine was lost, or refused, beside."""
     if checks is not None:
         checks.raise_difference()

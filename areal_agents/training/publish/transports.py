@@ -19,7 +19,7 @@ from areal_agents.training.publish.broadcast import BroadcastSender
 from areal_agents.training.publish.buckets import MB
 from areal_agents.training.publish.config import PublishConfig
 from areal_agents.training.publish.disk import Check
-from areal_agents.training.publish.fleet import Fleet, Loop
+from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 from areal_agents.training.publish.piecewise import Delivery, Sender
 from areal_agents.training.publish.preflight import Met
 from areal_agents.training.publish.rank_failures import together
@@ -55,7 +55,9 @@ class Transport(Protocol):
         ...
 
 
-def make_transport(config: PublishConfig, policy: Policy, ranks: Ranks, loop: Loop | None) -> Transport:
+def make_transport(
+    config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
+) -> Transport:
     """That of the config. `loop` is where engines are called, and None on all ranks but the first.
 
     Raises:
@@ -69,7 +71,7 @@ def make_transport(config: PublishConfig, policy: Policy, ranks: Ranks, loop: Lo
 class FolderTransport:
     """The first rank tells engines to load the folder; the others wait for it."""
 
-    def __init__(self, config: PublishConfig, ranks: Ranks, loop: Loop | None) -> None:
+    def __init__(self, config: PublishConfig, ranks: Ranks, loop: EventLoopThread | None) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
 
     def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
@@ -91,7 +93,9 @@ class FolderTransport:
 class BucketTransport:
     """All ranks gather the weights once more, while the engines are paused; the first one sends them."""
 
-    def __init__(self, config: PublishConfig, policy: Policy, ranks: Ranks, loop: Loop | None) -> None:
+    def __init__(
+        self, config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
+    ) -> None:
         self._config, self._policy, self._ranks, self._loop = config, policy, ranks, loop
         self._sender = _sender(config, ranks) if loop is not None else None
 

@@ -25,14 +25,14 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.critic import Critic
 from areal_agents.training.model.model import Policy
 from areal_agents.training.step.divergence import FullTargets, TopTargets
-from areal_agents.training.step.plan import Minibatch, Plan, Work, by_sample
+from areal_agents.training.step.plan import BatchPlan, Minibatch, PlannedMicroBatch, by_sample
 from areal_agents.training.step.scoring import Scores, score
 from areal_agents.training.step.teacher import HeldTeacher, Teacher
 
 
 def policy_share(
     policy: Policy,
-    work: Work,
+    work: PlannedMicroBatch,
     scores: Scores,
     advantages: Tensor,
     algorithm: AlgorithmConfig,
@@ -92,7 +92,9 @@ def policy_share(
     return loss + algorithm.observation_coefficient * added, statistics, counted
 
 
-def value_share(critic: Critic, work: Work, scores: Scores, estimator: GaeEstimator) -> tuple[Tensor, Tensor]:
+def value_share(
+    critic: Critic, work: PlannedMicroBatch, scores: Scores, estimator: GaeEstimator
+) -> tuple[Tensor, Tensor]:
     """The critic's loss, and [2] float64: the loss without its coefficient, and the clipped tokens."""
     assert scores.values is not None and scores.value_targets is not None
     trained, places = work.batch.trained, work.places[work.batch.trained]
@@ -108,7 +110,7 @@ def value_share(critic: Critic, work: Work, scores: Scores, estimator: GaeEstima
 
 def pair_pass(
     policy: Policy,
-    plan: Plan,
+    plan: BatchPlan,
     minibatch: Minibatch,
     scores: Scores,
     *,

@@ -34,7 +34,7 @@ Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Work:
+class PlannedMicroBatch:
     """One micro-batch of this rank; `places` [N] int64 are those of its scored tokens in the batch."""
 
     batch: MicroBatch
@@ -53,7 +53,7 @@ class Minibatch:
 
     samples: tuple[TrainingSample, ...]
     tokens: slice
-    work: tuple[Work, ...]
+    work: tuple[PlannedMicroBatch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class BatchPlan:
     """A batch, laid out. `data.samples` are in the order of the minibatches.
 
     Attributes:
@@ -94,10 +94,10 @@ class Plan:
     minibatches: tuple[Minibatch, ...]
     tokens: int
     load: Load
-    with_demonstrations: tuple[Work, ...] = ()
+    with_demonstrations: tuple[PlannedMicroBatch, ...] = ()
 
     @property
-    def work(self) -> list[Work]:
+    def work(self) -> list[PlannedMicroBatch]:
         """This rank's micro-batches of all minibatches."""
         return [work for minibatch in self.minibatches for work in minibatch.work]
 
@@ -118,7 +118,7 @@ def lay_out(
     share_prefixes: bool,
     seed: int,
     downweight_at: int | None = None,
-) -> Plan:
+) -> BatchPlan:
     """Cut a batch into minibatches, pack each, and take this rank's part.
 
     Args:
@@ -157,7 +157,7 @@ def lay_out(
         start = minibatches[-1].tokens.stop
     ordered = replace(data, samples=tuple(sample for part in parts for sample in part))
     load = _load(packed, ranks=ranks.data_count, shape=shape, token_budget=token_budget)
-    demonstrated: tuple[Work, ...] = ()
+    demonstrated: tuple[PlannedMicroBatch, ...] = ()
     if ordered.demonstrations:
         prefixed = with_demonstrations(ordered.samples, ordered.demonstrations)
         batches = pack(
@@ -168,7 +168,7 @@ def lay_out(
             shape=shape,
         )
         demonstrated = _minibatch(prefixed, batches, 0, ranks).work
-    return Plan(ordered, tuple(minibatches), start, load, demonstrated)
+    return BatchPlan(ordered, tuple(minibatches), start, load, demonstrated)
 
 
 def _loss_weights(
@@ -198,7 +198,7 @@ def _minibatch(
 
             batch = local_share(batch, ranks.context_rank, ranks.context_count, ranks.context_group)
         places = torch.from_numpy(_places(batch, part, starts))
-        work.append(Work(batch.to(ranks.device), places.to(ranks.device)))
+        work.append(PlannedMicroBatch(batch.to(ranks.device), places.to(ranks.device)))
     return Minibatch(tuple(part), slice(start, start + sum(counts)), tuple(work))
 
 

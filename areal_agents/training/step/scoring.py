@@ -28,7 +28,7 @@ from areal_agents.training.metrics.clock import Clock
 from areal_agents.training.model.critic import Critic
 from areal_agents.training.model.model import Policy
 from areal_agents.training.step.divergence import TopTargets
-from areal_agents.training.step.plan import Plan, Work, by_sample
+from areal_agents.training.step.plan import BatchPlan, PlannedMicroBatch, by_sample
 from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
 
 
@@ -84,7 +84,7 @@ def passes(algorithm: AlgorithmConfig) -> int:
 
 def score(
     forward: Callable[[MicroBatch], Tensor],
-    work: Sequence[Work],
+    work: Sequence[PlannedMicroBatch],
     *,
     tokens: int,
     ranks: Ranks,
@@ -103,7 +103,7 @@ def score(
 
 
 def score_batch(
-    plan: Plan,
+    plan: BatchPlan,
     policy: Policy,
     algorithm: AlgorithmConfig,
     *,
@@ -155,7 +155,7 @@ def score_batch(
 
 
 def _teacher_targets(
-    plan: Plan,
+    plan: BatchPlan,
     policy: Policy,
     teacher: EngineTeacher | SelfTeacher,
     *,
@@ -193,7 +193,7 @@ def scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -
 
 
 def _credit(
-    plan: Plan,
+    plan: BatchPlan,
     algorithm: AlgorithmConfig,
     proximal: Tensor | None,
     reference: Tensor | None,
@@ -222,7 +222,7 @@ def _credit(
 
 
 def _choice(
-    plan: Plan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
+    plan: BatchPlan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
 ) -> TokenChoice:
     """What a trust region decides of the M tokens, for each minibatch over all of its trained tokens."""
     region = algorithm.trust_region

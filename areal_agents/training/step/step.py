@@ -24,7 +24,7 @@ from areal_agents.training.model.critic import CriticState
 from areal_agents.training.model.model import Policy
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
-from areal_agents.training.step.plan import Minibatch, Plan, lay_out
+from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
 from areal_agents.training.step.results import (
     CriticResult,
     DpoResult,
@@ -174,7 +174,7 @@ class _Batch:
         if not self.learners[0].norms and self.ranks.any(self.stopping()):
             raise Stopped("stopped before the first optimizer step of a batch")
 
-    def advantages(self, plan: Plan, minibatch: Minibatch, scores: Scores) -> Tensor:
+    def advantages(self, plan: BatchPlan, minibatch: Minibatch, scores: Scores) -> Tensor:
         """[M] of the batch, or for DPO its coefficients under the weights as they are now."""
         if not isinstance(self.algorithm.policy_loss, DpoLoss):
             return scores.advantages
@@ -216,7 +216,7 @@ class _Batch:
                 self.learners[1].backward(loss * scale, sync=last)
                 self.value_sums += sums
 
-    def result(self, plan: Plan, scores: Scores) -> StepResult:
+    def result(self, plan: BatchPlan, scores: Scores) -> StepResult:
         """What came out, over all ranks. Collective."""
         policy, load = self.learners[0], plan.load
         critic = observation = None

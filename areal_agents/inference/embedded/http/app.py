@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
 from areal_agents.inference.embedded.http.protocol import (
-    Generation,
+    GenerationRequest,
     answer,
     make_request,
     parse_generate,
@@ -164,7 +164,7 @@ class Routes:
         return _json(done if batch else done[0])
 
     async def _run_all(
-        self, generations: list[Generation], matchers: list[TokenMatcher | None]
+        self, generations: list[GenerationRequest], matchers: list[TokenMatcher | None]
     ) -> list[dict[str, Any]]:
         tasks = [
             asyncio.ensure_future(self._run(generation, matcher))
@@ -176,7 +176,7 @@ class Routes:
             for task in tasks:
                 task.cancel()  # the others of a batch in which one was refused
 
-    async def _run(self, generation: Generation, matcher: TokenMatcher | None) -> dict[str, Any]:
+    async def _run(self, generation: GenerationRequest, matcher: TokenMatcher | None) -> dict[str, Any]:
         started = time.perf_counter()
         request = self._request(generation, matcher, streaming=False)
         await self._service.run(request)
@@ -185,7 +185,9 @@ class Routes:
         text = text_of(progress, generation, self._service.detokenizer)
         return answer(request, generation, progress, text, latency_s=time.perf_counter() - started)
 
-    def _request(self, generation: Generation, matcher: TokenMatcher | None, *, streaming: bool) -> Request:
+    def _request(
+        self, generation: GenerationRequest, matcher: TokenMatcher | None, *, streaming: bool
+    ) -> Request:
         return make_request(
             generation,
             seed=self._service.next_seed(),
@@ -194,7 +196,7 @@ class Routes:
             notify=self._service.notify,
         )
 
-    def _stream(self, generation: Generation, matcher: TokenMatcher | None) -> AsyncIterator[bytes]:
+    def _stream(self, generation: GenerationRequest, matcher: TokenMatcher | None) -> AsyncIterator[bytes]:
         """Submit, and give the server-sent events."""
         request = self._request(generation, matcher, streaming=True)
         writer = EventWriter(request, generation, self._service.detokenizer, incremental=self._incremental)

@@ -14,7 +14,7 @@ import numpy as np
 from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, TokenIds, as_token_ids
 from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.scheduling.grammar import TokenMatcher
-from areal_agents.inference.embedded.scheduling.request import Finish, Progress, Request
+from areal_agents.inference.embedded.scheduling.request import Finish, Request, RequestProgress
 from areal_agents.inference.embedded.scheduling.text import Detokenizer
 
 DEFAULT_MAX_NEW_TOKENS = 128
@@ -36,7 +36,7 @@ _NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
+class GenerationRequest:
     """One prompt of a /generate body, checked."""
 
     rid: str
@@ -53,7 +53,7 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class RequestLimits:
     """What requests are checked against."""
 
     vocab_size: int
@@ -61,7 +61,7 @@ class Limits:
     has_tokenizer: bool
 
 
-def parse_generate(body: Any, limits: Limits) -> tuple[list[Generation], bool, bool]:
+def parse_generate(body: Any, limits: RequestLimits) -> tuple[list[GenerationRequest], bool, bool]:
     """Parse a body into (prompts, is it a batch, is it streamed); RequestError says what is wrong."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {type(body).__name__}")
@@ -91,7 +91,9 @@ def parse_generate(body: Any, limits: Limits) -> tuple[list[Generation], bool, b
     return generations, batch, stream
 
 
-def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits: Limits) -> Generation:
+def _generation(
+    body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits: RequestLimits
+) -> GenerationRequest:
     if rid is not None and not isinstance(rid, str):
         raise RequestError(f"rid must be a string, got {rid!r}")
     if not isinstance(params, dict):
@@ -117,7 +119,7 @@ def _generation(body: dict[str, Any], prompt: Any, rid: Any, params: Any, limits
     start = _integer(body, "logprob_start_len", -1, low=-1)
     if logprobs and start > len(ids):
         raise RequestError(f"logprob_start_len {start} exceeds the {len(ids)} prompt tokens")
-    return Generation(
+    return GenerationRequest(
         rid=rid or uuid.uuid4().hex,
         prompt=ids,
         sampling=sampling,
@@ -139,7 +141,7 @@ def _adapter(body: dict[str, Any]) -> str:
     return name or ""
 
 
-def _prompt_ids(prompt: Any, limits: Limits) -> TokenIds:
+def _prompt_ids(prompt: Any, limits: RequestLimits) -> TokenIds:
     if not isinstance(prompt, list) or not prompt:
         raise RequestError("input_ids must be a non-empty list of token ids")
     try:
@@ -237,7 +239,7 @@ def _number(given: dict[str, Any], name: str, default: float) -> float:
 
 
 def make_request(
-    generation: Generation,
+    generation: GenerationRequest,
     *,
     seed: int,
     streaming: bool,
@@ -263,8 +265,8 @@ def make_request(
 
 def answer(
     request: Request,
-    generation: Generation,
-    progress: Progress,
+    generation: GenerationRequest,
+    progress: RequestProgress,
     text: str,
     *,
     latency_s: float,
@@ -347,7 +349,7 @@ def _input_top_arrays(request: Request) -> tuple[np.ndarray, np.ndarray]:
     return request.input_top_ids[start:], request.input_top_logprobs[start:]
 
 
-def text_of(progress: Progress, generation: Generation, detokenizer: Detokenizer) -> str:
+def text_of(progress: RequestProgress, generation: GenerationRequest, detokenizer: Detokenizer) -> str:
     """The completion's text, without the stop token or string that ended it."""
     ids, finish = progress.ids, progress.finish
     matched = finish.matched if finish is not None and generation.trim_stop else None

@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from areal_agents.inference.embedded.http.protocol import Generation, answer, text_of
-from areal_agents.inference.embedded.scheduling.request import Progress, Request
+from areal_agents.inference.embedded.http.protocol import GenerationRequest, answer, text_of
+from areal_agents.inference.embedded.scheduling.request import Request, RequestProgress
 from areal_agents.inference.embedded.scheduling.text import Detokenizer, TextStream
 
 DONE = b"data: [DONE]\n\n"
@@ -18,7 +18,7 @@ class EventWriter:
     """Writes the chunks of one request. With `incremental`, joined they are what the last would hold."""
 
     def __init__(
-        self, request: Request, generation: Generation, detokenizer: Detokenizer, *, incremental: bool
+        self, request: Request, generation: GenerationRequest, detokenizer: Detokenizer, *, incremental: bool
     ) -> None:
         self._request = request
         self._generation = generation
@@ -44,7 +44,7 @@ class EventWriter:
         text = text_of(progress, self._generation, self._detokenizer)
         return self._chunk(progress, text[self._pieces.length :])
 
-    def _chunk(self, progress: Progress, text: str) -> bytes:
+    def _chunk(self, progress: RequestProgress, text: str) -> bytes:
         chunk = answer(
             self._request,
             self._generation,

@@ -34,7 +34,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Progress:
+class RequestProgress:
     """What a request has sampled at one moment: ids and logprobs [N], and the best tokens of each where they
     were asked for. `version` is the one that samples now, `spans` are those until now."""
 
@@ -89,13 +89,13 @@ class Request:
     cached_tokens: int = 0
     retractions: int = 0
     finish: Finish | None = None
-    progress: Progress | None = None
+    progress: RequestProgress | None = None
 
     def publish(self) -> None:
         """Show what there is now, whole, and notify."""
         ranked = self.output_ranked[: len(self.output_ids)]
         spans = tuple(self.spans)
-        self.progress = Progress(
+        self.progress = RequestProgress(
             self.output_ids, self.output_logprobs, ranked, spans[-1].version, spans, self.finish
         )
         self.notify(self)

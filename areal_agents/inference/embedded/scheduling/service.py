@@ -16,7 +16,7 @@ import numpy as np
 
 from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineUnavailable, RequestError
-from areal_agents.inference.embedded.http.protocol import MAX_SEED, Limits
+from areal_agents.inference.embedded.http.protocol import MAX_SEED, RequestLimits
 from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.runner import Runner
 from areal_agents.inference.embedded.model.served import ServedModels
@@ -51,7 +51,7 @@ class EngineService:
         info: dict[str, Any],
     ) -> None:
         self.detokenizer = detokenizer
-        self.limits = Limits(arch.vocab_size, max_context, detokenizer.available)
+        self.limits = RequestLimits(arch.vocab_size, max_context, detokenizer.available)
         self._grammars = Grammars(detokenizer.tokenizer, arch.vocab_size, arch.eos_ids)
         self._compilers = ThreadPoolExecutor(2, "grammars")
         self._scheduler = scheduler

@@ -18,7 +18,7 @@ WORTH_WAITING = 32  # positions that must be coming before a request waits for t
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class SlotAssignment:
     """Where a request goes: `reused` positions are valid once they are copied from slot `source`."""
 
     slot: int
@@ -46,7 +46,7 @@ class SlotTable:
         """How many slots no request owns."""
         return int(len(self.busy) - np.count_nonzero(self.busy))
 
-    def take(self, ids: TokenIds, *, max_reuse: int, model: int = 0) -> Placement | None:
+    def take(self, ids: TokenIds, *, max_reuse: int, model: int = 0) -> SlotAssignment | None:
         """Own a slot for `ids` [P] under `model`, reusing at most `max_reuse` leading positions; a free slot
         must exist.
 
@@ -73,7 +73,7 @@ class SlotTable:
         self.model[slot] = model
         self.busy[slot] = True
         self._touch(slot)
-        return Placement(slot=slot, reused=reused, source=best)
+        return SlotAssignment(slot=slot, reused=reused, source=best)
 
     def release(self, slot: int) -> None:
         """Give a slot back; what is valid in it stays for reuse, unless it is mixed."""

@@ -1,0 +1,29 @@
+"""The values that an agent may give as a reward: a finite number, or finite numbers by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from areal_agents.errors import AgentError
+
+RewardValue = bool | float | Mapping[str, float]
+
+
+def checked_reward(value: Any) -> float | dict[str, float]:
+    """`value` as a finite float, or a dict of them. AgentError for anything else."""
+    if isinstance(value, Mapping):
+        if not value:
+            raise AgentError("a reward dict must not be empty")
+        return {str(key): _finite(item, f"reward {key!r}") for key, item in value.items()}
+    return _finite(value, "a reward")
+
+
+def _finite(value: Any, what: str) -> float:
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        raise AgentError(f"{what} must be a number, got {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise AgentError(f"{what} must be finite, got {number}")
+    return number
