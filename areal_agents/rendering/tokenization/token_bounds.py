@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from areal_agents.rendering.tokenization.byte_bpe import BYTE_LETTERS
-
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 _ALL_BYTES = 256
@@ -165,12 +163,20 @@ def _keeps_all_pieces(pre_tokenizer: Mapping[str, Any]) -> bool:
 def _knows_all_bytes(vocab: Mapping[str, int], is_byte_level: bool) -> bool:
     """Whether no string needs an unknown token: there is a token for each byte."""
     if is_byte_level:
-        return all(letter in vocab for letter in BYTE_LETTERS)
+        return all(letter in vocab for letter in _BYTE_LETTERS)
     return all(f"<0x{byte:02X}>" in vocab for byte in range(_ALL_BYTES))
 
 
-_LETTER_BYTES = str.maketrans({letter: chr(byte) for byte, letter in enumerate(BYTE_LETTERS)})
-_LETTER_SET = frozenset(BYTE_LETTERS)
+def _byte_letters() -> list[str]:
+    """The letter of each byte in byte-level vocabularies: itself if printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    rest = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
+
+
+_BYTE_LETTERS = _byte_letters()
+_LETTER_BYTES = str.maketrans({letter: chr(byte) for byte, letter in enumerate(_BYTE_LETTERS)})
+_LETTER_SET = frozenset(_BYTE_LETTERS)
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 

@@ -17,7 +17,7 @@ import tokenizers
 
 from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
 from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
-from areal_agents.rendering.tokenization.byte_bpe import Tables, proven_byte_bpe, tables_of
+from areal_agents.rendering.tokenization.fast_encoding import FastEncoding, fast_encoding
 from areal_agents.rendering.tokenization.marked_library import MarkedLibrary
 from areal_agents.rendering.tokenization.token_bounds import TokenBound
 
@@ -46,21 +46,21 @@ class Tokenizer:
         pad_token: str | None = None,
         unk_token: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
-        tables: Tables | None = None,
+        fast: FastEncoding | None = None,
         bound: TokenBound | None = None,
     ) -> None:
         """Wrap the library's tokenizer.
 
         Args:
             special_tokens: see the attribute.
-            tables: what a faster encoding is made of; it is taken if it is proven to be equal.
+            fast: a faster encoding that returns the same ids; None if the tokenizer has none.
             bound: a lower bound on the number of tokens of a string; None if the tokenizer has none.
         """
         self._backend = backend
         # A folder's truncation or padding settings would silently cut or fill prompts.
         backend.no_truncation()
         backend.no_padding()
-        self._fast = None if tables is None else proven_byte_bpe(backend, tables)
+        self._fast = fast
         self._marked: MarkedLibrary | None = None
         self._bound = bound
         self._limit = threading.local()
@@ -86,9 +86,10 @@ class Tokenizer:
         if not file.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
         try:
-            settings = json.loads(file.read_text(encoding="utf-8"))
-            tables = tables_of(settings)
+            written = file.read_text(encoding="utf-8")
+            settings = json.loads(written)
             backend = tokenizers.Tokenizer.from_file(str(file))
+            fast = fast_encoding(backend, settings, written)
             bound = TokenBound.of(settings, backend)
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
@@ -98,7 +99,7 @@ class Tokenizer:
             backend,
             name_or_path=str(folder),
             special_tokens=names,
-            tables=tables,
+            fast=fast,
             bound=bound,
             **known,
         )
