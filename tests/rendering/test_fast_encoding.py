@@ -1,6 +1,8 @@
 """The fast encoding returns what the `tokenizers` library returns, wherever it is used."""
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from areal_agents.rendering.tokenization.fast_encoding import (
     SAMPLE,
     FastEncoding,
     fast_encoding,
+    is_supported,
 )
 
 # Llama 3's and GLM-4's.
@@ -86,10 +89,19 @@ def with_every_split(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
 
 
 def fast_of(backend: tokenizers.Tokenizer, **changes: Any) -> FastEncoding | None:
-    """The fast encoding of a tokenizer, with changes of its model."""
-    data = json.loads(backend.to_str())
-    data["model"] |= changes
-    return fast_encoding(backend, data, json.dumps(data))
+    """The fast encoding of a tokenizer, with changes of its model, as `Tokenizer.from_folder` reads it."""
+    settings = json.loads(backend.to_str())
+    settings["model"] |= changes
+    return fast_of_settings(settings, backend)
+
+
+def fast_of_settings(settings: dict[str, Any], backend: tokenizers.Tokenizer) -> FastEncoding | None:
+    if not is_supported(settings):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "tokenizer.json"
+        file.write_text(json.dumps(settings))
+        return fast_encoding(file, backend)
 
 
 @pytest.fixture(scope="module")
@@ -273,4 +285,4 @@ def test_an_older_file_is_read_alike() -> None:
     data = json.loads(backend.to_str())
     del data["pre_tokenizer"]["use_regex"]
     data["model"]["merges"] = [" ".join(pair) for pair in data["model"]["merges"]]
-    assert fast_encoding(tokenizers.Tokenizer.from_str(json.dumps(data)), data, json.dumps(data)) is not None
+    assert fast_of_settings(data, tokenizers.Tokenizer.from_str(json.dumps(data))) is not None

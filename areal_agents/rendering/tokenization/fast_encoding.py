@@ -1,7 +1,7 @@
 """Encodes text with the `fastokens` library, where it returns the ids of the `tokenizers` library.
 
 `fastokens` encodes several times as fast, and other threads run meanwhile. It is used only for byte-level
-byte-pair encodings whose parts are known to be read alike by both libraries (`fast_encoding`), and only for
+byte-pair encodings whose parts are known to be read alike by both libraries (`is_supported`), and only for
 strings on which they agree: for any other string `encode` returns None, and `tokenizers` has to encode it.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import fastokens
@@ -104,23 +105,23 @@ class FastEncoding:
             return None
 
 
-def fast_encoding(
-    backend: tokenizers.Tokenizer, settings: Mapping[str, Any], written: str
-) -> FastEncoding | None:
-    """The fast equal of a tokenizer, or None if it has parts that the libraries may read differently.
+def is_supported(settings: Mapping[str, Any]) -> bool:
+    """Whether both libraries are known to read all parts of a `tokenizer.json` alike."""
+    return _is_byte_level_bpe(settings) and _are_plain(settings.get("added_tokens") or [])
+
+
+def fast_encoding(file: Path, backend: tokenizers.Tokenizer) -> FastEncoding | None:
+    """The fast equal of a tokenizer; None if the library lacks a part of it or encodes the sample otherwise.
 
     Args:
-        backend: the tokenizer of the `tokenizers` library.
-        settings: the contents of its `tokenizer.json`.
-        written: the same file as a string.
+        file: a `tokenizer.json` that `is_supported`.
+        backend: what the `tokenizers` library read from it.
     """
-    added = _added_tokens(settings.get("added_tokens") or [])
-    if added is None or not _is_byte_level_bpe(settings):
-        return None
     try:
-        library = fastokens.Tokenizer.from_json_str(written)
-    except ValueError:  # a part that the library does not have
+        library = fastokens.Tokenizer.from_file(str(file))
+    except ValueError:
         return None
+    added = {token.content: token_id for token_id, token in backend.get_added_tokens_decoder().items()}
     fast = FastEncoding(library, added)
     return fast if _agree(fast, backend) else None
 
@@ -170,14 +171,14 @@ def _is_known(pattern: str) -> bool:
     return True
 
 
-def _added_tokens(tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
-    """The ids of added tokens by string; None if some of them match more than their own string."""
+def _are_plain(tokens: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each added token matches its own string alone."""
     if any(token.get(option) for token in tokens for option in ("lstrip", "rstrip", "single_word")):
-        return None
+        return False
     if any(token.get("normalized") and not token["content"].isascii() for token in tokens):
-        return None
-    added = {token["content"]: token["id"] for token in tokens}
-    return added if len(set(added.values())) == len(tokens) and "" not in added else None
+        return False
+    contents = {token["content"] for token in tokens}
+    return len(contents) == len({token["id"] for token in tokens}) == len(tokens) and "" not in contents
 
 
 def _agree(fast: FastEncoding, backend: tokenizers.Tokenizer) -> bool:

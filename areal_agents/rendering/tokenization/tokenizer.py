@@ -17,7 +17,7 @@ import tokenizers
 
 from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
 from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
-from areal_agents.rendering.tokenization.fast_encoding import FastEncoding, fast_encoding
+from areal_agents.rendering.tokenization.fast_encoding import FastEncoding, fast_encoding, is_supported
 from areal_agents.rendering.tokenization.marked_library import MarkedLibrary
 from areal_agents.rendering.tokenization.token_bounds import TokenBound
 
@@ -86,11 +86,12 @@ class Tokenizer:
         if not file.is_file():
             raise ConfigError(f"{folder} is not a model folder: it has no tokenizer.json")
         try:
-            written = file.read_text(encoding="utf-8")
-            settings = json.loads(written)
+            settings = json.loads(file.read_text(encoding="utf-8"))
             backend = tokenizers.Tokenizer.from_file(str(file))
-            fast = fast_encoding(backend, settings, written)
             bound = TokenBound.of(settings, backend)
+            has_fast = is_supported(settings)
+            del settings  # large: freed before the next library takes its memory
+            fast = fast_encoding(file, backend) if has_fast else None
         except Exception as error:  # the library raises bare Exception
             raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from error
         names = _special_tokens(folder)
