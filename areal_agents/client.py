@@ -1,4 +1,4 @@
-"""Episodes by hand, over HTTP: for an agent that runs on its own and for tools around a run.
+"""HTTP clients that open, reward and end episodes, for agents that run on their own and for tools.
 
 The two clients differ only in `await`. Every refusal is a RequestError in the server's words; every
 call has a time limit.

@@ -1,4 +1,4 @@
-"""HTTP clients for calls between the processes of a run, and NO_PROXY for child processes with other clients.
+"""HTTP clients that ignore HTTP_PROXY within a run, and NO_PROXY for child processes that use other clients.
 
 These calls never go through a proxy named by the environment (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY): it cannot
 reach loopback and cluster addresses, and it would see episode keys. Certificates named by the environment

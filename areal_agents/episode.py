@@ -1,4 +1,4 @@
-"""The door for agent code: `@episode`, the `Episode` handle, and `current_key`.
+"""The SDK for agent code: `@episode`, the `Episode` handle, and `current_key`.
 
 Only the standard library is imported here, so that it loads beside any agent framework. The same
 agent function runs in three places: inside a training run, which passes the handle; as a command of

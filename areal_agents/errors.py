@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, one type per boundary.
+"""The errors that this package raises deliberately, one type per boundary.
 
     ArealAgentsError
     ├── ConfigError          a configuration that cannot run: names the key and what to write instead

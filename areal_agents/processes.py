@@ -1,4 +1,4 @@
-"""Ends processes: the process itself, its group, and the processes that it left in other sessions.
+"""Ends processes: a process itself, its group, and the processes that it started in other sessions.
 
 A process counts as ended when it has exited, even if other processes hold its pipes, and every wait has a
 limit. Each process gets a mark in its environment, which its children inherit. Leftovers are thus found even

@@ -1,9 +1,9 @@
-"""Decode speed of the embedded engine over HTTP, beside transformers' generate in the same run.
+"""Decode speed of the embedded engine over HTTP, with each of its kernels, and of transformers' generate.
 
-Every prompt is 300 tokens, 236 of them a system prompt that all share, and its prefix is in the cache when
-the clock runs; transformers gets its keys and values precomputed too. Both sides draw 48 tokens at
-temperature 1 with the same number of threads. The client is this process: plain sockets and prepared bodies,
-so that it takes as little of the cores as it can.
+Every prompt has 300 tokens, 236 of them a system prompt that all share. Its prefix is in the cache before
+the clock starts; transformers gets its keys and values precomputed too. All sides sample 48 tokens at
+temperature 1 with the same number of threads. The client is this process: plain sockets and prepared
+bodies, so that it takes as little of the cores as possible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -47,15 +47,19 @@ def run(*, json: bool, model: str | None = None, threads: int = 0) -> dict[str, 
     threads = threads or cores
     with tempfile.TemporaryDirectory(prefix="areal-agents-bench-") as scratch:
         folder = Path(model) if model else _default_model(Path(scratch))
-        figures = _measure_engine(folder, threads, numba_cache=Path(scratch) / "numba")
+        figures = _measure_engine(folder, threads, kernel="numba", numba_cache=Path(scratch) / "numba")
+        with_torch = _measure_engine(folder, threads, kernel="torch", numba_cache=Path(scratch) / "numba")
         figures["generate_b32"] = round(_measure_generate(folder, threads), 1)
+    figures |= {f"{name}_torch": value for name, value in with_torch.items()}
+    for count in CONCURRENCIES:
+        figures[f"vs_torch_b{count}"] = round(figures[f"tok_s_b{count}"] / with_torch[f"tok_s_b{count}"], 2)
     figures["vs_generate"] = round(figures["tok_s_b32"] / figures["generate_b32"], 2)
     figures |= {"threads": threads, "cores": cores, "model": str(folder) if model else folder.name}
     if json:
         print(jsonlib.dumps(figures))
     else:
         for name, value in figures.items():
-            print(f"{name:14} {value}")
+            print(f"{name:20} {value}")
     return figures
 
 
@@ -92,9 +96,13 @@ def prompts(count: int, vocab_size: int) -> np.ndarray:
     return np.concatenate([np.broadcast_to(shared, (count, SYSTEM_PROMPT)), own], axis=1)
 
 
-def _measure_engine(folder: Path, threads: int, *, numba_cache: Path) -> dict[str, Any]:
+def _measure_engine(
+    folder: Path, threads: int, *, kernel: Literal["numba", "torch"], numba_cache: Path
+) -> dict[str, Any]:
     """Start-up with nothing compiled yet, then tokens per second at each concurrency."""
-    config = EmbeddedEngineConfig(model=str(folder), port=0, threads=threads, slots=96, max_context=1024)
+    config = EmbeddedEngineConfig(
+        model=str(folder), port=0, threads=threads, slots=96, max_context=1024, kernel=kernel
+    )
     vocab_size = jsonlib.loads((folder / "config.json").read_text())["vocab_size"]
     started = time.perf_counter()
     with EngineProcess(config, env={"NUMBA_CACHE_DIR": str(numba_cache)}) as process:

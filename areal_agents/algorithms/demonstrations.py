@@ -1,4 +1,4 @@
-"""Self-distillation: what the teacher, which is the policy itself, reads before an episode.
+"""Self-distillation: builds what the teacher, which is the policy itself, reads before an episode.
 
 The recorded tokens of the demonstration are placed before those of the episode, so no template is involved:
 the teacher reads the better episode and then the other one as one context.

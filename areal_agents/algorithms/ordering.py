@@ -1,4 +1,4 @@
-"""A fixed order for samples and groups, whatever the order in which they arrived.
+"""Puts samples and groups into a fixed order that does not depend on when they arrived.
 
 Sums of floating-point numbers depend on their order. The gradient must not depend on which of two concurrent
 calls, or of two groups, finished first. Some kinds of credit depend on the recording order, so an episode

@@ -1,4 +1,4 @@
-"""A configuration from its file and from the command line, and back into a file.
+"""Reads a configuration from a file and from the command line, explains what is wrong with it, and writes it.
 
 `key=value` arguments override what the file says. A relative path in a file is relative to that file, one
 given on the command line to the working directory; either way the loaded tree holds absolute paths.

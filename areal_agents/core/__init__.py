@@ -1,1 +1,3 @@
-"""The types that every room shares. No torch, no HTTP, no import of ours but errors."""
+"""The types that all packages share. They import neither torch nor HTTP libraries, and only `errors` of
+ours.
+"""

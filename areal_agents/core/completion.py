@@ -1,4 +1,4 @@
-"""What an engine is asked for and what it sampled.
+"""What an engine is requested to sample, and what it sampled.
 
 A completion's three arrays always have the same length: one behavior logprob and one policy
 version for every sampled token. The experts of a mixture-of-experts model are known for one token

@@ -1,4 +1,4 @@
-"""The turns of one episode, and how a conversation finds the turn that it goes on from.
+"""The turns of one episode, and the search for the recorded turn that a conversation continues.
 
 A replayed reply is recognised by its meaning (see `Message.digest`), or by the handle or the tool-call ids
 that were minted for it. What a client says is a recorded reply but reads otherwise is never spliced: the

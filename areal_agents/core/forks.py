@@ -1,4 +1,4 @@
-"""Why a conversation could not go on from any recorded turn, in one of a few words."""
+"""The reason why a conversation does not continue a recorded turn."""
 
 from __future__ import annotations
 

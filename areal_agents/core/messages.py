@@ -1,4 +1,4 @@
-"""Canonical conversation messages, the form that every dialect is turned into.
+"""Canonical conversation messages: the form into which each dialect converts its requests.
 
 Two messages are *the same* when `canonical_key` agrees, not when their wire forms do: frameworks
 replay an assistant message with other whitespace, re-serialised tool arguments, or without its

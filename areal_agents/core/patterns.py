@@ -1,4 +1,4 @@
-"""Which regular expressions constrained decoding enforces.
+"""Finds the parts of a regular expression that constrained decoding does not enforce.
 
 xgrammar reads ECMA-262 patterns, but it ignores lookaheads and anchors, reads an unknown escape as the letter
 itself, and matches the raw text of a JSON string, in which quotes, backslashes and control characters are

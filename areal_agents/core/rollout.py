@@ -1,4 +1,4 @@
-"""Tasks, the episodes that attempt them, and the groups that are trained on together."""
+"""Tasks, recorded episodes, and the groups that are trained on together."""
 
 from __future__ import annotations
 

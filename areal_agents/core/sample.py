@@ -1,4 +1,4 @@
-"""What the trainer consumes: one sample per trajectory, every array aligned with its tokens."""
+"""The input of training: one sample per trajectory, with all arrays aligned with its tokens."""
 
 from __future__ import annotations
 

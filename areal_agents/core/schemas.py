@@ -1,4 +1,4 @@
-"""Which JSON schemas constrained decoding enforces.
+"""Finds the parts of a JSON schema that constrained decoding does not enforce.
 
 xgrammar silently ignores some keywords, but an output under a schema must be valid; so each keyword is either
 enforced where it stands or refused, as the table in docs/engines.md says. Keywords that JSON Schema does not

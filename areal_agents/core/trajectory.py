@@ -1,4 +1,4 @@
-"""A model call, and the path of calls that leads to it.
+"""A model call (a turn), and the path of turns from a root to it.
 
 Each turn stores only the tokens it adds; a root-to-leaf path is exactly what the model saw and
 sampled. A child's prompt is its parent's prompt, plus its parent's completion, plus

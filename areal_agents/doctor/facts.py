@@ -1,4 +1,4 @@
-"""From what was observed to the numbers of the report."""
+"""Computes the numbers of the report from an observed episode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in the way of training, each with what to do about it. The worst finding is the verdict."""
+"""What prevents training, each with what to do about it. The worst finding is the verdict."""
 
 from __future__ import annotations
 

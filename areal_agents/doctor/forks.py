@@ -1,4 +1,4 @@
-"""Each reason for a branch in a sentence, and what to do about it."""
+"""Explains each reason for a branch in a sentence, with what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small value that fits a JSON schema: what the scripted model calls tools with and answers as JSON."""
+"""Makes a small value that fits a JSON schema: an argument of a tool, or an answer in JSON."""
 
 from __future__ import annotations
 

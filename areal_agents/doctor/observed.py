@@ -1,4 +1,4 @@
-"""What one examined episode left behind: its recorded turns, the records of its calls, and every request."""
+"""What one examined episode left: its recorded turns, the records of its calls, and all requests."""
 
 from __future__ import annotations
 

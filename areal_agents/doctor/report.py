@@ -1,4 +1,4 @@
-"""What the doctor says, as data: the facts of one episode, the findings, and the verdict."""
+"""The doctor's report as data: the facts of one episode, the findings, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One episode of a user's agent in front of a proxy of its own; everything started here has ended after it.
+"""Runs one episode of a user's agent against a proxy of its own, and ends everything that it started.
 
 The proxy runs in a thread with its own event loop, so that an agent which blocks this one is served all the
 same.

@@ -1,4 +1,4 @@
-"""The model that exercises an agent: it thinks, calls the tools that it is offered, then answers.
+"""The model that exercises an agent: it reasons, calls the tools that are offered, and then answers.
 
 It sees prompts only, as any model does, so it finds the tools in what the template made of them, and writes
 its calls the way the template writes them.

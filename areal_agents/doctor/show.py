@@ -1,4 +1,4 @@
-"""A report for the terminal: the facts in a table, the findings with their fixes, the verdict last."""
+"""Prints a report on the terminal: the facts as a table, the findings with their fixes, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent would talk to besides the proxy, as far as its environment and its source say.
+"""Finds the endpoints that an agent may call besides the proxy, from its environment and its source.
 
 Source is read, never run, and of values no more than the host is kept: they may hold keys.
 """

@@ -1,4 +1,4 @@
-"""A model folder without weights or data files: a token per byte, and Qwen3's special tokens.
+"""Writes a model folder without weights: one token per byte, and Qwen3's special tokens.
 
 Every text has tokens, so an agent can be examined where no model is at hand.
 """

@@ -1,4 +1,4 @@
-"""Inference: the engine that samples, as the other rooms see it, and how to start one.
+"""Inference: the interface of an engine, and how to start one.
 
 Everything speaks SGLang's native HTTP protocol, so the embedded engine and a real SGLang server are driven
 by one client.

@@ -1,4 +1,4 @@
-"""What a user may set about inference: which engine serves, and how the embedded one is laid out."""
+"""Settings of inference: which engine serves the model, and how the embedded engine is set up."""
 
 from __future__ import annotations
 

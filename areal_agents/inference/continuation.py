@@ -1,4 +1,4 @@
-"""A completion that was broken off goes on, on exactly the tokens that were sampled so far.
+"""Continues an interrupted completion on exactly the tokens that were already sampled.
 
 Invariant: a token keeps the logprob and the version that it was sampled with, and what the caller has been
 given is never taken back. Where a completion cannot go on in its middle (under a grammar, or under penalties,

@@ -1,4 +1,4 @@
-"""The engine as the other rooms see it: ids in, ids with logprobs and versions out, and weights swapped.
+"""The interface of an engine: takes token ids, returns ids with logprobs and versions, and swaps weights.
 
 Versions are the run's integers; on the wire they are str(version). An engine that was just started reports
 "default", which is version 0, the run's initial weights. Weights carry their Hugging Face names everywhere.

@@ -1,4 +1,4 @@
-"""Start an engine as a child process, wait until it serves, and end it with all that it started.
+"""Starts an engine as a child process, waits until it serves, and ends it with all that it started.
 
 The child holds the read end of a pipe whose write end only this process has, so it ends when this process
 does, however that happens. An embedded engine inherits a socket that is already listening, so no port is

@@ -1,4 +1,4 @@
-"""The experts that an engine sent tokens through, as SGLang returns them with an answer.
+"""The experts to which an engine routed tokens, as SGLang returns them with an answer.
 
 A server started with --enable-return-routed-experts keeps them beside the keys and values, so that tokens
 of a cached prefix are covered too, and returns them with the end of a request that asks: int32 in base64,

@@ -1,4 +1,4 @@
-"""Child processes with a log file each. Whatever ends the supervisor, none of them stays behind.
+"""Child processes with a log file each. None of them outlives the supervisor, however it ends.
 
 A child gets SIGTERM first and SIGKILL when its time is up; it leads a process group, so that what
 it started itself ends with it. One that keeps nothing which is not in the store is started again when it

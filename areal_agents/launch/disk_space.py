@@ -1,4 +1,4 @@
-"""Whether the disks of a run have room for more, asked before anything new is submitted.
+"""Checks whether the disks of a run have space left before anything new is submitted.
 
 What is on its way may still be written: so the answer is no while there is still room for the episodes
 that run, the next checkpoint and the next weights.

@@ -1,4 +1,4 @@
-"""How long the engines of a run were sampling while it trained, as they count it themselves."""
+"""The time for which the engines of a run were sampling while it trained, by their own counters."""
 
 from __future__ import annotations
 

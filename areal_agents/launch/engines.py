@@ -1,4 +1,4 @@
-"""The engines of a run: how many it starts, where each computes, with what, and what running ones must have.
+"""The engines of a run: how many start, on which devices, and what engines that already run must have.
 
 The plan is made before anything starts, so that what cannot work is said at once.
 """

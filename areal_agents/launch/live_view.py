@@ -1,4 +1,4 @@
-"""The live view of a run: a panel that redraws on a terminal, one line a step anywhere else."""
+"""The live view of a run: a panel on a terminal, or one line per step anywhere else."""
 
 from __future__ import annotations
 

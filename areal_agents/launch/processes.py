@@ -1,4 +1,4 @@
-"""The processes of a run: each reads the run folder's config, builds its room's objects, and runs.
+"""The processes of a run: each reads the configuration in the run folder, builds its objects, and runs.
 
     python -m areal_agents.launch.processes engine|proxy|trainer|rollout --folder DIR
 

@@ -1,4 +1,4 @@
-"""What a run has done so far, read from its store and its metrics file; it writes nothing."""
+"""The progress of a run, read from its store and its metrics file. Writes nothing."""
 
 from __future__ import annotations
 

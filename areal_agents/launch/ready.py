@@ -1,4 +1,4 @@
-"""Waiting for HTTP servers to answer, while whoever they depend on is watched."""
+"""Waits for HTTP servers to answer, while watching the processes that they depend on."""
 
 from __future__ import annotations
 

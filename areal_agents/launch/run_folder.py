@@ -1,4 +1,4 @@
-"""The folder of a run: where each file lies, and the lock that lets only one supervisor use it."""
+"""The folder of a run: its files, and the lock that admits only one supervisor."""
 
 from __future__ import annotations
 

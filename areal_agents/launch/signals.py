@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as one exception, and stretches of code that they must not cut short."""
+"""Turns Ctrl-C and SIGTERM into one exception, and defers it in sections that it must not interrupt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished run is judged by: summary.json, a table, and a plot of the rewards."""
+"""The summary of a finished run: summary.json, a table, and a plot of the rewards."""
 
 from __future__ import annotations
 

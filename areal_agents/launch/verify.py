@@ -1,4 +1,4 @@
-"""`areal-agents verify`: do the engines of a run hold the weights that were published?"""
+"""`areal-agents verify`: checks whether the engines of a run hold the weights that were published."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The proxy between any agent and the policy: it records exactly what the model read and wrote."""
+"""The proxy between an agent and the policy. It records exactly what the model read and wrote."""
 
 from __future__ import annotations
 

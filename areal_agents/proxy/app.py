@@ -1,4 +1,4 @@
-"""The proxy as an ASGI app: what its parts are, and how they are joined.
+"""The ASGI application of the proxy: builds its parts and its routes.
 
 Takes model calls straight to their endpoint; everything else goes through the routes.
 

@@ -1,4 +1,4 @@
-"""Who calls: an episode by its key, or somebody with an admin or a project key.
+"""Identifies callers: an episode by its key, or the holder of an admin or project key.
 
 Keys are unguessable; the store keeps only their sha256. Comparisons take constant time.
 """

@@ -1,4 +1,4 @@
-"""Request bodies: limited in size and in JSON values; large ones are parsed off the event loop.
+"""Reads request bodies, limited in size and number of JSON values; large ones are parsed off the event loop.
 
 Work on one body must not delay other calls. Python code lets other threads run every millisecond. C code does
 not, so its time is bounded by the number of JSON values, to which the time of parsing is proportional.

@@ -1,4 +1,4 @@
-"""Settings of the proxy: who may call, how much, and how episodes are sampled and closed."""
+"""Settings of the proxy: who may call it, its limits, and how episodes are sampled and closed."""
 
 from __future__ import annotations
 

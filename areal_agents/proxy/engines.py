@@ -1,4 +1,4 @@
-"""The engines behind a proxy: a pool over their URLs that follows what the store says is current."""
+"""The engines behind a proxy: a pool that follows the current version in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns every failure into an error response that clients understand, never a stack trace.
+"""Turns each failure into an error response that clients understand, never a stack trace.
 
 A client must not retry what cannot succeed, so final errors carry `x-should-retry: false`; what may
 succeed later carries Retry-After.

@@ -1,4 +1,4 @@
-"""The sockets of the proxy, who may reach them, and the signal that ends it."""
+"""The sockets of the proxy, the rule of who may reach them without a key, and the signal that ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dict of bounded size that forgets what was not asked for in the longest time."""
+"""A dict of bounded size that drops the least recently used entry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What GET /metrics says: counted from the record of each model call, in a registry of one app's own.
+"""The metrics of GET /metrics: call metrics from the records of calls, and the state of each engine.
 
 Label values are bounded (dialects, statuses, reasons, codes, configured models); no episode, key or text is
 ever one.

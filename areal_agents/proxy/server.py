@@ -1,4 +1,4 @@
-"""The proxy as a process: binds its port, serves, and ends cleanly on SIGTERM or Ctrl-C.
+"""The proxy process: binds its port, serves, and shuts down cleanly on SIGTERM or Ctrl-C.
 
 Nothing is loaded before the port is bound, and whatever was started is stopped however the process ends.
 """

@@ -1,4 +1,4 @@
-"""GET /health, /ready and /metrics: whether the process lives, whether its engines serve, and its counts.
+"""GET /health, /ready and /metrics: whether the process runs, whether its engines serve, and its metrics.
 
 /health asks nobody, so it answers while an engine is away; /ready is refused then.
 """

@@ -1,4 +1,4 @@
-"""Counts the values of a JSON text without parsing it: the cost of parsing grows with their number."""
+"""Counts the values of a JSON document without parsing it: the cost of parsing grows with their number."""
 
 from __future__ import annotations
 

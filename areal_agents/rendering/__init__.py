@@ -1,4 +1,4 @@
-"""Messages to token ids and back, in the model's own chat format. No torch, no transformers."""
+"""Messages to token ids and back, in the model's own chat format, without torch and transformers."""
 
 from areal_agents.rendering.chat import ChatRenderer
 from areal_agents.rendering.streaming import Delta, ReplyStream

@@ -1,4 +1,4 @@
-"""A conversation as the exact prompt of a model, and a completion as a message.
+"""Renders a conversation as the exact prompt of a model, and reads a completion as a message.
 
 The one promise that training rests on: what `bridge` returns, appended to the previous prompt and
 completion, is a prompt in which every earlier token stands unchanged.

@@ -1,4 +1,4 @@
-"""Which chat format renders a model folder: a family of the `renderers` library, or its own chat template.
+"""Chooses the chat format of a model folder: a family of the `renderers` library, or its chat template.
 
 A wrong template trains the model on a format that it is never served with, so a family is never guessed: a
 model type that the library does not know is rendered by the template in its folder, and without one it is

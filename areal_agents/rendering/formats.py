@@ -1,4 +1,4 @@
-"""What a chat format is to ChatRenderer: the surface of the `renderers` library's families.
+"""The interface of a chat format: the methods of the `renderers` library's families.
 
 The generic format of unknown templates has the same surface, so that everything above it (exact
 suffixes, parsing, streaming) is written once.

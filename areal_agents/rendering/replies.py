@@ -1,4 +1,4 @@
-"""What a sampled reply says, read once: reasoning, content, and calls with the text that was sampled.
+"""Reads a sampled reply: reasoning, content, and tool calls with the JSON that was sampled.
 
 The one place that decides which calls are usable; a reply that is streamed and the same reply read at once
 go through it, so they cannot differ.

@@ -1,4 +1,4 @@
-"""Tells special tokens that content spells out from those that a template writes.
+"""Distinguishes special tokens that content spells out from those that a template writes.
 
 A prompt is rendered as text, or in pieces of text, before it is encoded, and the tokenizer cannot tell
 `<|im_start|>` in a web page from `<|im_start|>` in the template. So content is marked before rendering: a

@@ -1,4 +1,4 @@
-"""A reply while it is being sampled: tokens in, deltas of reasoning, content and whole calls out.
+"""Reads a reply while it is sampled: takes tokens, returns deltas of reasoning and content, and whole calls.
 
 Nothing that was emitted is ever taken back: joined deltas are a prefix, and after `finish` the whole, of
 what reading all tokens at once gives. In plain text only new tokens are decoded. At a marker the tokens so

@@ -1,4 +1,4 @@
-"""Rewards: pure functions from an answer and what was expected to a score."""
+"""Reward functions: pure functions from an answer and the expected one to a score."""
 
 from __future__ import annotations
 

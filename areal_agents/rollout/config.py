@@ -1,4 +1,4 @@
-"""What a user may say about tasks, episodes and evaluations."""
+"""Settings of tasks, episodes and evaluations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Control calls that are made until they are answered: the proxy may be away for a moment."""
+"""Repeats control calls until they are answered, because the proxy may be restarting."""
 
 from __future__ import annotations
 

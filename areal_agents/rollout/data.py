@@ -1,4 +1,4 @@
-"""Tasks from files, the hub or a function, in an order that depends on the seed alone.
+"""Reads tasks from files, the hub or a function, in an order that depends only on the seed.
 
 Row order, ids and shuffling are deterministic, so that a restarted run goes on where it stopped by
 knowing nothing but which (task, epoch) pairs were started.

@@ -1,4 +1,4 @@
-"""One evaluation: each held-out task once, greedy, never trained on."""
+"""Runs one evaluation: each held-out task once, sampled greedily, never trained on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rollout process: evaluate, collect training groups with evaluations beside them, evaluate again.
+"""The rollout process: evaluates, collects training groups with evaluations in between, and evaluates again.
 
 What to do next follows from the store alone, so a runner that was killed goes on when it is started
 again. It writes nothing but over HTTP.

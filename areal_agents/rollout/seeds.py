@@ -1,4 +1,4 @@
-"""The seed of an episode, out of the run's seed and what the episode is: the same in every run alike."""
+"""Derives the seed of an episode from the seed of the run and the identity of the episode."""
 
 from __future__ import annotations
 

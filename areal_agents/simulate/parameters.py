@@ -1,4 +1,4 @@
-"""What a user may say about a simulated cluster, and the scenario that it makes."""
+"""The parameters of a simulated cluster, and the scenario that they describe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`areal-agents simulate`: reads or takes parameters, simulates, says what comes of it, and draws it."""
+"""`areal-agents simulate`: reads parameters, simulates, and prints, plots or returns the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A cluster and a run on it: everything that a simulation is made of."""
+"""A cluster and a run on it: the inputs of a simulation."""
 
 from __future__ import annotations
 

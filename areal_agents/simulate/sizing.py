@@ -1,4 +1,4 @@
-"""How to split GPUs between engines and trainers, and what asynchrony gains over the best synchronous run."""
+"""Splits GPUs between engines and trainers, and compares the result with the best synchronous run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters read off a run: its lengths and latencies, the engine's speed, the times of its trainer.
+"""Derives parameters from a recorded run: lengths, latencies, the engine's speed and the trainer's times.
 
 A turn is recorded when its generation ends, so what an episode's first turn took is known (no tool comes
 before it), and of a later one only what tool and generation took together. The first turns give the engine's

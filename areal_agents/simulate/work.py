@@ -1,4 +1,4 @@
-"""What episodes do: tokens of each turn, seconds of each tool call; drawn, or taken from a recorded run."""
+"""The work of an episode: tokens per turn and seconds per tool call, sampled or taken from a recorded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes, groups, leases and versions in one database; proxy and trainer meet only here."""
+"""The store: episodes, groups, leases and versions in one database. Proxy and trainer share nothing else."""
 
 from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.database import store_path

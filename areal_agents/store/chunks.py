@@ -1,4 +1,4 @@
-"""Ids in pieces that one statement can bind: SQLite takes 32,766 variables."""
+"""Splits ids into chunks that one SQL statement can bind: SQLite allows 32,766 variables."""
 
 from __future__ import annotations
 

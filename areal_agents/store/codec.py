@@ -1,4 +1,4 @@
-"""A turn as a row, and back: JSON for what is read by people, little-endian blobs for the arrays.
+"""Converts a turn to a row and back: JSON for what people read, little-endian blobs for arrays.
 
 The codec's number is in every row; a row of another codec is refused, never guessed at.
 """

@@ -1,4 +1,4 @@
-"""Where the store lives, how durable a commit is, what is kept, and how much of the disk stays free."""
+"""Settings of the store: location, durability of a commit, retention, and disk space to keep free."""
 
 from __future__ import annotations
 

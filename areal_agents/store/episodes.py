@@ -1,4 +1,4 @@
-"""Writes of the proxy: episodes and their turns. Each function is one job of the writer."""
+"""Writes of the proxy: episodes and their turns. Each function is one transaction of the writer thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a caller may want to tell apart when the store refuses."""
+"""The errors by which a caller distinguishes why the store refuses."""
 
 from __future__ import annotations
 

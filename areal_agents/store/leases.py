@@ -1,4 +1,4 @@
-"""Writes of the trainer: which groups it holds, has trained or has dropped, and its checkpoints.
+"""Writes of the trainer: the groups that it leases, trains on or drops, and its checkpoints.
 
 The lease row of use 0 stands over the group's own state. Deleting it makes the group complete again. The rows
 of further uses belong to the replay buffer: each (group, use) is leased and trained at most once, and a reuse

@@ -1,4 +1,4 @@
-"""Turns as Parquet files: one row a turn, with its episode's outcome, for any tool that reads tables."""
+"""Writes turns as Parquet files: one row per turn, with its episode's outcome."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads: what rollout, trainer, proxy and views ask. A handful of queries each, never one per turn."""
+"""Reads of rollout, trainer, proxy and views. Each takes a few queries, never one per turn."""
 
 from __future__ import annotations
 

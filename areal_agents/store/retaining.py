@@ -1,4 +1,4 @@
-"""Carries `store.retain` out, a bounded piece at a time: exports turns where asked, then gives them up.
+"""Carries out `store.retain` in bounded pieces: exports turns if requested, then deletes their contents.
 
 What was exported is given up afterwards, so a death between the two leaves a file whose turns are still
 in the store. The next life gives up what the newest file holds before it exports more, so that hardly

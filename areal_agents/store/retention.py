@@ -1,4 +1,4 @@
-"""What is given up of groups that no resume can bring back: the texts and tokens of their turns.
+"""Deletes the messages and tokens of groups that no resumed run can need again.
 
 The rows stay, with everything that is counted: only their blobs go, and `codec` says so. A group is
 given up when the trainer is done with it, by a step that two checkpoints have passed (so the newest one

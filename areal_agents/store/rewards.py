@@ -1,4 +1,4 @@
-"""Writes of the proxy: rewards. Accepted until the trainer has leased the group, then Conflict.
+"""Writes of the proxy: rewards. They are accepted until the trainer has leased the group, then refused.
 
 The check and the write are one transaction, and so is the trainer's lease: whichever commits first
 wins, in whatever process it runs.

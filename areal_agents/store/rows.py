@@ -1,4 +1,4 @@
-"""What readers of the store get: plain frozen records, one per kind of question."""
+"""The records that reads of the store return: frozen dataclasses, one per kind of question."""
 
 from __future__ import annotations
 

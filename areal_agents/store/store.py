@@ -1,4 +1,4 @@
-"""The durable store: the only thing between rollout and training.
+"""The durable store: the only connection between rollout and training.
 
 Writes of the proxy return futures that resolve once they are committed (`asyncio.wrap_future`
 awaits them); writes of the trainer return after the commit; reads see one consistent snapshot.

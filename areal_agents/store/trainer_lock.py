@@ -1,4 +1,4 @@
-"""At most one living trainer has a store: whose leases count is a question of who lives, never of a clock.
+"""Lets at most one running trainer own a store. Ownership depends on a lock, never on a clock.
 
 The lock is one that the system takes away with the process, however that ends; so a lease of anybody
 else is one of the dead, and is void. A clock that is set forward or back changes nothing.

@@ -1,4 +1,4 @@
-"""Writes and reads of the published policy versions: the truth about which weights are current."""
+"""Writes and reads the published policy versions. Their rows decide which weights are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which training groups wait: for the trainer, for older ones, or for nobody any more."""
+"""Counts the training groups that wait: for the trainer, for older groups, or because nothing will take
+them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m areal_agents.testing`: an engine for benchmarks, in a process of its own.
+"""`python -m areal_agents.testing` runs a scripted engine in a process of its own, for benchmarks.
 
 It answers every call with the same tokens, says on standard output where it serves, and ends on SIGTERM or
 when standard input closes, which it does when the parent dies.

@@ -1,4 +1,4 @@
-"""SGLang's endpoints over a script. What a real server refuses, or dies of, is refused with status 400.
+"""SGLang's endpoints over a script. What a real server refuses, or fails on, is refused with status 400.
 
 Unknown fields pass, the grammar's included: what a constrained reply looks like is the script's to say.
 """

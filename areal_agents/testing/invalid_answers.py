@@ -1,4 +1,4 @@
-"""Invalid answers, as a broken or hostile engine may give them.
+"""Invalid answers, as a broken or hostile engine may send them.
 
 A lie changes an answer in place: a whole one, or each chunk of a stream. It applies to replies of at least
 four tokens that end with the stop token. The client or the pool must refuse every one of them.

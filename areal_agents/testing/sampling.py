@@ -1,4 +1,4 @@
-"""From a reply to what the engine samples: cut where the request says, a logprob for every token.
+"""Converts a scripted reply to sampled tokens: cut where the request says, with a logprob for each token.
 
 Logprobs depend on the seed, the prompt and the position alone: the same call is answered with the same
 numbers, streamed or not, and another call with others.

@@ -1,4 +1,4 @@
-"""What a scripted engine says: a script is a function from a call to a reply.
+"""The script of an engine: a function from a call to a reply.
 
 A script sees the prompt exactly as the engine was sent it, and nothing else of the conversation.
 """

@@ -1,4 +1,4 @@
-"""A scripted engine on a real socket: in a thread of this process, or in a process of its own.
+"""Serves a scripted engine on a socket, in a thread of this process or in a process of its own.
 
 Whatever is started here has ended when the with-block is left.
 """

@@ -1,4 +1,4 @@
-"""One generation while it runs, and what is remembered of it.
+"""The state of one running generation.
 
 Tokens arrive chunk by chunk; between two chunks a generation can be paused, aborted, or go on under another
 weight version, and every token keeps the version under which it arrived.

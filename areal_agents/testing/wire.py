@@ -1,4 +1,4 @@
-"""A generation as SGLang's JSON, whole or what is new in it.
+"""Writes a generation as SGLang's JSON, in full or only what is new.
 
 finish_reason is null until the generation has ended; the version spans come with its last answer only.
 """

@@ -1,4 +1,4 @@
-"""The trainer's settings, torch-free; a combination that one section alone shows to be wrong is refused."""
+"""Settings of the trainer. They import no torch, and refuse combinations that cannot work."""
 
 from __future__ import annotations
 

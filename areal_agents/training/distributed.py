@@ -1,4 +1,4 @@
-"""The ranks of one trainer: started by torchrun, or a single one.
+"""The ranks of one trainer, started by torchrun or single.
 
 There is always a process group and a mesh, so that one rank and many run the same code. Weights are
 sharded over all ranks, or over groups of them that hold a copy each (HSDP); neighbouring ranks share

@@ -1,4 +1,4 @@
-"""The loop: take a batch, train on it, publish the next version, mark the groups as trained.
+"""The training loop: takes a batch, trains on it, publishes the next version, marks its groups as trained.
 
 A step is a batch trained; a version is a number that is never used twice.
 """

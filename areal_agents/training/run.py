@@ -1,4 +1,4 @@
-"""A training run, from its models to the folder that it leaves; the loop itself: `loop`.
+"""A training run, from loading its models to the folder that it exports. `loop` has the loop itself.
 
 A resumed run takes the step from its checkpoint, gives back what later steps had leased, and publishes
 under a version above every one there ever was.

@@ -1,4 +1,4 @@
-"""Anchors: what a turn saw before it was sampled, reduced to a value that can be compared.
+"""Anchors: a value for what a turn saw before it was sampled, by which turns are compared.
 
 Turns of one group with equal anchors were sampled in the same situation, so their returns can be compared.
 """

@@ -1,4 +1,4 @@
-"""Advantages whose gradient is that of the log-likelihood of success, not of the expected reward."""
+"""Advantages whose gradient is that of the log-likelihood of success instead of the expected reward."""
 
 from __future__ import annotations
 

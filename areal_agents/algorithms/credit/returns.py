@@ -1,4 +1,4 @@
-"""What each turn of an episode has earned, and what it is compared with.
+"""The return of each turn of an episode, and the baseline that it is compared with.
 
 Return and baseline must be functions of the same quantity: the return of a turn holds everything that the
 turn can have caused, and the baseline is the mean of the very same quantity over the group. Otherwise the

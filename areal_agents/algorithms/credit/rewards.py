@@ -1,4 +1,4 @@
-"""The rewards of an episode on its turns in recording order, shaped as the settings say.
+"""Assigns the rewards of an episode to its turns in recording order, shaped as the settings say.
 
 Each part of the shaping leaves the rewards as they are unless it is asked for, so that without shaping the
 rewards of an episode sum to its score.

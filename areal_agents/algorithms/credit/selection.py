@@ -1,4 +1,4 @@
-"""Which recorded episodes supervised training learns from.
+"""Selects the recorded episodes that supervised training learns from.
 
 Episodes are compared by their scores within their group only; nothing is assumed of the scale.
 """

@@ -1,4 +1,4 @@
-"""Which turns of an episode carry a gradient."""
+"""Selects the turns of an episode that carry a gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages of turns that are compared with the turns sampled in the same situation."""
+"""Advantages of turns that are compared with other turns sampled in the same situation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The interface of a policy loss: what it is given, what it returns, and what its settings declare.
+"""The interface of a policy loss: its inputs, its results, and the settings that it declares.
 
 u = π_θ/π_prox throughout, given as its clamped logarithm. Each loss returns ℓ_t [N], of which
 `objective.policy_loss` makes Σ_t c_t w_t ℓ_t. With u = 1, which is every policy gradient loss on its first

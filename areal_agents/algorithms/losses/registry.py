@@ -1,4 +1,4 @@
-"""The policy losses that `algorithm.policy_loss` chooses among: a new one is a file here and a line below."""
+"""The policy losses that `algorithm.policy_loss` can choose. A new loss is a file here and a line below."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trust regions: which tokens of a minibatch keep their gradient or are penalised.
+"""Trust regions: decide which tokens of a minibatch keep their gradient and which are penalised.
 
 The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
 it does not depend on how the minibatch was cut.

@@ -1,4 +1,4 @@
-"""The critic's loss, a share that adds up over micro-batches and ranks like the policy's."""
+"""The critic's loss. Micro-batches and ranks each add a share, as they do to the policy's loss."""
 
 from __future__ import annotations
 

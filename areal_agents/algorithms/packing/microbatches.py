@@ -1,4 +1,4 @@
-"""Samples packed into micro-batches by a token budget, as many on every rank, of about equal cost.
+"""Packs samples into micro-batches by a token budget: the same number on each rank, of about equal cost.
 
 A micro-batch keeps apart what the model reads (the token tree, [T]) and what the loss needs (one
 entry per scored token, [N], pointing at the row whose output predicts it). A row that several

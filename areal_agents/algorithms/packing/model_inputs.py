@@ -1,4 +1,4 @@
-"""What a model reads beside token ids, on the rows of a micro-batch: images, and recorded routing.
+"""The inputs of a model besides token ids, on the rows of a micro-batch: images and recorded routing.
 
 Tokens of images are merged only where the images are equal: their ids alone do not tell them apart.
 """

@@ -1,4 +1,4 @@
-"""Which samples share a micro-batch: whole clusters with a common prefix, cut only where they must be.
+"""Decides which samples share a micro-batch: samples with a common prefix stay together where they fit.
 
 A piece is a part of the prefix forest that stays together. A micro-batch that already holds what a
 piece continues is charged only for the rest, so pieces find the micro-batch that saves most. The

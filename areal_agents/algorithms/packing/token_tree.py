@@ -1,4 +1,4 @@
-"""Sequences merged at their common prefixes, so that a shared token goes through the model once.
+"""Merges sequences at their common prefixes, so that a shared token is computed only once.
 
 The tree is laid out depth first: the tokens of a segment are contiguous, and so are the tokens of
 everything that continues it. A token attends to its own segment causally and to all of every

@@ -1,4 +1,4 @@
-"""The engine process: put the parts together, listen, and end cleanly.
+"""The engine process: builds its parts, listens, and shuts down cleanly.
 
 areal-agents engine --model PATH --port N
 """

@@ -1,4 +1,4 @@
-"""Several replicas of one model as one sampler."""
+"""A pool: several replicas of one model behind the interface of one sampler."""
 
 from areal_agents.inference.pool.agreement import refuse_other_models
 from areal_agents.inference.pool.external_router import RouterEngine

@@ -1,4 +1,4 @@
-"""Replicas of one pool serve one model: what can differ, and how it is told."""
+"""Checks that all replicas of a pool serve the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request: the one that has its episode, else the least loaded."""
+"""Chooses the replica for a request: the one that has its episode, else the least loaded one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation through a router that the user runs, such as sglang-router, in front of the workers.
+"""Generates through a router that the user runs in front of the workers, such as sglang-router.
 
 A router passes /generate on and nothing that changes an engine, so aborts go to the workers themselves.
 """

@@ -1,4 +1,4 @@
-"""How long a pool waits for what, and how often it tries."""
+"""The time limits of a pool, and how often it retries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several replicas of one model as one sampler: an episode stays on one, and no request is lost with one.
+"""A pool of replicas: an episode stays on one replica, and no request is lost with one.
 
 A request whose replica dies, aborts it or answers garbage goes on elsewhere, on the exact ids that were
 sampled so far; see `draft.Draft`. Only one that replicas die of is given up; see `suspects`. With two

@@ -1,4 +1,4 @@
-"""One replica of a pool: what it serves, whether it may be sent requests, and what runs there."""
+"""One replica of a pool: the version that it serves, its state, and the requests that run on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that ends every engine it is sent to is told from those that ran beside it.
+"""Finds the request that ends every engine it is sent to, among those that ran beside it.
 
 The death of an engine does not say which of its requests it died of, so all of them go on elsewhere. One
 that has seen several deaths is a suspect: of the suspects of a pool one at a time is sent, until it has come

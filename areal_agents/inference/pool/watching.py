@@ -1,4 +1,4 @@
-"""Looks at the replicas again and again, and decides which of them serve.
+"""Polls the replicas of a pool, brings them to the current version, and decides which of them serve.
 
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
 published and the trainer that swaps it in lives. How long a swap may take is the trainer's to limit; a

@@ -1,4 +1,4 @@
-"""A client of SGLang's native HTTP protocol, for the real server and the embedded one alike.
+"""The client of SGLang's native HTTP protocol, for the real server and the embedded one.
 
 Token ids are checked before they are sent: one outside the vocabulary ends a real server. Every wait has a
 time limit, and every answer is checked before it becomes a Completion.

@@ -1,4 +1,4 @@
-"""What a trainer asks of an SGLang server: pauses, weights by each transport, adapters, checksums, memory.
+"""The calls of a trainer to SGLang: pauses, weights by each transport, adapters, checksums, memory.
 
 Every answer is checked: a server that did not do what it was asked is an EngineError that names it.
 """

@@ -1,4 +1,4 @@
-"""Scores of given tokens in SGLang's /generate JSON: what is asked, and the answer, checked.
+"""Scores given tokens through SGLang's /generate: builds the request and checks the answer.
 
 SGLang returns the logprob of each prompt token after position `logprob_start_len`, computed from the logits
 of the position before; the entry of `logprob_start_len` itself is null. To score from position s on, the

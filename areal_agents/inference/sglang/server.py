@@ -1,4 +1,4 @@
-"""Starts real SGLang servers: from which environment, with which arguments, on which GPUs.
+"""Starts real SGLang servers: chooses their environment, arguments and GPUs.
 
 SGLang lives in an environment of its own, which nothing here imports. On a machine without a GPU the same
 servers start on the CPU, which is slow and meant for tests.

@@ -1,4 +1,4 @@
-"""HTTP to one server: every wait has a time limit, and whatever goes wrong is an error of the tree.
+"""HTTP to one server. Every wait has a time limit, and every failure becomes an error of `errors`.
 
 Server-sent events out of a byte stream, however the reads cut it: inside a line, or many events at once.
 

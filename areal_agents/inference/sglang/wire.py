@@ -1,4 +1,4 @@
-"""SGLang's /generate JSON and this package's types: sampling parameters out, completions in.
+"""Converts between SGLang's /generate JSON and the types of `core`.
 
 Invariant: whatever its form, an answer becomes a Completion only if its ids, logprobs and versions agree with
 each other and with the request; see `answers`.

@@ -1,1 +1,1 @@
-"""Model calls: the way of a request from its route to the recorded turn and the answer."""
+"""Model calls: from the route of a request to the recorded turn and the answer."""

@@ -1,4 +1,4 @@
-"""What is let in: a bounded number of model calls at a time.
+"""Admits a bounded number of model calls at a time.
 
 Calls beyond the concurrency wait in order, since a 429 makes every outer retry loop multiply; only a
 full queue is refused.

@@ -1,4 +1,4 @@
-"""One call of the model, whatever its dialect: find, extend, check, sample, parse, record, answer.
+"""Completes one model call of any dialect: find, extend, check, sample, parse, record, answer.
 
 A turn is in the store before its reply leaves, so whatever a client has seen is recorded; and what
 was recorded is never tokenised again: the next prompt is these very ids plus the new messages.

@@ -1,4 +1,4 @@
-"""A reply as its client gets it: cut before a stop string, and with only the calls that it takes.
+"""The reply as the client receives it: cut before a stop string, with only the tool calls that it accepts.
 
 The same rule for a whole reply and for its pieces as they stream: the pieces joined are the whole.
 """

@@ -1,4 +1,4 @@
-"""Which fields of a request have an effect, so that the others can be named to whoever looks for them."""
+"""The fields of a request that have an effect, so that all others can be reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who calls within an episode: the agent itself, or a part of it that training may leave out.
+"""The label of a call within an episode, by which training can leave parts of an agent out.
 
 A label is what the header X-Episode-Label says; else the id that a coding agent gives its sub-agent; else a
 session other than the first one that was seen in the episode.

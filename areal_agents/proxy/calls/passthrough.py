@@ -1,4 +1,4 @@
-"""Models that are not the policy (a judge, a simulated user, embeddings): forwarded, never trained.
+"""Forwards calls to models that are not the policy (a judge, a simulated user, embeddings); never trained.
 
 The upstream's key is the proxy's; whatever key the agent sent stays here.
 """

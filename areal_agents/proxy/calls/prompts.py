@@ -1,4 +1,4 @@
-"""From a request to the exact prompt: recorded ids plus the new messages, or a full rendering with a reason.
+"""Builds the exact prompt of a request: recorded ids plus new messages, or a full rendering with a reason.
 
 Nothing that was sampled is ever tokenised again as long as its conversation is recognised: by its messages
 first, and by what the template makes of them second.

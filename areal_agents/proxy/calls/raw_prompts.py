@@ -1,4 +1,4 @@
-"""Prompts without a chat template: texts or token ids that stand for themselves, and the replies to them.
+"""Prompts without a chat template, given as strings or token ids, and the replies to them.
 
 What a call costs follows its own prompt and reply, not the turns that are recorded: those are compared with
 the prompt where they stand in it, and only what is new is encoded.

@@ -1,4 +1,4 @@
-"""What is known about each model call once it has ended: for the log, the metrics and the doctor."""
+"""The record of a model call that has ended, for the log, the metrics and the doctor."""
 
 from __future__ import annotations
 

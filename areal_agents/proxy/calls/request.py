@@ -1,4 +1,4 @@
-"""What every dialect turns a request into, and what it builds its answer from."""
+"""The canonical request that each dialect reads, and the result from which it builds its answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the earlier call that a request repeats: one under way, or a recorded one whose response was lost.
+"""Finds the earlier call that a request repeats: a running one, or a recorded one whose response was lost.
 
 The same request without a sign of a retry is a second sample. So is the retry of an attempt that was refused:
 that attempt has no sample, even if an equal call has one.

@@ -1,4 +1,4 @@
-"""How a turn is drawn: the agent's wish under the pins of its episode.
+"""The sampling parameters of a turn: the agent's request under the pins of its episode, with a seed.
 
 Training episodes are drawn from the bare policy (temperature 1, nothing cut off, penalised or
 biased): the engine's logprobs are taken after all of that, and a temperature or a seed that an agent

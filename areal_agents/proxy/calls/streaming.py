@@ -1,4 +1,4 @@
-"""An answer as server-sent events: pieces as they are drawn, a sign of life while there are none.
+"""Sends an answer as server-sent events: pieces as they are sampled, and keep-alives in between.
 
 The stream ends only after its turns are recorded, so what a client has seen whole is in the store.
 """

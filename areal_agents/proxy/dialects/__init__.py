@@ -1,1 +1,1 @@
-"""The wire forms that agents speak: one module each, all onto one canonical request and one completer."""
+"""The APIs that agents speak: one package each, all with one canonical request and one completer."""

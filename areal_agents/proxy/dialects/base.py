@@ -1,4 +1,4 @@
-"""What a dialect is: it reads a raw body, and writes answers, streams and errors in the client's own form.
+"""The interface of a dialect: reads a raw body, and writes answers, streams and errors in the client's form.
 
 A dialect keeps no state between calls: whatever a later call refers to is found in the episode's forest.
 """

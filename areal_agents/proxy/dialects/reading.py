@@ -1,4 +1,4 @@
-"""What the dialects read alike: numbers, texts, parts, tools and limits, out of raw JSON.
+"""Reads what dialects have in common from raw JSON: numbers, strings, content parts, tools and limits.
 
 Requests are read as plain dicts, since typed parsing loses what real clients send; unknown fields pass.
 What is known and cannot be honoured is refused by name, never ignored.

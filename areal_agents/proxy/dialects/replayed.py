@@ -1,4 +1,4 @@
-"""The messages that a conversation replays at every call, read once.
+"""Reads the messages that a conversation repeats at each call only once.
 
 An agent sends its whole history each time. What an earlier call of the conversation has read at the same
 place is taken over from there, so that a call costs about as much in its hundredth turn as in its first.

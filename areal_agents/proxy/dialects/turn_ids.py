@@ -1,4 +1,4 @@
-"""The id of a turn in the form of each API, and the handle by which a client carries it back.
+"""The id of a turn in the form of each API, by which a client refers to it later.
 
 A turn's own id is "chatcmpl-" and 24 hexadecimal digits, the same digits in every form.
 """

@@ -1,4 +1,4 @@
-"""The control API, plain JSON: episodes are opened, rewarded, ended and read; groups are dropped.
+"""The control API in plain JSON: opens, rewards, ends and reads episodes, and drops groups.
 
 An episode's own key reaches that episode and nothing else, a project key the implicit episodes that it
 opened; everything else needs the admin key.

@@ -1,4 +1,4 @@
-"""What control requests say, and what an episode looks like to who asks: JSON in, JSON out."""
+"""Reads the bodies of control requests, and writes episodes as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implicit episodes: those of agents that call the model without opening an episode first.
+"""Implicit episodes: opened for agents that call the model without opening an episode first.
 
 A call without an episode key belongs to the open implicit episode that its session header names; without
 such a header, to the one with the conversation that the call continues, or whose first call it repeats;

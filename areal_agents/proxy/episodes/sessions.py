@@ -1,4 +1,4 @@
-"""Open episodes in memory, loaded back from the store when they are not.
+"""The open episodes in memory, which are loaded from the store when they are not there.
 
 The store is the truth; a session is a cache of one episode's forest beside what only lives as long as
 the process (running calls, time of the last use). Losing it, even by kill -9, loses nothing that was

@@ -1,1 +1,1 @@
-"""Several proxy processes on one store: who owns an episode, and how a request finds its owner."""
+"""Several proxy processes on one store: which one owns an episode, and how requests reach it."""

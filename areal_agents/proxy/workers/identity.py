@@ -1,4 +1,4 @@
-"""Several proxy processes on one store: which worker this process is, and which others are alive.
+"""The identity of a worker on its store, and the other workers that are running.
 
 An open episode in the store names its owner, the only process that may have it in memory. Each start of a
 worker (a "life") is an owner of its own: the episodes of an earlier life are taken over like those of any

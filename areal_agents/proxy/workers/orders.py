@@ -1,4 +1,4 @@
-"""The orders that the supervisor sends to workers, through a pipe: every user can read command lines."""
+"""The orders that the supervisor sends to workers through a pipe, because command lines are public."""
 
 from __future__ import annotations
 

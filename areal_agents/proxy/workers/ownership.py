@@ -1,4 +1,4 @@
-"""Which worker has an open episode in memory: at any time at most one running worker.
+"""The worker that has an open episode in memory: at most one running worker at any time.
 
 A claim is one compare-and-set in the store, so of several workers that find the episode of a dead owner,
 exactly one takes it over; the others forward to that one.

@@ -1,4 +1,4 @@
-"""Decides which worker serves a request: the one that has its episode in memory.
+"""Finds the worker that serves a request: the one that has its episode in memory.
 
 A request without a known episode is served by the worker that received it, which refuses it as a single
 worker would.

@@ -1,4 +1,4 @@
-"""What a chat template writes behind a reply, and when that may be appended to what stands there already.
+"""The text that a chat template writes after a reply, and when it may be appended to a recorded prompt.
 
 The text is taken from a short conversation that stands in for the real one, so it costs the same at any
 length of the history. It is used only for kinds of new messages for which `proven_kinds` has shown, on the

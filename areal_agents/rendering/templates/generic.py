@@ -1,4 +1,4 @@
-"""The chat format of a model that the library does not know, by the model's own template.
+"""The chat format of a model that the `renderers` library does not know, by the model's own chat template.
 
 It renders what any server would that runs this template, reads what the template itself writes around a
 reply, and extends a conversation only in the ways that `extension` has proven; for the others it answers

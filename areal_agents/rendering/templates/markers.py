@@ -1,4 +1,4 @@
-"""What may change the meaning of text that was already sampled: a format's marker tokens and marker texts."""
+"""The tokens and strings of a format that could change the meaning of text that was already sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chat template writes around a reply, found by rendering small conversations.
+"""Finds what a chat template writes around a reply, by rendering small conversations.
 
 Nothing is assumed from a model's name: a marker counts only if this template wrote it around a probe.
 """

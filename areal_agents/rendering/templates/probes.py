@@ -1,4 +1,4 @@
-"""Conversations that try to make a chat template change what it has already written.
+"""Conversations that test whether a chat template changes what it has already written.
 
 A template that numbers turns, looks at the last user message, drops reasoning, stamps the time, moves the
 system prompt or the tools, or keeps only the latest messages, gives itself away on one of them.

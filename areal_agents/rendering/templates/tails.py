@@ -1,4 +1,4 @@
-"""How far back a chat format looks into a prompt to extend it or to read the reply to it.
+"""How much of a prompt a chat format needs in order to extend it or to read the reply to it.
 
 A format looks for the end of the turn before the reply: whether the prompt itself opened reasoning, and
 where the assistant's header stands. What lies before that end changes neither the suffix nor the reply,

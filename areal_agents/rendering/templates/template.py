@@ -1,4 +1,4 @@
-"""A model's own chat template, run as the Hugging Face libraries run it, without importing them.
+"""Runs a model's own chat template as the Hugging Face libraries do, without importing them.
 
 The text that a template writes here is, character for character, what `apply_chat_template` writes. A
 template is foreign code: it runs in Jinja's sandbox and sees plain JSON values only.

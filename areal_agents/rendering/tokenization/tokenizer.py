@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, straight from its `tokenizer.json`.
+"""The tokenizer of a model folder, read from its `tokenizer.json`.
 
 It has the surface that the `renderers` library expects of a tokenizer, so that a process that only
 renders needs neither torch nor transformers.

@@ -1,5 +1,4 @@
-"""The user's agent, and the three ways to run it: a coroutine here, a function in a worker process,
-a command of its own.
+"""A user's agent, and the three ways to run it: as a coroutine, in a worker process, or as a command.
 
 Whichever it is, cancelling `run` ends the agent: a coroutine is cancelled, a process is killed.
 """

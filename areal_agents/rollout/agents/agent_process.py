@@ -1,4 +1,4 @@
-"""An agent's process: it has ended when it has exited, and everything it started is ended with it.
+"""The process of an agent. When it exits, everything that it started is ended.
 
 asyncio's own `Process.wait` returns only when every pipe is closed (Python 3.11 and 3.12), which any process
 that inherited one can delay, and `create_subprocess_exec` cannot be cancelled safely. So this is built on the

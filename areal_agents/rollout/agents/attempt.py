@@ -1,4 +1,4 @@
-"""One episode from opening to its end. The only place where an agent's failure becomes data."""
+"""Runs one episode from opening to end. Only here does an agent's failure become data."""
 
 from __future__ import annotations
 

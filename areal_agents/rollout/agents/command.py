@@ -1,4 +1,4 @@
-"""An agent that is a program of its own, in any language; one process per episode.
+"""An agent that is a program of its own, in any language, with one process per episode.
 
 It gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
 variables of the OpenAI and Anthropic SDKs, and gives its reward over HTTP with the episode's key:

@@ -1,4 +1,4 @@
-"""Functions named by users: `module:function` or `path/to/file.py:function`.
+"""Loads functions that users name as `module:function` or `path/to/file.py:function`.
 
 Exceptions of user code in one line: what, and where in the user's own files.
 """

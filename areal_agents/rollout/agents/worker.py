@@ -1,4 +1,4 @@
-"""A worker process: runs a synchronous agent, one episode at a time, and can be killed at any moment.
+"""A worker process: runs a synchronous agent one episode at a time. It can be killed at any moment.
 
 Speaks one JSON object per line over its standard streams: {"ready"} or {"error"} first; then for each
 {task, id, base_url, api_key} any number of {"report": [path, body]}, and at last {"value"} or {"error"}.

@@ -1,4 +1,4 @@
-"""Worker processes for a synchronous agent. An episode that is cancelled costs its process, no more."""
+"""A pool of worker processes for a synchronous agent. Cancelling an episode ends its process and no other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps training groups coming: as many as the gate allows, oldest first, `concurrency` episodes at a time.
+"""Keeps training groups in progress: as many as the gate allows, the oldest first.
 
 Every group that is submitted ends complete or dropped; what an over-sampled one has beyond its size is
 aborted as soon as it is complete. Nothing here must survive a restart: started groups, their attempts

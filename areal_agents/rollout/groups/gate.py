@@ -1,4 +1,4 @@
-"""The staleness gate: how far submission may run ahead of the trainer.
+"""The staleness gate: limits how far submission may run ahead of the trainer.
 
 Training episodes submitted and not yet trained never exceed (η + 1) · B, B = groups × group size. A
 submitted group counts with all its places, opened or not, so that a retry never needs room; the count

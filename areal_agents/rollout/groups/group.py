@@ -1,4 +1,4 @@
-"""A training group on its way to completion: which of its places still need an episode.
+"""A training group that is not complete yet: which of its places still need an episode.
 
 A group of size G with k places more (over-sampling) is complete with G scored episodes, whichever they
 are. A place whose attempts are used up is given up: first at the cost of the surplus, then as the

@@ -1,4 +1,4 @@
-"""The groups that a collector has begun: which of their places wait to be filled, and which are being filled.
+"""The groups that a collector has begun, with the places that are waiting and those that are being filled.
 
 Oldest group first. Nothing here must survive a restart.
 """

@@ -1,4 +1,4 @@
-"""What the store knows better than a collector: groups of its earlier life, lost answers, late rewards."""
+"""Reconciles a collector with the store: groups of an earlier process run, lost answers, late rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from how a place of a group stands: another attempt, a complete group, or a dropped one."""
+"""Decides what follows the end of an attempt: another attempt, a complete group, or a dropped one."""
 
 from __future__ import annotations
 

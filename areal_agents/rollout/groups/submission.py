@@ -1,4 +1,4 @@
-"""Which training group comes next, and whether one may: the gate, what the run lacks, and the data's end."""
+"""Chooses the next training group, and whether it may begin: the gate, the steps left, the end of the data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one step trains on: groups leased from the store by the first rank, the same on every rank.
+"""Builds the batch of a step: the first rank leases groups from the store and sends them to all ranks.
 
 A group that cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a
 micro-batch) is dropped with its reason, and another takes its place; the other groups are not affected. The

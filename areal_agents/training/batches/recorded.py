@@ -1,4 +1,4 @@
-"""Training on episodes that a store already holds, without an engine: every group once in each epoch.
+"""Trains on episodes that a store already holds, without an engine: each group once per epoch.
 
 The order is a function of seed and epoch, so a position in it is all that a checkpoint needs. The store
 is only read: what was trained is known by the run's checkpoints, not marked on the groups.

@@ -1,4 +1,4 @@
-"""Where the first rank's batches come from: a rollout that goes on, or groups that another store holds.
+"""The source of batches on the first rank: a running rollout, or the recorded groups of another store.
 
 The wait of `loop: one_step_off`: weights are swapped only while no training episode is being generated.
 """

@@ -1,4 +1,4 @@
-"""What a checkpoint is one of the best by (`trainer.keep_best`): its held-out reward, or any metric.
+"""Ranks checkpoints for `trainer.keep_best`, by held-out reward or by any metric.
 
 The held-out reward of the weights of a step, as far as the store knows it yet.
 """

@@ -1,4 +1,4 @@
-"""Everything that a resumed trainer needs, in one folder per checkpoint, written beside the training.
+"""Writes and reads checkpoints: one folder with all that a resumed trainer needs, written in the background.
 
 A folder gets its name only when all of it is there and on the disk, so any folder named step-<n> can be
 resumed from, after a loss of power too. Weights and optimizer state are sharded DCP state: another number

@@ -1,4 +1,4 @@
-"""From a checkpoint to a plain Hugging Face folder, adapters merged into the weights.
+"""Exports a checkpoint as a plain Hugging Face folder, with adapters merged into the weights.
 
 What a finished run leaves: the trained model as a Hugging Face folder, and beside it an adapter.
 """

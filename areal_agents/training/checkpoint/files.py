@@ -1,4 +1,4 @@
-"""The files of a checkpoint: which folders are whole, and whether a file is still what was written."""
+"""The files of a checkpoint: which folders are complete, and which files have changed since."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a life of a run begins: at its latest checkpoint, under a version that was never used.
+"""Where a resumed run starts: at its latest checkpoint, under a version that was never used.
 
 The step comes from the checkpoint. The version is above every one there ever was, since later steps, which
 are lost, had versions of their own.

@@ -1,4 +1,4 @@
-"""Wall-clock seconds by the part of a step."""
+"""Measures the wall-clock seconds of each part of a step."""
 
 from __future__ import annotations
 

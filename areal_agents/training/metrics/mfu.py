@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the share of a GPU's peak that the step's own arithmetic would fill.
+"""Model FLOPs utilisation: the share of a GPU's peak that the arithmetic of the step uses.
 
 The peak is the dense one in bfloat16 with float32 accumulation, whatever the compute type, so that
 figures can be compared. Where the peak is not known, as on a CPU, there is no MFU.

@@ -1,4 +1,4 @@
-"""One line of metrics per batch, to metrics.jsonl and to the trackers; docs/metrics.md defines each name.
+"""Writes one line of metrics per batch to metrics.jsonl and to the trackers; docs/metrics.md names them.
 
 A line is written whole and flushed; a resumed run first removes the lines of steps that it will
 take again. A figure that does not exist is null, never 0.

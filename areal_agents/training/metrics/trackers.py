@@ -1,4 +1,4 @@
-"""Copies of the metrics for looking at: TensorBoard, Weights & Biases, trackio, MLflow, by name.
+"""Sends metrics to TensorBoard, Weights & Biases, trackio and MLflow.
 
 metrics.jsonl is the record. Each tracker is imported only when it is named and has a thread of its
 own, so training waits for none. This is the boundary where a tracker's failure ends: it is reported

@@ -1,4 +1,4 @@
-"""Attention over a packed token tree, registered with transformers as one more implementation.
+"""Attention over a packed token tree, registered as an attention implementation of transformers.
 
 No mask is ever made of all rows. On a CPU in float32 the fused kernel runs once per segment (causal)
 and once per shared segment (all of its descendants, which are one slice, against its keys); partial

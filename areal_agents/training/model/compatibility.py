@@ -1,4 +1,4 @@
-"""Whether a model can train here, decided from its structure before any weight is read.
+"""Decides from the structure of a model, before any weight is read, whether it can be trained here.
 
 Packed samples are independent, and log-probabilities are the model's own, only if rows interact through
 nothing but attention calls that packed attention computes exactly, and if the logits are the output matrix

@@ -1,4 +1,4 @@
-"""One micro-batch over several ranks: each has a slice of the rows, and in attention a slice of the heads.
+"""Computes one micro-batch on several ranks: each has some of the rows, and in attention some of the heads.
 
 Ulysses (Jacobs et al., arXiv 2309.14509, section 3): before attention an all-to-all turns rows into
 heads, so that every rank sees all rows of its heads and any attention kernel serves; after it a

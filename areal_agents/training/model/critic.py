@@ -1,4 +1,4 @@
-"""The critic of PPO: the value of the state before each trained token, from a model of its own.
+"""The critic of PPO: a model of its own that estimates the value of the state before each trained token.
 
 It is the backbone of a Hugging Face folder with a scalar head that begins at zero: a critic that has
 learned nothing says 0 everywhere. It shares no weight with the policy and has its own optimizer.

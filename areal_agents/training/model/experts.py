@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: routing in float32, and on the experts that the engine chose.
+"""Mixture-of-experts models: routing in float32, and replay of the routing that the engine chose.
 
 A token that the engine sent through other experts has another behavior policy than its logprobs say.
 Where the engine returned its choice, the policy takes it, with its own current weights for those

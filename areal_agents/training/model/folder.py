@@ -1,4 +1,4 @@
-"""A plain Hugging Face folder of weights, as transformers, SGLang and vLLM load it: whole or not there.
+"""Writes weights as a Hugging Face folder that transformers, SGLang and vLLM load: complete or not at all.
 
 It is written tensor by tensor, so that nobody needs all the weights at once. The files are those that
 safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.

@@ -1,4 +1,4 @@
-"""Whole weights out of shards, one after the other, under the names and layouts of published checkpoints.
+"""Gathers whole weights from shards one at a time, in the names and layouts of published checkpoints.
 
 No rank ever holds more than the parameters that one published weight is made of, which is one of them in
 almost every architecture.

@@ -1,4 +1,4 @@
-"""Images as Qwen2-VL takes them: features in place of tokens' embeddings, and positions in three axes.
+"""Images for Qwen2-VL: features in place of tokens' embeddings, and positions on three axes.
 
 Every forward pass goes through the vision tower, with a blank image where a micro-batch has none: its
 units are gathered and its gradients reduced by all ranks together.

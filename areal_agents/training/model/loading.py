@@ -1,4 +1,4 @@
-"""A Hugging Face folder becomes a model whose weights go straight from the files into the shards.
+"""Loads a Hugging Face folder as a sharded model: weights go from the files straight into the shards.
 
 A rank reads only the rows that it holds, one tensor after the other, in the files' own type. Names and
 layouts go through transformers' own conversion mapping, in both directions: a published checkpoint has

@@ -1,4 +1,4 @@
-"""Low-rank adapters through peft: the base stays frozen, only the adapter is trained.
+"""Low-rank adapters by peft: the base weights are frozen, and only the adapter is trained.
 
 Versions are published as adapters alone, or merged by the transports that carry whole weights.
 """

@@ -1,4 +1,4 @@
-"""The models that a run's algorithm needs, and what trains them.
+"""The models that a run's algorithm needs, and the learners that train them.
 
 The reference policy: a frozen model that the trained one is held near. It is never written to.
 """

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, read by rows: what is not asked for stays on the disk."""
+"""Reads rows of the safetensors files of a Hugging Face folder; all other rows stay on the disk."""
 
 from __future__ import annotations
 

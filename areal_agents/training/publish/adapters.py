@@ -1,4 +1,4 @@
-"""Only the adapter is published, under a fresh name: engines load it beside the ones that are in use.
+"""Publishes only the adapter, under a new name: engines load it beside the adapters in use.
 
 No engine pauses. Running generations end with what they sampled, and the proxy continues them under the
 new adapter; with `drain` they go on under their own.

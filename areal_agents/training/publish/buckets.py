@@ -1,4 +1,4 @@
-"""Weights packed into buckets of bytes, two of which exist at a time: one fills while the other travels."""
+"""Packs weights into buckets of bytes. Two buckets exist at a time: one is filled while the other is sent."""
 
 from __future__ import annotations
 

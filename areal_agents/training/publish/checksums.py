@@ -1,4 +1,4 @@
-"""Whether an engine holds exactly the weights of a published folder.
+"""Checks whether an engine holds exactly the weights of a published folder.
 
 Both sides hash every tensor, by the engine's definition: it fuses matrices, and holds them in its own type
 and on its own device. The folder's weights are put in that form: fused, and rounded to float32, bfloat16

@@ -1,4 +1,4 @@
-"""How new weights reach the engines; torch-free. A combination that cannot work is refused, with why."""
+"""Settings of the transport of new weights. They import no torch, and refuse combinations that cannot work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines that one publication reaches, all at once, and the event loop that their clients live on."""
+"""The engines that one publication reaches, and the event loop on which their clients run."""
 
 from __future__ import annotations
 

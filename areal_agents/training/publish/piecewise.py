@@ -1,4 +1,4 @@
-"""Weights that are written into the served ones bucket by bucket, while the next bucket is gathered.
+"""Writes weights into the served ones bucket by bucket, while the next bucket is gathered.
 
 An engine is paused from before its first bucket to after its last. One that missed a bucket takes the
 version from its folder before it samples again, or stays paused: it never samples from half a version.

@@ -1,4 +1,4 @@
-"""Before a version is delivered the engines are met: which are there, and whether they serve the model.
+"""Checks the engines before a version is delivered: which ones answer, and whether they serve the model.
 
 Where none is, the version waits: whoever started them starts them again.
 """

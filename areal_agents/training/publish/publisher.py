@@ -1,4 +1,4 @@
-"""One function behind which every transport sits, on every rank: folder, row, swap, comparison."""
+"""Publishes a version by any transport, on all ranks: folder, row, swap, and comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call on every rank, after which no rank waits for another that has failed."""
+"""Runs a function on all ranks such that no rank waits for another one that has failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that share the trainer's GPUs give their memory back while a step is trained.
+"""Lets engines that share the trainer's GPUs release their memory while a step is trained.
 
 Generation is held meanwhile, and goes on afterwards on recomputed keys and values: nothing is lost.
 """

@@ -1,4 +1,4 @@
-"""A recorded version becomes the one that engines serve; engines that are lost on the way are waited for.
+"""Swaps a recorded version into the engines, and waits for engines that are lost meanwhile.
 
 One of several that is lost is left out: whoever routes requests brings it to the version before it serves
 again. Only when all of them are lost does the version wait for one to be back, and is delivered once more.

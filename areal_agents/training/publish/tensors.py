@@ -1,4 +1,4 @@
-"""Weights in HTTP requests: no shared disk and no process group, at a third more bytes (base64)."""
+"""Sends weights in HTTP requests: no shared disk and no process group, but a third more bytes (base64)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways of a version into the engines: by its folder, or in buckets that all ranks gather."""
+"""Weight transports: how a new version reaches the engines."""
 
 from __future__ import annotations
 

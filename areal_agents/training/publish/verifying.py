@@ -1,4 +1,4 @@
-"""Whether an engine holds the current version's weights, asked on demand, beside a trainer that may go on."""
+"""Checks on demand whether an engine holds the current version's weights, while the trainer may be running."""
 
 from __future__ import annotations
 

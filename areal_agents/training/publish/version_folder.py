@@ -1,4 +1,4 @@
-"""The folder that every version leaves: written while the next weight is gathered from the shards.
+"""Writes the folder of each version while the next weight is gathered from the shards.
 
 Calls that run one after the other in a thread, behind a caller who goes on.
 

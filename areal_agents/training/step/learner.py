@@ -1,4 +1,4 @@
-"""What is trained: a sharded module with its optimizer, and the norm of each of its gradients.
+"""A model in training: a sharded module with its optimizer, learning rate and gradient norms.
 
 A gradient that is not finite is thrown away with its step, and counted; policy and critic each judge
 their own.

@@ -1,4 +1,4 @@
-"""Logprobs and entropies of chosen tokens, without logits where no loss is.
+"""Logprobs and entropies of chosen tokens, without computing logits where there is no loss.
 
 Only the hidden rows that predict a trained token meet the output matrix, in chunks. The backward
 pass computes each chunk's logits again and turns them into their own gradient in place, so that

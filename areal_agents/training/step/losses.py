@@ -1,4 +1,4 @@
-"""What one micro-batch adds to the losses of its minibatch, a share that adds up with all others.
+"""The losses of one micro-batch, as shares that add up over micro-batches and ranks.
 
 DPO's first pass: logprob sums by episode, and the coefficient that each token gets from them.
 

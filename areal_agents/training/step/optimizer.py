@@ -1,4 +1,4 @@
-"""AdamW or Muon over the sharded float32 masters; the state in the memory of the host where that is asked.
+"""AdamW or Muon over the sharded float32 master weights; their state can be kept in host memory.
 
 The state has the names of the parameters, so a checkpoint does not depend on how the parameters
 were divided among optimizers, nor on where their state was kept.

@@ -1,4 +1,4 @@
-"""A batch laid out for its passes: minibatches, this rank's micro-batches, and each token's place.
+"""Lays out a batch for its passes: minibatches, this rank's micro-batches, and the position of each token.
 
 The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. They are
 the trained tokens, those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`), and the

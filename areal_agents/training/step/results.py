@@ -1,4 +1,4 @@
-"""What training a batch came to: what the metrics are made of."""
+"""The results of training on a batch, from which the metrics are computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes without a gradient over a whole batch, before its first optimizer step, and what they yield.
+"""Passes without gradients over a whole batch, before its first optimizer step.
 
 Proximal and reference logprobs and values are computed only where the algorithm needs them. Every
 result is whole and equal on every rank, so advantages and masks that are taken over the whole batch

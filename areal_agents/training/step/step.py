@@ -1,4 +1,4 @@
-"""One batch: the passes that it needs beforehand, then K optimizer steps of policy and critic.
+"""Trains on one batch: the passes without gradients, then K optimizer steps of policy and critic.
 
 The coefficients of a loss are taken over its whole minibatch, so the gradient is the same however
 the batch was cut and however many ranks share it.

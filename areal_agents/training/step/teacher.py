@@ -1,4 +1,4 @@
-"""Teachers of distillation: the models whose distributions the policy is trained towards.
+"""Teachers of distillation: the models towards whose distributions the policy is trained.
 
 A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
 after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers

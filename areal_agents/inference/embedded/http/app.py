@@ -1,4 +1,4 @@
-"""The HTTP side: SGLang's endpoints over an `EngineService`. Routes parse, call, serialise; none blocks."""
+"""The routes of the embedded engine: SGLang's endpoints over an `EngineService`. No route blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang's JSON, both ways: a /generate body to checked requests, a finished request to its answer."""
+"""Converts SGLang's JSON: a /generate body to checked requests, and a finished request to its answer."""
 
 from __future__ import annotations
 

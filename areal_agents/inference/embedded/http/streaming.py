@@ -1,4 +1,4 @@
-"""A running request as server-sent events, in SGLang's two forms: all tokens so far, or the new ones only."""
+"""Streams a request as server-sent events in SGLang's two forms: all tokens so far, or only the new ones."""
 
 from __future__ import annotations
 

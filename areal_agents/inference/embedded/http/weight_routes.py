@@ -1,4 +1,4 @@
-"""The HTTP side of weights, adapters and memory: SGLang's endpoints, and one that reads a folder ahead."""
+"""The routes for weights, adapters and memory: SGLang's endpoints, and one that reads a folder in advance."""
 
 from __future__ import annotations
 

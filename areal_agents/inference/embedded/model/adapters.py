@@ -1,4 +1,4 @@
-"""LoRA adapters as peft writes them, merged into copies of the matrices that they change.
+"""LoRA adapters in the format of peft, merged into copies of the matrices that they change.
 
 W + scale · B A (arXiv 2106.09685, §4.1), scale = lora_alpha / r, or / √r where the folder says so (rank-
 stabilised, arXiv 2312.03732). An adapter that is more than that is refused by name.

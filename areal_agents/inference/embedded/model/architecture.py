@@ -1,4 +1,4 @@
-"""What a Hugging Face config.json says about a decoder, reduced to what the forward pass needs.
+"""The architecture of a decoder, read from a Hugging Face config.json: what the forward pass needs.
 
 A model that passes here is computed exactly; everything else is refused by name, never approximated.
 """

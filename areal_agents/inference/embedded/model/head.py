@@ -1,4 +1,4 @@
-"""Logits of 16-bit hidden states and matrices, in float32.
+"""Computes logits in float32 from 16-bit hidden states and matrices.
 
 A product of bfloat16 matrices rounds its result to bfloat16 as well: a logit of 20 is then off by up to
 1/16, and so is the logprob. The engine and the trainer both compute logits here.

@@ -1,4 +1,4 @@
-"""The forward pass of a decoder for a CPU in float32, as machine code compiled by numba.
+"""The forward pass of a decoder on a CPU in float32, compiled to machine code by numba.
 
 One call runs every layer for a batch of rows; a row is one token of one slot, prompt or decode alike.
 Small models are bound by the launch of operators, not by arithmetic, so everything is one call.

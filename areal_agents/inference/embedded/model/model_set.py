@@ -1,4 +1,4 @@
-"""The models that one runner computes with in turn: the base, and each adapter merged into a copy of it.
+"""The models that one runner alternates between: the base model, and a merged copy for each adapter.
 
 They share slots and steps, and nothing else. A model's number is never used for another.
 """

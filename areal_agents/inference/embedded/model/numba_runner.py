@@ -1,4 +1,4 @@
-"""The runner for a CPU in float32: `kernels.forward` over segments shared out to threads.
+"""The runner for float32 on a CPU: runs `kernels.forward` over segments on several threads.
 
 Threads split the batch by sequence, never a sequence: each runs all layers for its own slots, so nothing has
 to wait in between and results do not depend on the number of threads.

@@ -1,4 +1,4 @@
-"""Matrix products for the CPU kernels, as vector code whose sums are taken in one fixed order.
+"""Matrix products for the CPU kernels: vector code that sums in one fixed order.
 
 An element of the result is one chain of fused multiply-adds over k, whatever rows share the call: a row's
 result does not depend on the others. Compilers do not keep a block of sums in registers by themselves, which

@@ -1,4 +1,4 @@
-"""What computes: rows of tokens in, logits out, keys and values kept per slot in between."""
+"""The interface of a runner: takes rows of tokens, returns logits, and keeps keys and values per slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine serves and how it changes: the base weights, the adapters on them, and updates of either.
+"""The models that the engine serves and how they change: base weights, adapters, and updates of both.
 
 Weights are read, assembled and merged beside generation; the engine's thread only swaps. A change is whole or
 not at all: whatever fails before the swap leaves the old weights served. One swap is made at a time.

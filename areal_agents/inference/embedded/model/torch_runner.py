@@ -1,4 +1,4 @@
-"""The runner for every device and type that torch knows, and the reference for the numba kernel."""
+"""The runner for all devices and types that torch supports; the reference for the numba kernel."""
 
 from __future__ import annotations
 

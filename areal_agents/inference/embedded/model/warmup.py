@@ -1,4 +1,4 @@
-"""One forward pass of every shape class before the port answers, so that compiling never hits a request."""
+"""Runs one forward pass of each class of shapes before the port opens, so that no request waits to compile."""
 
 from __future__ import annotations
 

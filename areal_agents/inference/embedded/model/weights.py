@@ -1,4 +1,4 @@
-"""A decoder's weights, read from safetensors and checked against its architecture before anything uses them.
+"""Reads the weights of a decoder from safetensors and checks them against its architecture.
 
 Invariant: `Weights` is complete and every tensor has the shape that the architecture gives it.
 """

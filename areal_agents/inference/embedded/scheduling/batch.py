@@ -1,4 +1,4 @@
-"""The sampling state of every slot as arrays, so that a step costs a few array operations."""
+"""The sampling state of all slots as arrays, so that a step takes only a few array operations."""
 
 from __future__ import annotations
 

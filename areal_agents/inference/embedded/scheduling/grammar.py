@@ -1,4 +1,4 @@
-"""Constrained decoding: which tokens an output may go on with, told by xgrammar.
+"""Constrained decoding: the tokens that may follow an output, computed by xgrammar.
 
 A grammar is compiled once, beside generation; each request has a matcher of its own, which lives as long as
 the request does, across pauses and retractions.

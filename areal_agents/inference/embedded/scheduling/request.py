@@ -1,4 +1,4 @@
-"""One generation as the scheduler sees it, from submission to its last token."""
+"""A generation as the scheduler sees it, from submission to its last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drawing tokens: one uniform number per token, by inversion of the (truncated) distribution.
+"""Samples tokens: one uniform number per token, by inversion of the (truncated) distribution.
 
 The number is a hash of (the request's seed, the token's position), so that a seeded request samples the same
 tokens whatever shares its batch, before and after a pause, and in one piece or in several: what was sampled

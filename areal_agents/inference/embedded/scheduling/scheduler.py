@@ -1,4 +1,4 @@
-"""Continuous batching: which rows each step computes, and what becomes of the tokens it samples.
+"""Continuous batching: chooses the rows that each step computes, and applies the tokens that it samples.
 
 A step takes the next token of every decoding slot and as many prompt tokens as the budget allows, runs them
 in one forward pass, and samples for the slots whose last token was among them. Prompt and decode are the same

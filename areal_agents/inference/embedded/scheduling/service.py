@@ -1,4 +1,4 @@
-"""Between the event loop and the engine's thread: futures for finished requests.
+"""Connects the event loop with the engine's thread: futures for finished requests.
 
 Invariant: a rid is in `_active` exactly while its request is with the scheduler, so no rid runs twice.
 """

@@ -1,4 +1,4 @@
-"""Which tokens each slot's keys and values stand for, and which slot a new request should take.
+"""The tokens whose keys and values each slot holds, and the choice of a slot for a new request.
 
 Invariant: positions 0..valid[s] of slot s hold keys and values of tokens[s, :valid[s]] under the current
 weights of model[s] (an adapter's or the base's), unless `mixed[s]` (it went on over a swap in place). A

@@ -1,4 +1,4 @@
-"""Ids to text: what a completion reads, and where a stop string ends it."""
+"""Token ids to text: the text of a completion, and the position at which a stop string ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's own thread, and the only way to reach it.
+"""The scheduler's own thread. The scheduler is reached only through it.
 
 Callers hand over functions that run between two steps; finished requests come back in batches through
 `deliver`, one call per step however many have finished.

@@ -1,4 +1,4 @@
-"""Hashes of the weights in use, under SGLang's names for its fused parameters, as its server answers them."""
+"""Hashes of the weights in use, under the names of SGLang's fused parameters, as its server returns them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that arrive in pieces over requests and broadcasts: all of them are used, or none.
+"""Weights that arrive in pieces, by requests or broadcasts. Either all of them are used, or none.
 
 Invariant: what IncomingWeights holds are weights of the model in their shapes, each at most once.
 """

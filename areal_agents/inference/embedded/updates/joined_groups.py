@@ -1,4 +1,4 @@
-"""The process groups that this engine has joined, and what it receives in them.
+"""The process groups that this engine has joined, and what it receives through them.
 
 What waits for another process waits in a daemon thread, with a time limit: it holds up neither the event loop
 nor generation nor the end of this process.

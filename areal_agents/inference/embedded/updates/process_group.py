@@ -1,4 +1,4 @@
-"""The process group through which a trainer broadcasts weights: what both of its ends do to join and leave.
+"""Joins and leaves the process group through which a trainer broadcasts weights, for both of its ends.
 
 The steps are those of SGLang's server, because members meet under the keys that these steps write.
 """

@@ -1,4 +1,4 @@
-"""Updates that come as tensors or broadcasts: pieces from begin to end, and there one swap of all of them."""
+"""Updates by tensors or broadcasts: pieces are collected from begin to end, then swapped in at once."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs in the environment that has SGLang: scripts of their own, which nothing here imports."""
+"""Scripts that run in the environment that has SGLang. Nothing of this package imports them."""

@@ -1,4 +1,4 @@
-"""Prints what an environment has to serve SGLang with, as one JSON object; run by its own Python.
+"""Prints, as one JSON object, what an environment has for serving SGLang. Run by its own Python.
 
 {"sglang": version or null, "gpus": those that its torch sees, "error": why it is not usable, or null}
 """

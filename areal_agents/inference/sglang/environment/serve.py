@@ -1,4 +1,4 @@
-"""Starts an SGLang server: a script for the Python that has SGLang, which imports nothing of this package.
+"""Starts an SGLang server. Run by the Python that has SGLang; imports nothing of this package.
 
     SGLANG_PYTHON areal_agents/inference/sglang/environment/serve.py --model-path DIR --port 30000
 

@@ -1,4 +1,4 @@
-"""The chat-completions dialect: OpenAI's raw request to a canonical one, recorded turns to its answer."""
+"""The chat-completions dialect: reads OpenAI's requests and writes its answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The legacy text completion: a prompt that is tokens or text already, with no chat template around it."""
+"""The dialect of legacy text completions: prompts are token ids or strings, without a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recorded turn as Anthropic's Message, whole or as events.
+"""Writes a recorded turn as Anthropic's Message, whole or as events.
 
 The events, accumulated, give the message that is answered when nothing is streamed: thinking with the
 turn's handle as its signature, text, tool calls. Only a text that follows a call stays where it came.

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: a raw body to the canonical request, a recorded turn to their Message.
+"""The dialect of Anthropic's Messages API: reads its requests and writes its Messages.
 
 The id of a turn goes out as the message's id, as the signature of its thinking and in the ids of its tool
 calls; whichever of them the client keeps finds the recorded tokens again. Thinking is what the served

@@ -1,4 +1,4 @@
-"""A body of the Messages API as the canonical request.
+"""Reads a body of the Messages API as a canonical request.
 
 One assistant message comes out per reply that was recorded: its blocks joined, its thinking as reasoning,
 and the turn that its signature names. Marks that clients move about (cache_control) are not read.

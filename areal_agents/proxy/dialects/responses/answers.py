@@ -1,4 +1,4 @@
-"""The Response object and its output items, as `openai.types.responses` has them.
+"""Writes the Response object and its output items, as `openai.types.responses` defines them.
 
 They are plain dicts, since the object repeats whatever the request holds. Every id comes from the turn's
 own id, so a reply is the same object whether streamed or not, and nothing is kept to find it again.

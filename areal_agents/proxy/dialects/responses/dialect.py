@@ -1,4 +1,4 @@
-"""The Responses API: items in, items out, and earlier responses named by their ids.
+"""The dialect of the Responses API: items in, items out, and earlier responses referred to by their ids.
 
 Earlier responses are found in the episode's own turns, so they last as long as the episode, `store` or not.
 """

@@ -1,4 +1,4 @@
-"""The event stream of the Responses API: every item is added, filled, done, one after the other.
+"""The event stream of the Responses API: each item is added, filled and finished in turn.
 
 What the stream has sent, put together, is the Response object that it ends with.
 """

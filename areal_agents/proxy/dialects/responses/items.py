@@ -1,4 +1,4 @@
-"""Input items of the Responses API to messages, and the ids by which items name their turn.
+"""Converts input items of the Responses API to messages, and finds the turn that an item id names.
 
 The reply of one turn is several items (reasoning, text, calls), and comes back as one assistant message.
 Items that name different turns are never one message; items that name none are one message as long as

@@ -1,4 +1,4 @@
-"""Tools of the Responses API onto chat function tools and back.
+"""Converts tools of the Responses API to chat function tools and back.
 
 A custom tool takes free text: it is offered to the model as a function with the one text argument
 `input`, and its calls go back to the client as the text alone. Tools that the server itself would have
