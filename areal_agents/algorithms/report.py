@@ -65,7 +65,8 @@ class BatchReport:
 def batch_report(
     groups: Sequence[RolloutGroup], equal_groups: Collection[str], config: AlgorithmConfig
 ) -> BatchReport:
-    """The report on a batch, in which the groups `equal_groups` are equal."""
+    """The report on `groups`; `equal_groups` are the ids of the equal groups of their whole batch."""
+    equal_here = tuple(group.id for group in groups if group.id in equal_groups)
     episodes = [rollout.episode for group in groups for rollout in group.rollouts]
     turns = [turn for episode in episodes for turn in episode.turns]
     scores = [[rollout.episode.score for rollout in group.rollouts] for group in groups]
@@ -80,7 +81,7 @@ def batch_report(
         solved_all=sum(e and p for e, p in zip(equal, positive, strict=True)),
         solved_some=len(groups) - sum(equal),
         solved_none=sum(e and not p for e, p in zip(equal, positive, strict=True)),
-        dropped_groups=len(equal_groups) if left_out else 0,
+        dropped_groups=len(equal_here) if left_out else 0,
         sampled_tokens=sum(lengths),
         untrained_tokens=sum(lengths) - trained,
         routed_tokens=sum(_routed(turn) for turn in turns),
@@ -92,7 +93,7 @@ def batch_report(
         rewards_by_name=_by_name(episodes),
         episode_tokens=lengths,
         overlong=sum(_is_overlong(length, config) for length in lengths),
-        equal_groups=tuple(group.id for group in groups if group.id in equal_groups),
+        equal_groups=equal_here,
     )
 
 

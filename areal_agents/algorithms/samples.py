@@ -1,12 +1,13 @@
 """Builds training data from complete groups: one sample per trajectory, every sampled token owned once.
 
-A batch is built as a whole or not at all: a group that cannot be trained on raises an error that names it.
+A group is prepared on its own: it is checked, its rewards are shaped, and its samples are built. Advantages
+are computed when a batch is assembled, because they can depend on all of its groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -53,10 +54,60 @@ class TrainingData:
     demonstrations: Mapping[str, TokenIds] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedGroup:
+    """A checked group with all that does not depend on the other groups of its batch.
+
+    Attributes:
+        group: the group as it was recorded.
+        rewards: the shaped rewards of each episode by its id.
+        scores: [G] the shaped scores of the episodes.
+    """
+
+    group: RolloutGroup
+    rewards: Mapping[str, EpisodeRewards]
+    scores: Floats
+    _samples: dict[str, list[TrainingSample]] = field(default_factory=dict)
+
+    def samples(self, episode: RecordedEpisode, config: AlgorithmConfig) -> list[TrainingSample]:
+        """The samples of an episode with advantages 0. They are built at the first call and kept."""
+        if episode.id not in self._samples:
+            none = np.zeros(len(episode.turns))
+            self._samples[episode.id] = episode_samples(episode, none, group_id=self.group.id, config=config)
+        return self._samples[episode.id]
+
+
+def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup:
+    """Check a group and shape its rewards.
+
+    Raises:
+        TrainingError: an episode that occurs twice, a reward that is not finite or that the estimator cannot
+            use (`maxrl`, `gdpo`), a completion whose arrays differ in length, a group of one with
+            `leave_one_out`; the message names it.
+    """
+    _check(group, config)
+    rewards = {
+        rollout.episode.id: episode_rewards(
+            rollout.episode, group_id=group.id, shaping=config.rewards, anchor=config.turn_anchor
+        )
+        for rollout in group.rollouts
+    }
+    scores = np.array([rewards[rollout.episode.id].score for rollout in group.rollouts])
+    _turn_advantages([group], rewards, {group.id: scores}, config)  # raises if the estimator cannot use them
+    return PreparedGroup(group, rewards, scores)
+
+
 def build_training_data(
     groups: Sequence[RolloutGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
 ) -> TrainingData:
-    """Build the training samples of a batch of groups, and the data that their advantages are computed from.
+    """The training data of a batch of groups: `assemble_batch` after `prepare_group`, with their errors."""
+    return assemble_batch([prepare_group(group, config) for group in groups], config, replayed=replayed)
+
+
+def assemble_batch(
+    prepared: Sequence[PreparedGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
+) -> TrainingData:
+    """Compute the advantages of a batch of groups, and give them to the samples of the groups.
 
     A trajectory without a trained token yields no sample. Groups with equal scores are left out if
     `config.drop_equal_groups`; the statistics of the batch include them.
@@ -67,24 +118,14 @@ def build_training_data(
 
     Raises:
         ValueError: no groups.
-        TrainingError: a group or episode that occurs twice, a reward that is not finite, a completion
-            whose arrays differ in length, a group of one with `leave_one_out`, or a reward that the estimator
-            cannot use (`maxrl`, `gdpo`); the message names it.
+        TrainingError: a group or episode that occurs twice; the message names it.
     """
-    if not groups:
+    if not prepared:
         raise ValueError("a batch needs at least one group")
-    _check(groups, config)
-    rewards = {
-        rollout.episode.id: episode_rewards(
-            rollout.episode, group_id=group.id, shaping=config.rewards, anchor=config.turn_anchor
-        )
-        for group in groups
-        for rollout in group.rollouts
-    }
-    group_scores = {
-        group.id: np.array([rewards[rollout.episode.id].score for rollout in group.rollouts])
-        for group in groups
-    }
+    groups = [known.group for known in prepared]
+    _refuse_repeats(groups)
+    rewards = {episode_id: shaped for known in prepared for episode_id, shaped in known.rewards.items()}
+    group_scores = {known.group.id: known.scores for known in prepared}
     advantages, pairs = _turn_advantages(groups, rewards, group_scores, config)
     equal = frozenset(
         group.id for group in groups if _is_equal(group, group_scores[group.id], advantages, config)
@@ -96,17 +137,21 @@ def build_training_data(
         demonstrations = best_of_each_group(groups, group_scores)
         advantages = {episode_id: advantages[episode_id] for episode_id in demonstrations}
     samples = [
-        sample
-        for group in groups
-        if config.is_supervised or not (config.drop_equal_groups and group.id in equal)
-        for rollout in group.rollouts
+        _with_advantages(sample, advantages[rollout.episode.id])
+        for known in prepared
+        if config.is_supervised or not (config.drop_equal_groups and known.group.id in equal)
+        for rollout in known.group.rollouts
         if rollout.episode.id in advantages
-        for sample in episode_samples(
-            rollout.episode, advantages[rollout.episode.id], group_id=group.id, config=config
-        )
+        for sample in known.samples(rollout.episode, config)
     ]
     report = batch_report([group for group in groups if group.id not in replayed], equal, config)
     return TrainingData(tuple(samples), rewards, group_scores, pairs, report, demonstrations)
+
+
+def _with_advantages(sample: TrainingSample, advantages: Floats) -> TrainingSample:
+    """The sample with the advantages [T] of its episode's turns at its trained tokens."""
+    by_token = np.where(sample.loss_mask, advantages[sample.turn_index], 0.0)
+    return replace(sample, advantages=by_token.astype(np.float32))
 
 
 def _is_equal(
@@ -258,22 +303,27 @@ def _sample(
     )
 
 
-def _check(groups: Sequence[RolloutGroup], config: AlgorithmConfig) -> None:
-    seen: set[tuple[str, str]] = set()
+def _check(group: RolloutGroup, config: AlgorithmConfig) -> None:
     leaves_out = isinstance(config.estimator, GroupEstimator) and config.estimator.leave_one_out
+    if leaves_out and len(group.rollouts) < 2:
+        raise TrainingError(
+            f"group {group.id} has one episode, and leave_one_out needs another to compare it with; "
+            "raise rollout.group_size"
+        )
+    _refuse_repeats([group])
+    for rollout in group.rollouts:
+        _check_episode(rollout.episode, group.id)
+
+
+def _refuse_repeats(groups: Sequence[RolloutGroup]) -> None:
+    """TrainingError if a group or an episode occurs twice."""
+    seen: set[tuple[str, str]] = set()
     for group in groups:
         ids = [("group", group.id), *(("episode", rollout.episode.id) for rollout in group.rollouts)]
         for kind, known in ids:
             if (kind, known) in seen:
                 raise TrainingError(f"group {group.id}: {kind} {known} is in the batch twice")
             seen.add((kind, known))
-        if leaves_out and len(group.rollouts) < 2:
-            raise TrainingError(
-                f"group {group.id} has one episode, and leave_one_out needs another to compare it with; "
-                "raise rollout.group_size"
-            )
-        for rollout in group.rollouts:
-            _check_episode(rollout.episode, group.id)
 
 
 def _check_episode(episode: RecordedEpisode, group_id: str) -> None:

@@ -160,6 +160,16 @@ def _load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutG
     return out
 
 
+def groups_ended_at(connection: sa.Connection, ids: Sequence[str]) -> dict[str, float | None]:
+    """By group id, when the last of its episodes ended; None if none has."""
+    query = sa.select(episodes.c.group_id, sa.func.max(episodes.c.ended_at)).group_by(episodes.c.group_id)
+    return {
+        group_id: ended_at
+        for chunk in chunks(ids)
+        for group_id, ended_at in connection.execute(query.where(episodes.c.group_id.in_(chunk)))
+    }
+
+
 def open_groups(connection: sa.Connection) -> list[OpenGroup]:
     """The pending groups with every attempt at each place, oldest group first."""
     pending = connection.execute(

@@ -32,7 +32,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.store import Store
 from areal_agents.training import run as trainer
-from areal_agents.training.batches.checks import SampleLimits, vet
+from areal_agents.training.batches.checks import Refused, SampleLimits, refused_samples
 from areal_agents.training.batches.recorded import RecordedGroups
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
@@ -292,14 +292,19 @@ def test_a_teacher_that_cannot_be_met_ends_the_run_before_its_first_batch(
         meet(engine_url + "/elsewhere", VOCAB)
 
 
+def refusal(group: RolloutGroup, algorithm: AlgorithmConfig, limits: SampleLimits) -> Refused | None:
+    data = build_training_data([group], algorithm)
+    return refused_samples(data, algorithm, limits=limits, version=None).get(group.id)
+
+
 def test_a_group_that_is_longer_than_the_teachers_context_is_refused() -> None:
     algorithm = AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=7)
     for one in at_one(groups()):
         data = build_training_data([one], algorithm)
         longest = max(int(np.flatnonzero(sample.scored_mask)[-1]) + 1 for sample in data.samples)
         fits, short = (SampleLimits(512, VOCAB, teacher_tokens=n) for n in (longest, longest - 1))
-        assert vet(one, algorithm, limits=fits, version=None, refill=False) is None
-        refused = vet(one, algorithm, limits=short, version=None, refill=False)
+        assert refusal(one, algorithm, fits) is None
+        refused = refusal(one, algorithm, short)
         assert refused is not None
         assert (
             f"{longest} tokens is longer than the {longest - 1} that the teacher's engine" in refused.reason
@@ -309,15 +314,12 @@ def test_a_group_that_is_longer_than_the_teachers_context_is_refused() -> None:
 def test_a_group_that_an_engine_cannot_score_is_refused_before_it_is_in_a_batch() -> None:
     engine = AlgorithmConfig(preset="distillation", teacher="engine", distill_top_k=7)
     for algorithm, refused in ((engine, True), (AlgorithmConfig(preset="distillation"), False)):
-        verdicts = [
-            vet(one, algorithm, limits=SampleLimits(512, VOCAB), version=None, refill=False)
-            for one in groups()
-        ]
+        verdicts = [refusal(one, algorithm, SampleLimits(512, VOCAB)) for one in groups()]
         assert [v is not None and "a teacher's engine scores at 1" in v.reason for v in verdicts] == [
             refused for _ in verdicts
         ]
     for one in at_one(groups()):
-        assert vet(one, engine, limits=SampleLimits(512, VOCAB), version=None, refill=False) is None
+        assert refusal(one, engine, SampleLimits(512, VOCAB)) is None
 
 
 def run_with_teacher(

@@ -1,4 +1,4 @@
-"""Chooses the next training group, and whether it may begin: the gate, the steps left, the end of the data."""
+"""Chooses the next training group, and whether it may begin: gate, steps left, end of the data."""
 
 from __future__ import annotations
 

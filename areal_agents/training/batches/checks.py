@@ -1,19 +1,22 @@
-"""Decides whether a group can be trained on, for each group separately, before it joins a batch."""
+"""Checks whether groups can be trained on, and names what is wrong with each that cannot."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.samples import build_training_data
+from areal_agents.algorithms.samples import PreparedGroup, TrainingData, prepare_group
 from areal_agents.core.rollout import RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import StoreError, TrainingError
 from areal_agents.inference.expert_routing import ExpertLayout
 from areal_agents.store import Store
+
+_UNREADABLE = (ValueError, KeyError, TypeError, StoreError)  # raised for rows that hold no episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,44 +45,55 @@ class Refused:
     reason: str
 
 
-def load_group(store: Store, group_id: str) -> RolloutGroup | Refused:
-    """The group, or a refusal if the rows of the store do not make a group."""
+def read_groups(store: Store, group_ids: Sequence[str]) -> list[RolloutGroup | Refused]:
+    """The groups in the order of `group_ids`, each refused if the rows of the store do not make a group."""
     try:
-        return store.load_group(group_id)
-    except (ValueError, KeyError, TypeError, StoreError) as error:  # rows that hold no episode
+        return [*store.load_groups(group_ids)]
+    except _UNREADABLE:
+        return [_read_group(store, group_id) for group_id in group_ids]
+
+
+def _read_group(store: Store, group_id: str) -> RolloutGroup | Refused:
+    try:
+        return store.load_groups([group_id])[0]
+    except _UNREADABLE as error:
         return Refused("bad", f"it cannot be read: {error}")
 
 
-def vet(
-    group: RolloutGroup,
-    algorithm: AlgorithmConfig,
-    *,
-    limits: SampleLimits,
-    version: int | None,
-    refill: bool,
-) -> Refused | None:
-    """The reason why a group cannot be trained on, None if it can.
+def prepare(group: RolloutGroup, algorithm: AlgorithmConfig) -> PreparedGroup | Refused:
+    """The prepared group, or a refusal if its rewards or completions are invalid."""
+    try:
+        return prepare_group(group, algorithm)
+    except (ValueError, TrainingError) as error:
+        return Refused("bad", str(error))
+
+
+def refused_samples(
+    data: TrainingData, algorithm: AlgorithmConfig, *, limits: SampleLimits, version: int | None
+) -> dict[str, Refused]:
+    """By group id, why groups cannot be trained on because of one of their samples.
 
     Args:
         version: the trainer's version; no token may have a later one. None for recorded groups, whose
             versions belong to another run.
-        refill: whether an equal group is refused if the algorithm has `refill_equal_groups`.
     """
-    try:
-        data = build_training_data([group], algorithm)
-    except (ValueError, TrainingError) as error:
-        return Refused("bad", str(error))
+    refused: dict[str, Refused] = {}
     for sample in data.samples:
+        if sample.group_id in refused:
+            continue
         before = len(data.demonstrations.get(sample.episode_id, ()))
         fault = _fault(sample, limits, version, demonstration=before)
         if fault is None and algorithm.teacher == "engine":
             fault = _fault_for_engine(sample, limits.teacher_tokens)
         if fault:
-            return Refused("bad", f"episode {sample.episode_id}: {fault}")
-    if refill and algorithm.refill_equal_groups and group.id in data.report.equal_groups:
-        same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
-        return Refused("equal", f"all its {same}")
-    return None
+            refused[sample.group_id] = Refused("bad", f"episode {sample.episode_id}: {fault}")
+    return refused
+
+
+def equal_refusal(algorithm: AlgorithmConfig) -> Refused:
+    """Why an equal group is not trained on."""
+    same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
+    return Refused("equal", f"all its {same}")
 
 
 def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None:

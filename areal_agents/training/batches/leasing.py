@@ -1,8 +1,9 @@
 """Builds the batch of a step: the first rank leases groups from the store and sends them to all ranks.
 
-A group that cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a
-micro-batch) is dropped with its reason, and another takes its place; the other groups are not affected. The
-places of dropped groups are free again at once, since the gate counts rows.
+Groups are leased, prepared, and assembled to a batch, in which their samples are checked. A group that
+cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a micro-batch) is
+dropped with its reason, and another one is leased for it; the other groups are not affected. The gate counts
+rows, so the places of dropped groups are free at once.
 """
 
 from __future__ import annotations
@@ -10,19 +11,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.ordering import ordered_groups
 from areal_agents.algorithms.replay import RecentReplay
-from areal_agents.algorithms.samples import BatchReport, TrainingData, build_training_data
+from areal_agents.algorithms.samples import BatchReport, PreparedGroup, TrainingData, assemble_batch
 from areal_agents.algorithms.staleness import StalenessReport, mask_stale
-from areal_agents.core.rollout import OnStale, RolloutGroup
+from areal_agents.core.rollout import OnStale
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Refused, SampleLimits, load_group, vet
+from areal_agents.training.batches.checks import (
+    Refused,
+    SampleLimits,
+    equal_refusal,
+    prepare,
+    read_groups,
+    refused_samples,
+)
 from areal_agents.training.batches.staleness import Bound, Lineage
 
 log = logging.getLogger(__name__)
@@ -95,10 +103,17 @@ class Dropped:
         self.stale = self.equal = 0
         self.bad: dict[str, str] = {}
 
-    @property
-    def may_refill(self) -> bool:
-        """Whether another equal group may be replaced: a task that is solved must not stop training."""
-        return self.equal < _REFILLS * self._groups
+    def drop(self, store: Store, group_id: str, refused: Refused) -> bool:
+        """Drop a leased group in the store. False, and it stays, if no more equal groups may be replaced.
+
+        Solved tasks must not stop training, so the number of equal groups that are replaced is limited.
+        Raises the error of `note`.
+        """
+        if refused.kind == "equal" and self.equal >= _REFILLS * self._groups:
+            return False
+        store.drop_group(group_id, refused.reason, step=self._step)
+        self.note(group_id, refused)
+        return True
 
     def note(self, group_id: str, refused: Refused) -> None:
         """Count and log a dropped group.
@@ -156,88 +171,122 @@ def next_batch(
             be trained on.
     """
     started = time.monotonic()
-    taken: list[RolloutGroup] = []
-    reused: dict[tuple[str, int], RolloutGroup] = {}
     dropped = Dropped(step=step, groups=groups)
     lineage = Lineage.of(store, version)
     bound = Bound(version, max_staleness, on_stale, groups, lineage)
-
-    def judge(group_id: str) -> RolloutGroup | Refused:
-        recorded = load_group(store, group_id)
-        if isinstance(recorded, Refused):
-            return recorded
-        group = lineage.of_group(recorded)
-        refused = bound.refuses(group, algorithm) or vet(
-            group, algorithm, limits=limits, version=version, refill=dropped.may_refill
-        )
-        if refused is None:
-            bound.note_taken(group, algorithm)
-        return refused or group
-
-    while len(taken) < groups:
-        count = groups - len(taken)
-        ids = _lease(store, count, step=step, bound=bound, timeout_s=timeout_s, stop=stop)
-        if ids is None:
-            return None
-        for group_id in ids:
-            group = judge(group_id)
-            if isinstance(group, Refused):
-                store.drop_group(group_id, group.reason, step=step)
-                dropped.note(group_id, group)
-            else:
-                taken.append(group)
-    if isinstance(algorithm.replay, RecentReplay):
-        oldest = lineage.oldest_within(version, max_staleness)
-        while len(reused) < algorithm.replay.replay_groups:
-            leased = store.lease_replays(
-                algorithm.replay.replay_groups - len(reused),
-                step=step,
-                min_version=oldest,
-                max_uses=algorithm.replay.replay_uses,
-            )
-            if not leased:
-                break
-            for group_id, use in leased:
-                group = _judge_again(store, group_id, algorithm, lineage, limits=limits, version=version)
+    taken: list[PreparedGroup] = []
+    while True:
+        while len(taken) < groups:
+            ids = _lease(store, groups - len(taken), step=step, bound=bound, timeout_s=timeout_s, stop=stop)
+            if ids is None:
+                return None
+            for group_id, group in zip(ids, _prepare(store, ids, algorithm, lineage, bound), strict=True):
                 if isinstance(group, Refused):
-                    store.drop_group(group_id, group.reason, step=step, use=use)
+                    dropped.drop(store, group_id, group)
                 else:
-                    reused[group_id, use] = group
+                    taken.append(group)
+        data = assemble_batch(_ordered(taken), algorithm)
+        refused = refused_samples(data, algorithm, limits=limits, version=version)
+        if algorithm.refill_equal_groups:
+            refused |= dict.fromkeys(
+                [i for i in data.report.equal_groups if i not in refused], equal_refusal(algorithm)
+            )
+        replaced = {
+            known.group.id
+            for known in taken
+            if known.group.id in refused and dropped.drop(store, known.group.id, refused[known.group.id])
+        }
+        if not replaced:
+            break
+        taken = [known for known in taken if known.group.id not in replaced]
+    for known in taken:
+        bound.note_taken(known.group, algorithm)
+    reused: dict[tuple[str, int], PreparedGroup] = {}
+    if isinstance(algorithm.replay, RecentReplay):
+        reused, data = _replays(
+            store, algorithm, algorithm.replay, taken, data,
+            step=step, version=version, lineage=lineage, limits=limits,
+            oldest=lineage.oldest_within(version, max_staleness),
+        )  # fmt: skip
     dropped.log()
     wait_s = time.monotonic() - started
-    data, staleness = _within_bound(
-        ordered_groups([*taken, *reused.values()]),
-        algorithm,
-        version=version,
-        max_staleness=max_staleness,
-        replayed={group_id for group_id, _ in reused},
-    )
-    taken = ordered_groups(taken)
+    fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
     staleness = replace(staleness, share_by_length=bound.share_by_length())
+    ids = [known.group.id for known in _ordered(taken)]
     return Batch(
-        tuple(group.id for group in taken), data, staleness, _queue(store, taken), dropped.stale, wait_s,
+        tuple(ids), keep_samples(data, fresh), staleness, _queue(store, ids), dropped.stale, wait_s,
         equal_groups=dropped.equal, bad_groups=dropped.bad, replayed=tuple(reused),
     )  # fmt: skip
 
 
-def _judge_again(
+def _prepare(
+    store: Store, group_ids: Sequence[str], algorithm: AlgorithmConfig, lineage: Lineage, bound: Bound | None
+) -> Iterator[PreparedGroup | Refused]:
+    """The groups in the order of `group_ids`, each prepared or refused. Without a `bound` none is stale."""
+    for recorded in read_groups(store, group_ids):
+        if isinstance(recorded, Refused):
+            yield recorded
+            continue
+        group = lineage.of_group(recorded)
+        stale = None if bound is None else bound.refuses(group, algorithm)
+        yield stale or prepare(group, algorithm)
+
+
+def _replays(
     store: Store,
-    group_id: str,
     algorithm: AlgorithmConfig,
-    lineage: Lineage,
+    replay: RecentReplay,
+    taken: Sequence[PreparedGroup],
+    data: TrainingData,
     *,
-    limits: SampleLimits,
+    step: int,
     version: int,
-) -> RolloutGroup | Refused:
-    """A group that was trained on before, or why it is not trained on again."""
-    recorded = load_group(store, group_id)
-    if isinstance(recorded, Refused):
-        return recorded
-    group = lineage.of_group(recorded)
-    refused = vet(group, algorithm, limits=limits, version=version, refill=False)
-    if refused is None and not build_training_data([group], algorithm).samples:
-        refused = Refused("equal", "it has nothing to train on")
-    return refused or group
+    lineage: Lineage,
+    limits: SampleLimits,
+    oldest: int,
+) -> tuple[dict[tuple[str, int], PreparedGroup], TrainingData]:
+    """Lease groups that earlier batches were trained on, and add them to a batch.
+
+    Args:
+        taken, data: the other groups of the batch, and their training data.
+        oldest: no token of a replayed group is of an earlier version.
+
+    Returns:
+        The added groups by id and number of their use, and the training data of the whole batch.
+    """
+    reused: dict[tuple[str, int], PreparedGroup] = {}
+    while len(reused) < replay.replay_groups:
+        missing = replay.replay_groups - len(reused)
+        leased = store.lease_replays(missing, step=step, min_version=oldest, max_uses=replay.replay_uses)
+        if not leased:
+            break
+        refused: dict[tuple[str, int], Refused] = {}
+        added = _prepare(store, [group_id for group_id, _ in leased], algorithm, lineage, None)
+        for lease, group in zip(leased, added, strict=True):
+            if isinstance(group, Refused):
+                refused[lease] = group
+            else:
+                reused[lease] = group
+        again = {group_id for group_id, _ in reused}
+        data = assemble_batch(_ordered([*taken, *reused.values()]), algorithm, replayed=again)
+        bad = refused_samples(data, algorithm, limits=limits, version=version)
+        useful = {sample.group_id for sample in data.samples}
+        for lease in [*reused]:
+            if lease[0] in bad or lease[0] not in useful:
+                refused[lease] = bad.get(lease[0], Refused("equal", "it has nothing to train on"))
+                del reused[lease]
+        for (group_id, use), why in refused.items():
+            store.drop_group(group_id, why.reason, step=step, use=use)
+        if refused:
+            again = {group_id for group_id, _ in reused}
+            data = assemble_batch(_ordered([*taken, *reused.values()]), algorithm, replayed=again)
+    return reused, data
+
+
+def _ordered(groups: Iterable[PreparedGroup]) -> list[PreparedGroup]:
+    """The groups in the order of `ordered_groups`."""
+    by_id = {known.group.id: known for known in groups}
+    return [by_id[group.id] for group in ordered_groups(known.group for known in by_id.values())]
 
 
 def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> TrainingData:
@@ -251,22 +300,9 @@ def keep_samples(data: TrainingData, samples: Iterable[TrainingSample]) -> Train
     return replace(data, samples=tuple(s for s in kept if s.episode_id in paired), pairs=pairs)
 
 
-def _within_bound(
-    groups: list[RolloutGroup],
-    algorithm: AlgorithmConfig,
-    *,
-    version: int,
-    max_staleness: int | None,
-    replayed: Collection[str],
-) -> tuple[TrainingData, StalenessReport]:
-    data = build_training_data(groups, algorithm, replayed=replayed)
-    fresh, staleness = mask_stale(data.samples, version=version, max_staleness=max_staleness)
-    return keep_samples(data, fresh), staleness
-
-
-def _queue(store: Store, leased: list[RolloutGroup]) -> QueueReport:
+def _queue(store: Store, group_ids: Sequence[str]) -> QueueReport:
     counts, now = store.group_counts(), time.time()
-    ended = [max(e.ended_at or now for e in store.episodes(group_id=group.id)) for group in leased]
+    ended = [at or now for at in store.groups_ended_at(group_ids).values()]
     return QueueReport(
         groups_complete=counts["complete"],
         groups_pending=counts["pending"],

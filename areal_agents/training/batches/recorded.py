@@ -14,13 +14,20 @@ from pathlib import Path
 import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
-from areal_agents.algorithms.samples import TrainingData, build_training_data
+from areal_agents.algorithms.samples import PreparedGroup, assemble_batch
 from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.core.rollout import Rollout, RolloutGroup
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
-from areal_agents.training.batches.checks import Refused, SampleLimits, load_group, vet
+from areal_agents.training.batches.checks import (
+    Refused,
+    SampleLimits,
+    equal_refusal,
+    prepare,
+    read_groups,
+    refused_samples,
+)
 from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
 
 _SCORED = ("finished", "truncated")
@@ -73,7 +80,7 @@ class RecordedGroups:
         """A group; refused if it cannot be made of what the store holds."""
         name, is_group = unit
         if is_group:
-            return load_group(self.store, name)
+            return read_groups(self.store, [name])[0]
         try:
             episode = self.store.load_episode(name)
         except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
@@ -100,7 +107,7 @@ def next_recorded_batch(
         TrainingError: a whole epoch has nothing to train on, or as in `next_batch`.
     """
     started, first = time.monotonic(), position
-    taken: list[RolloutGroup] = []
+    taken: list[PreparedGroup] = []
     dropped = Dropped(step=step, groups=groups)
     reason = ""
     while len(taken) < groups:
@@ -112,21 +119,20 @@ def next_recorded_batch(
                 f"the last reason: {reason}"
             )
         unit = source.unit_at(position)
-        if unit[0] in {group.id for group in taken}:
+        if unit[0] in {known.group.id for known in taken}:
             break  # fewer groups than a batch: none is twice in one
         position += 1
-        group = source.load(unit)
-        refused = group if isinstance(group, Refused) else _vet(group, algorithm, limits)
-        if refused is not None:
-            dropped.note(unit[0], refused)
-            reason = refused.reason
-        elif isinstance(group, RolloutGroup):
-            taken.append(group)
+        judged = _judge(source.load(unit), algorithm, limits)
+        if isinstance(judged, Refused):
+            dropped.note(unit[0], judged)
+            reason = judged.reason
+        else:
+            taken.append(judged)
     dropped.log()
-    data = build_training_data(taken, algorithm)
+    data = assemble_batch(taken, algorithm)
     data = keep_samples(data, map(_without_version, data.samples))
     return Batch(
-        tuple(group.id for group in taken),
+        tuple(known.group.id for known in taken),
         data,
         StalenessReport(np.empty(0, np.int32), 0, 0),
         QueueReport(len(source.units), 0, 0.0, 0.0, 0),
@@ -138,15 +144,21 @@ def next_recorded_batch(
     )
 
 
-def _vet(group: RolloutGroup, algorithm: AlgorithmConfig, limits: SampleLimits) -> Refused | None:
-    refused = vet(group, algorithm, limits=limits, version=None, refill=True)
-    if refused is None and not _trainable(build_training_data([group], algorithm)):
+def _judge(
+    group: RolloutGroup | Refused, algorithm: AlgorithmConfig, limits: SampleLimits
+) -> PreparedGroup | Refused:
+    """The prepared group, or a refusal if it cannot be trained on or has nothing to train on."""
+    prepared = group if isinstance(group, Refused) else prepare(group, algorithm)
+    if isinstance(prepared, Refused):
+        return prepared
+    data = assemble_batch([prepared], algorithm)
+    if bad := refused_samples(data, algorithm, limits=limits, version=None):
+        return bad[prepared.group.id]
+    if algorithm.refill_equal_groups and data.report.equal_groups:
+        return equal_refusal(algorithm)
+    if not data.samples:
         return Refused("equal", _NOTHING.get(algorithm.policy_loss.kind, _NOTHING_ELSE))
-    return refused
-
-
-def _trainable(data: TrainingData) -> bool:
-    return bool(data.samples)
+    return prepared
 
 
 def _without_version(sample: TrainingSample) -> TrainingSample:

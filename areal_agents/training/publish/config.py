@@ -1,4 +1,4 @@
-"""Settings of the transport of new weights. They import no torch, and refuse combinations that cannot work."""
+"""Settings of the transport of new weights. They import no torch, and refuse what cannot work."""
 
 from __future__ import annotations
 

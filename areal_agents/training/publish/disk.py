@@ -1,4 +1,4 @@
-"""Publishes by disk: engines read the version's folder while they serve, so that the pause is only the swap."""
+"""Publishes by disk: engines read the version's folder while they serve; only the swap is a pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks on demand whether an engine holds the current version's weights, while the trainer may be running."""
+"""Checks on demand whether an engine holds the current version's weights, even while the trainer runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs one forward pass of each class of shapes before the port opens, so that no request waits to compile."""
+"""Runs one forward pass of each class of shapes before the port opens, so that no request has to wait."""
 
 from __future__ import annotations
 
