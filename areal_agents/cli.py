@@ -183,7 +183,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which the agent is ended.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
 ) -> None:
-    """Run one episode of your agent, and say what stands in the way of training it."""
+    """Run one episode of your agent, and report what prevents training it."""
     import orjson
 
     from areal_agents.doctor import examine, read_task, show

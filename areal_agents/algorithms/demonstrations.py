@@ -44,7 +44,7 @@ def best_of_each_group(
 def with_demonstrations(
     samples: Sequence[TrainingSample], demonstrations: Mapping[str, TokenIds]
 ) -> list[TrainingSample]:
-    """The samples as the teacher of self-distillation reads them: each behind its demonstration.
+    """The samples as the teacher of self-distillation reads them: each after its demonstration.
 
     The scored tokens are the same, in the same order; the demonstration's tokens are read only.
     """

@@ -34,7 +34,7 @@ def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, 
     Args:
         model: its fields are plain settings, parts, or unions of parts.
         given: what the user wrote.
-        preset: flat settings; the name of a part stands for its kind.
+        preset: flat settings; the name of a part represents its kind.
 
     Raises:
         ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; the

@@ -61,8 +61,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = config.model_copy(update={"run_dir": str(run_dir)})
     if _records_itself(config):
         raise ConfigError(
-            f"{path}:\n  data.episodes: {config.data.episodes} is this run's own; training on it would go on "
-            "with that run and write to its store; choose another folder with run_dir=..."
+            f"{path}:\n  data.episodes: {config.data.episodes} is this run's own; training on it would "
+            "continue that run and write to its store; choose another folder with run_dir=..."
         )
     return config
 
@@ -228,7 +228,7 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:
-    """A location as a config file has it: without the kinds by which alternative parts are told apart."""
+    """A location as a config file has it: without the kinds that distinguish alternative parts."""
     field = model.model_fields.get(location[0]) if model and location else None
     if field is None:
         return location

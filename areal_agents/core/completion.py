@@ -60,7 +60,7 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How a completion is drawn. `temperature` 0 is greedy; `top_k` 0 means no top-k.
+    """How a completion is sampled. `temperature` 0 is greedy; `top_k` 0 means no top-k.
 
     `top_logprobs` asks for that many best tokens at each position; they are answered, not recorded.
     `routed_experts_from` asks for the experts of the prompt's tokens from that position on, and of what is
@@ -107,7 +107,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
-    """The next tokens of a completion that is being drawn: `token_ids` and `logprobs` are [N], N ≥ 1.
+    """The next tokens of a completion that is being sampled: `token_ids` and `logprobs` are [N], N ≥ 1.
 
     `top_logprobs` is [N] where they were asked for, else empty. `versions` [N] are as in Completion, and
     UNSURE where the engine will tell only at the end; empty if it tells of none before that.
@@ -174,9 +174,9 @@ class Completion:
 
 
 def joined_routing(first: Completion, second: Completion) -> Routing | None:
-    """The routed experts of a completion in two parts, the second drawn after prompt and first part.
+    """The routed experts of a completion in two parts, the second sampled after prompt and first part.
 
-    What the first part was drawn with stands, although the second computed those tokens again; it is
+    What the first part was sampled with stands, although the second computed those tokens again; it is
     unknown where only the second recorded something. `second` must have been asked for the token that
     comes before its own first one.
     """

@@ -33,7 +33,7 @@ class _Followed:
     tools_id: str
     digest: bytes
     last: Turn | None = None  # recognised in them
-    parent: Turn | None = None  # whatever follows goes on from it
+    parent: Turn | None = None  # whatever follows continues from it
     reached: int = 0  # messages up to its reply
     edited: Fork | None = None
 
@@ -102,7 +102,7 @@ class Forest:
             self._by_call[call.id] = turn.id
 
     def continuation(self, messages: Sequence[Message], tools_id: str = "") -> Continuation:
-        """The recorded turn that `messages` goes on from, or the reason why there is none.
+        """The recorded turn that `messages` continues from, or the reason why there is none.
 
         The longest recorded history wins. Among siblings whose replies read the same, the one that the
         client names by its handle or its tool-call ids wins, then the latest. A reply whose calls are the

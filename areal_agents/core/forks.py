@@ -34,7 +34,7 @@ def _changed(path: Trajectory, messages: Sequence[Message], shared: int) -> Fork
     recorded = [message for turn in path.turns for message in (*turn.new_messages, turn.reply)][shared:]
     if recorded and messages[shared:] and recorded[0].role == messages[shared].role:
         return "edited"
-    return "unknown"  # it is gone, and something else stands there
+    return "unknown"  # something else is in its place
 
 
 def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason | None:

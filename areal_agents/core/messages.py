@@ -85,7 +85,7 @@ class Message:
 
 
 def canonical_key(message: Message) -> str:
-    """A text that is equal for two messages that mean the same.
+    """A string that is equal for two messages with the same meaning.
 
     Content is stripped; tool arguments are compared as parsed JSON with sorted keys and integral
     floats as integers; reasoning and ids are left out (see `reasoning_conflicts`, and the forest,

@@ -123,7 +123,7 @@ class _Reader:
             raise _Unenforced(f"{char!r} at {start}, which a JSON string escapes,")
 
     def _escape(self, start: int, *, negated: bool) -> str:
-        """The character that an escape stands for; "" for a character class."""
+        """The character that an escape represents; "" for a character class."""
         char = self._text[self._at : self._at + 1]
         self._at += 1
         if char == "S" or (char == "s" and negated):

@@ -67,12 +67,12 @@ class Turn:
         new_prompt_ids: [P] prompt tokens added since the parent's completion (all, for a root).
         completion: what the policy sampled.
         reply: the completion, parsed, as the client got it.
-        sampling: the parameters it was drawn with.
+        sampling: the parameters it was sampled with.
         tools_id: digest of the tools that were offered.
         label: who called, for example a sub-agent; "" for the main agent.
         session: the session header of the call, "" for none.
         forked_from: set on a root that is not the first conversation of its episode.
-        constrained: drawn under a grammar or with a sampling pin lifted (not trained by default).
+        constrained: sampled under a grammar or with a sampling pin lifted (not trained by default).
         overrides: sampling fields of the request that were replaced by the pinned values.
         has_instructions: the first message is the `instructions` of a Responses call, which a response that
             continues this one does not inherit.
@@ -125,7 +125,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Where a conversation goes on.
+    """Where a conversation continues.
 
     Attributes:
         parent: the recorded turn whose reply it continues, None for a new root.
@@ -186,7 +186,7 @@ class Trajectory:
         last token's never are); None if nothing is known of any turn.
 
         A turn knows them of the tokens that it adds but for the last, and of the token before them.
-        ValueError if the turns were drawn from models of several shapes.
+        ValueError if the turns were sampled from models of several shapes.
         """
         shapes = {r.shape[1:] for turn in self.turns if (r := turn.completion.routed_experts) is not None}
         if not shapes:

@@ -130,7 +130,7 @@ def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
         none_left = not any(is_trained(turn) for turn in seen.turns)
         yield Finding(
             "error" if none_left else "remark",
-            f"{constrained} of {facts.turns} turns were drawn under a grammar (a JSON schema, or a "
+            f"{constrained} of {facts.turns} turns were sampled under a grammar (a JSON schema, or a "
             "tool_choice that forces a call): they are recorded and not trained.",
             "Take tool_choice auto and ask for JSON in the prompt, or set "
             "`algorithm.train_constrained: true`.",

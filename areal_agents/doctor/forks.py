@@ -25,7 +25,7 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
         is_normal=True,
     ),
     "resampled": Explanation(
-        "The same prompt was drawn again.",
+        "The same prompt was sampled again.",
         "Nothing to fix: each draw is a branch of its own.",
         is_normal=True,
     ),
@@ -39,7 +39,7 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
         "Only append to the history; do not sort or move its messages.",
     ),
     "template strips reasoning": Explanation(
-        "The chat template drops earlier reasoning at a new user message, so the tokens cannot go on.",
+        "The chat template drops earlier reasoning at a new user message, so the tokens cannot continue.",
         "Set `proxy.reasoning: keep`, and serve the trained model so as well; or accept one branch "
         "per user message.",
     ),
@@ -48,7 +48,7 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
         "Take a model whose template only appends, or accept a branch for each such call.",
     ),
     "tools changed": Explanation(
-        "The call offers other tools than the call before it, and tools stand at the head of the prompt.",
+        "The call offers other tools than the call before it, and tools are at the beginning of the prompt.",
         "Offer the same tools, in the same order, in every call of a conversation.",
     ),
     "context compacted": Explanation(
@@ -62,7 +62,7 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
 }
 
 _HEAD_CHANGED = Explanation(
-    "The first message changed, so nothing after it could go on: another agent took over, or it holds "
+    "The first message changed, so nothing after it could continue: another agent took over, or it holds "
     "something that changes, such as the time.",
     "Keep the system message as it is within a conversation. A hand-off to another agent needs no fix.",
 )

@@ -59,7 +59,7 @@ class Observed:
         given: the episode that was opened for the agent.
         implicit: those that calls without its key opened.
         records: one per model call.
-        requests: all that reached the proxy but those of the control API.
+        requests: all requests that reached the proxy, except control calls.
         error: why the agent failed, None if it did not.
         overran: whether it was ended at the time limit.
         is_command: whether it is a program of its own.

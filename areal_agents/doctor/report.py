@@ -29,7 +29,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A turn that could not go on from recorded tokens.
+    """A turn that could not continue from recorded tokens.
 
     Attributes:
         turn: its number among the turns, from 1.

@@ -88,7 +88,7 @@ class ScriptedModel:
 
 
 def tools_in(prompt: str) -> list[Tool]:
-    """The tools that a text offers: JSON objects with a name and parameters."""
+    """The tools that a string offers: JSON objects with a name and parameters."""
     found: dict[str, Tool] = {}
     for data in _objects(prompt):
         function = data.get("function", data)
@@ -134,7 +134,7 @@ def _allowed(params: Mapping[str, Any], offered: Sequence[Tool]) -> _Allowed:
     nodes = list(_leaves(json.loads(tag)["format"]))
     texts = "".join(node for node in nodes if isinstance(node, str))
     tools = tuple(tool for tool in offered if json.dumps(tool.name, ensure_ascii=False)[1:-1] in texts)
-    # The name of a tool stands before its arguments, so a schema that comes first is that of an answer.
+    # The name of a tool precedes its arguments, so a schema that comes first is that of an answer.
     before = ""
     for node in nodes:
         if not isinstance(node, str):

@@ -172,7 +172,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # whoever runs it will say so better
+    except (OSError, ValueError, SyntaxError):  # running it will give a better error
         return ast.Module([], [])
 
 

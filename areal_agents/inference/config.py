@@ -207,7 +207,7 @@ class EngineConfig(BaseModel):
         if self.kind == "embedded" and self.urls:
             yield "urls are for kind: sglang; the embedded engine starts its own server"
         if self.router and not self.urls:
-            yield "router stands in front of running servers: name them in urls"
+            yield "a router works in front of running servers: name them in urls"
         if self.urls:
             starts = {
                 "python": bool(self.python),
@@ -218,7 +218,7 @@ class EngineConfig(BaseModel):
                 "colocate: split": self.colocate == "split",
             }
             for name in (name for name, given in starts.items() if given):
-                yield f"{name} is for engines that are started; those of urls run already"
+                yield f"{name} is for engines that the run starts; engines of urls are already running"
 
     def _argument_faults(self) -> Iterator[str]:
         if self.kind == "embedded":

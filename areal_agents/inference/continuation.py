@@ -1,8 +1,8 @@
 """Continues an interrupted completion on exactly the tokens that were already sampled.
 
 Invariant: a token keeps the logprob and the version that it was sampled with, and what the caller has been
-given is never taken back. Where a completion cannot go on in its middle (under a grammar, or under penalties,
-which an engine counts over its own output), it is drawn again from its start; once a piece of it has been
+given is never taken back. Where a completion cannot be continued (under a grammar, or under penalties,
+which an engine counts over its own output), it is sampled again from its start; once a piece of it has been
 given away, that is an error instead.
 """
 
@@ -31,7 +31,7 @@ Decode = Callable[[Sequence[int]], str]  # the text of token ids
 
 
 class StopString(Exception):
-    """A stop string has ended a completion that the engine would go on with: `Draft.stopped` has it."""
+    """A stop string has ended a completion that the engine would continue with: `Draft.stopped` has it."""
 
 
 class OldVersion(EngineError):
@@ -39,19 +39,19 @@ class OldVersion(EngineError):
 
 
 class Draft:
-    """One completion while it is drawn, in however many attempts.
+    """One completion while it is sampled, in however many attempts.
 
     Args:
         input_ids: [P] the prompt.
         sampling: as the caller asked.
         on_tokens: the caller's, None for one that waits for the whole.
         decode: finds stop strings that lie over the seam of two attempts; without it a completion with
-            stop strings cannot go on in its middle.
+            stop strings cannot be continued.
 
     Attributes:
         kept: how many tokens earlier attempts have brought.
         newest: the latest version among them, -1 for none.
-        is_aborted: the caller ended it by `abort`, so that it does not go on.
+        is_aborted: the caller ended it by `abort`, so it is not continued.
         rid: under which the engine knows the running attempt.
     """
 
@@ -86,17 +86,17 @@ class Draft:
 
     @property
     def input_ids(self) -> TokenIds:
-        """[P + kept] what the next attempt goes on from."""
+        """[P + kept] what the next attempt continues from."""
         if self._part is None:
             return self._input_ids
         return as_token_ids(np.concatenate([self._input_ids, self._part.token_ids]))
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the rest is drawn."""
+        """The sampling parameters of the rest."""
         if not self.kept:
             return self._sampling
-        # With the same seed: engines draw a token with the number of its position in the whole sequence.
+        # With the same seed: engines sample a token with the number of its position in the whole sequence.
         return replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - self.kept)
 
     @property
@@ -135,7 +135,7 @@ class Draft:
             self._on_tokens(chunk)
 
     def _take_behind(self, seam: _Seam, chunk: TokenChunk, before: int) -> None:
-        """Take a chunk of a later attempt, `before` tokens behind the seam.
+        """Take a chunk of a later attempt, `before` tokens after the seam.
 
         StopString once a stop string over the seam is whole.
         """
@@ -180,7 +180,7 @@ class Draft:
     def broken_off(self, attempt: Completion | None) -> Completion | None:
         """Keep what an attempt brought that did not end by itself: what it answered, or None if it was lost.
 
-        Returns the completion if nothing is left to draw. EngineUnavailable if it cannot go on; what the
+        Returns the completion if nothing is left to sample. EngineUnavailable if it cannot continue; what the
         caller was given of it then stays unfinished.
         """
         found = self._sure() if attempt is None else attempt
@@ -213,7 +213,7 @@ class Draft:
         if self._handed:
             raise EngineUnavailable(
                 "the engine was lost in the middle of a completion that had been streamed in part, and one "
-                "under a grammar or penalties cannot go on elsewhere"
+                "under a grammar or penalties cannot continue elsewhere"
             )
         self._part, self._seam, self.kept, self.newest = None, None, 0, -1
 

@@ -141,7 +141,7 @@ class WeightGroup:
 class WeightBucket:
     """Weights that travel as one broadcast of `nbytes` uint8.
 
-    The bytes are those of each tensor in turn, row-major and unpadded, in the order given here.
+    The bytes of the tensors follow one another, row-major and unpadded, in the order given here.
 
     Attributes:
         names: Hugging Face names.
@@ -191,7 +191,7 @@ class WeightsChecksum:
 
 
 class Sampler(Protocol):
-    """What draws completions and scores tokens: one engine, or a pool of them. Every method raises
+    """Samples completions and scores tokens: one engine, or a pool of them. Every method raises
     EngineUnavailable when the engine does not answer in time, EngineRejected when it refuses the request, and
     EngineError when its answer cannot be trusted."""
 
@@ -249,7 +249,7 @@ class Sampler(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Release connections. The engine itself goes on."""
+        """Release connections. The engine itself keeps running."""
         ...
 
 

@@ -34,7 +34,7 @@ LOG_TAIL_BYTES = 2000
 
 class ServerProcess:
     """A server in a process of its own, which leads a process group. A context manager; `url` is where it
-    serves. Whoever derives from it starts the process in `start`.
+    serves. A subclass starts the process in `start`.
 
     Args:
         name: what messages call it.

@@ -96,7 +96,7 @@ class Children:
         """Start `python -m areal_agents.launch.processes ARGUMENTS` with its output in `log`.
 
         With more than one rank, torchrun starts that many of it. With `restarts` it is started again when
-        it was killed, or failed after a long life.
+        it was killed, or failed after it had run for long.
         """
         torchrun = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []

@@ -107,7 +107,7 @@ def ready_path(config: Config) -> str:
     """What every engine of a run answers with 200 once it serves.
 
     SGLang's /health samples a token. A running server that a lost trainer left paused answers /model_info
-    alone, and goes on when the trainer that waits for it here publishes.
+    alone, and continues when the trainer that waits for it here publishes.
     """
     return "/model_info" if config.engine.urls else "/health"
 

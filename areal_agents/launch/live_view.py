@@ -61,7 +61,7 @@ class LiveView:
     def warn(self, text: str | None) -> None:
         """Say what holds for now and wants the user's attention; None when it is over."""
         if not self._live and (text is None) != (self._warning is None):
-            said = f"warning: {text}" if text else "the warning is over: the run goes on"
+            said = f"warning: {text}" if text else "the cause of the warning is gone; the run continues"
             self._console.print(f"[{self._elapsed():5.0f} s] {said}", highlight=False, soft_wrap=True)
         self._warning = text
 

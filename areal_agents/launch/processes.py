@@ -111,7 +111,7 @@ def _vocab_size(model: Path) -> int | None:
     """What the model folder's config.json says; None where it says nothing."""
     try:
         tree = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with it
+    except (OSError, ValueError):  # loading the model reports what is wrong with it
         return None
     size = (tree.get("text_config") or tree).get("vocab_size")
     return size if isinstance(size, int) else None

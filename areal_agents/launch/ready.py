@@ -42,7 +42,7 @@ def wait_until_ready(
 def wait_until_any_ready(
     urls: Sequence[str], *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
 ) -> tuple[str, ...]:
-    """Those of `urls` that answer 200, as soon as one does.
+    """The `urls` that answer 200, as soon as one does.
 
     Args:
         urls: what to ask, at least one.

@@ -154,7 +154,7 @@ def _store_file(url: str) -> Path:
     if file is None:
         raise ConfigError(
             f"--fresh cannot set the store {url.partition('://')[0]}://… aside: drop its tables, or give an "
-            "empty database with store.url=..., and start with --fresh again; without it the run goes on"
+            "empty database with store.url=..., and start with --fresh again; without it the run continues"
         )
     return file
 

@@ -1,7 +1,7 @@
 """`areal-agents train`: starts the processes of a run, shows them, and ends them all.
 
 The supervisor holds no state of its own: what happened is in the store and in metrics.jsonl, so
-stopping it at any moment and starting it again goes on from the last checkpoint.
+stopping it at any moment and starting it again continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
         if not ablate_tool and has_ended(config, folder):
             console.print(
-                f"{folder.root} is finished: more trainer.steps go on from its end, --fresh begins anew",
+                f"{folder.root} is finished: raise trainer.steps to continue it, or start again with --fresh",
                 soft_wrap=True,
             )
             return _shown(Summary.read(folder.summary), folder, console)
@@ -157,7 +157,7 @@ def _say_if_resumed(folder: RunFolder, console: Console) -> None:
     metrics.update()
     if metrics.rows:
         step = metrics.rows[-1]["step"]
-        said = f"going on with {folder.root}, which had trained {step} steps; --fresh begins anew"
+        said = f"resuming {folder.root} after step {step}; --fresh starts again"
         console.print(said, soft_wrap=True)
 
 

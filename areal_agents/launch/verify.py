@@ -16,7 +16,7 @@ from areal_agents.training.publish.verifying import verify
 
 
 def run(folder: Path, console: Console) -> bool:
-    """Look at every engine of the run that lives in `folder`, and say what it holds; whether all agree.
+    """Check every engine of the run in `folder` and print what it holds; returns whether all agree.
 
     ConfigError if that is no run, or none that was started.
     """

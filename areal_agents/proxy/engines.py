@@ -91,12 +91,12 @@ def make_pool(
 
 @contextlib.asynccontextmanager
 async def without_trainer(store: Store) -> AsyncIterator[bool]:
-    """Whether no trainer of the store lives; then none begins within, since one that starts waits for it."""
+    """Whether no trainer of the store is running; then none begins within, since one that starts waits."""
     with contextlib.ExitStack() as looking:
         try:
             alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).nobody())
         except OSError as error:
-            log.warning("whether a trainer lives cannot be told: %s", error)
+            log.warning("cannot find out whether a trainer is running: %s", error)
             alone = False
         yield alone
 

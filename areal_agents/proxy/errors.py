@@ -109,7 +109,7 @@ def _of_route(request: Request, error: HTTPException) -> RequestError:
     match error.status_code:
         case 404:
             message = (
-                f"there is no path {path} here; the base_url of an OpenAI client ends with /v1, that of an "
+                f"there is no path {path} here; an OpenAI client needs a base_url with /v1 at its end, an "
                 "Anthropic client does not"
             )
         case 405:

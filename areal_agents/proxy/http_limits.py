@@ -22,7 +22,7 @@ BODY_GRACE_S = 30.0  # after the head, during which a body may be slower than LE
 LEAST_BYTES_PER_S = 16 * 2**10
 UNREAD_S = 120.0  # for which a client may read nothing of a response
 _DISCARDED_BYTES = 64 * 2**20  # read and dropped after a refusal, before the connection is aborted
-_LINGER_S = 5.0  # for which a refused client may go on sending, so that it reads the refusal
+_LINGER_S = 5.0  # for which a refused client may continue sending, so that it reads the refusal
 _LOOK_S = 5.0  # interval between checks of the speed of a body
 _MOST_FRAMING = 9  # bytes received per byte of a body
 

@@ -51,7 +51,7 @@ class Metrics:
         repeated = self._counter("repeated_calls", "Retries answered with an earlier sample.", "dialect")
         passed = self._counter("passed_through_calls", "Calls that an upstream answered.", "model", "status")
         sampled = self._counter("sampled_tokens", "Tokens that the policy sampled, by their use.", "use")
-        forks = self._counter("forks", "Turns whose prompt could not go on from recorded ones.", "reason")
+        forks = self._counter("forks", "Turns whose prompt could not continue from recorded ones.", "reason")
         duration = self._histogram("call_duration_seconds", "To the end of the answer.", _DURATIONS_S)
         first = self._histogram("first_piece_seconds", "To the first piece of a stream.", _FIRST_PIECES_S)
         self._prompt = self._counter("prompt_tokens", "Tokens of whole prompts.")

@@ -71,7 +71,7 @@ def serve(
     Args:
         model: the model folder, for the chat template and, without `engine_urls`, for the weights.
         config: host, port and everything else; port 0 takes a free one.
-        store: path or URL of the store; the episodes in it go on.
+        store: path or URL of the store; its open episodes stay open.
         durability: of the store, and what is kept in it; by default against the death of processes, and all.
         engine_urls: running engines, replicas of one model; without any, an embedded engine is started and
             stopped here.

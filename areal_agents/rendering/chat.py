@@ -100,7 +100,7 @@ class ChatRenderer:
     def from_config(
         cls, tokenizer: Tokenizer, config: Any, *, special_tokens_in_content: SpecialTokensInContent = "text"
     ) -> ChatRenderer:
-        """The format that a config stands for: see `families.make_format`. ConfigError as `from_folder`."""
+        """The format that a config represents: see `families.make_format`. ConfigError as `from_folder`."""
         special_text = None
         if special_tokens_in_content == "text":
             special_text = SpecialText(tokenizer.token_text(i) for i in tokenizer.special_token_ids)
@@ -186,7 +186,7 @@ class ChatRenderer:
 
         A completion that was cut off gets the end of its turn here, as prompt, not as sampled.
         None where this template cannot extend: it would strip or rewrite earlier tokens (reasoning
-        before a new user turn), or the completion goes on after the end of its turn.
+        before a new user turn), or the completion continues after the end of its turn.
 
         Args:
             most_tokens: a limit of the new tokens; more may be refused with PromptTooLong, as by `render`.
@@ -235,7 +235,7 @@ class ChatRenderer:
         parallel: bool = True,
         output: Grammar | None = None,
     ) -> Grammar | None:
-        """What a reply must match, behind the reasoning that the template allows; None for anything.
+        """What a reply must match, after the reasoning that the template allows; None for anything.
 
         Args:
             tools: OpenAI chat function tools.

@@ -80,7 +80,7 @@ def known_families() -> list[str]:
 
 
 def make_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -> ChatFormat:
-    """The chat format that a config of `renderer_config` stands for.
+    """The chat format that a config of `renderer_config` represents.
 
     A template is probed here, some 200 ms. With `marked`, it is given marked content (see `SpecialText`).
 

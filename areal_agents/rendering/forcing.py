@@ -113,7 +113,7 @@ class Forcing:
         )
 
     def _is_content(self, value: Any, lead: str) -> bool:
-        """Whether a reply that is this JSON behind `lead` is read as content."""
+        """Whether a reply that is this JSON after `lead` is read as content."""
         text = json.dumps(value)
         ids = [*self._tokenizer.encode(lead + text), *self._format.get_stop_token_ids()[:1]]
         reply = self._reader.read(self._prompt, ids)
@@ -136,7 +136,7 @@ class Forcing:
 
     @cached_property
     def _lead(self) -> str:
-        """The least reasoning that stands before content."""
+        """The least reasoning that precedes content."""
         if self._thinking is None:
             return ""
         opened, closed = (_last(self._prompt, token) for token in self._thinking)

@@ -14,7 +14,7 @@ import renderers
 from areal_agents.errors import ConfigError
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-_SHORT = 40  # characters of a text that is worth remembering
+_SHORT = 40  # characters of a string that is worth remembering
 
 
 class ChatFormat(Protocol):
@@ -56,9 +56,9 @@ class ChatFormat(Protocol):
 
 
 class ScaffoldTokenizer:
-    """A tokenizer that remembers the ids of short texts: a template writes the same few at every message.
+    """A tokenizer that remembers the ids of short strings: a template writes the same few at every message.
 
-    With `marked`, the texts are of marked content (see `SpecialText`).
+    With `marked`, the strings are of marked content (see `SpecialText`).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, marked: bool = False) -> None:

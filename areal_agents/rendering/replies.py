@@ -47,7 +47,7 @@ class ParsedReply:
 
     @property
     def content(self) -> str:
-        """All content: malformed calls stay visible behind what was said."""
+        """All content: malformed calls stay visible after what was said."""
         return "\n".join(text for text in (self.spoken, *self.broken) if text)
 
     def message(self, minted: Sequence[ToolCall] = ()) -> Message:
@@ -104,7 +104,7 @@ class ReplyReader:
         """The markers that may give earlier tokens another meaning, each as ids.
 
         A marker that reads like any word, after every other marker, is one in name only; so is the end of
-        the turn, behind which nothing is read.
+        the turn, after which nothing is read.
         """
         plain, word = self.markers.plain, self.tokenizer.encode(_WORD)
         named = [ids for ids in self.markers.named if self.stop_token_ids.isdisjoint(ids)]

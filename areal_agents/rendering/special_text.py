@@ -34,7 +34,7 @@ class SpecialText:
     """Marks and counts the special tokens that content spells out. Immutable, so threads may share it."""
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        """`tokens` are the texts of the special tokens. ConfigError if one is a single character."""
+        """`tokens` are the strings of the special tokens. ConfigError if one is a single character."""
         longest_first = sorted(set(tokens), key=lambda token: (-len(token), token))
         if longest_first and len(longest_first[-1]) < 2:
             raise ConfigError(
@@ -53,7 +53,7 @@ class SpecialText:
         self._framed = frozenset(token[1:-1] for token in longest_first)
 
     def count(self, text: str) -> int:
-        """How many special tokens a text spells out."""
+        """The number of special tokens that a string spells out."""
         if not self._may_have_tokens(text):
             return 0
         count = end = 0
@@ -65,7 +65,7 @@ class SpecialText:
         return count
 
     def count_json(self, text: str) -> int:
-        """As `count`, for the strings of a JSON text; a text that is not JSON is counted as a whole."""
+        """As `count`, for the strings of a JSON text; a string that is not JSON is counted as a whole."""
         if not self._may_have_tokens(text) and "\\u" not in text:
             return 0
         try:
@@ -86,12 +86,12 @@ class SpecialText:
     def mark_json(self, text: str) -> str:
         """The same for a JSON value as text, in which the strings are content.
 
-        Read as JSON it is the marked value, and without its marks it is the text. A text that is no JSON is
+        Read as JSON it is the marked value, and without its marks it is the text. A string that is no JSON is
         marked as a whole.
         """
         try:
             json.loads(text)
-        except (ValueError, RecursionError):  # nested too deeply for whoever would read it as JSON
+        except (ValueError, RecursionError):  # nested too deeply for any reader of JSON
             return self.mark(text)
         return self._mark_tokens(_joined(self._marked_literals(text)))
 
@@ -109,13 +109,13 @@ class SpecialText:
         return value
 
     def _mark_tokens(self, text: str) -> str:
-        """A mark behind the first character of every special token in the text."""
+        """A mark after the first character of every special token in the text."""
         if not self._may_have_tokens(text):
             return text
         return _with_marks(text, (start + 1 for start in self._starts(text)))
 
     def _mark_ends(self, text: str) -> str:
-        """Marks where what stands before or behind the text could make it part of a special token.
+        """Marks where what precedes or follows the text could make it part of a special token.
 
         Templates strip content, so its ends are those of what is left then. Of words that stand inside a
         special token, only those with a single character around them count: templates write `<{{ key }}>`,
@@ -234,7 +234,7 @@ def _without_space(text: str) -> tuple[int, int]:
 
 
 def _literal_end(text: str, start: int) -> int:
-    """The index behind the string of a JSON text that begins at `start`."""
+    """The index after the string of a JSON text that begins at `start`."""
     at = start + 1
     while True:
         found = _TO_QUOTE.match(text, at, at + _PART)

@@ -121,7 +121,7 @@ class ReplyStream:
     def _new_text(self) -> str:
         """The text of the tokens not decoded yet, without an unfinished character at its end.
 
-        They are decoded behind the token before them: some decoders treat the first token apart.
+        They are decoded after the token before them: some decoders treat the first token apart.
         """
         start = len(self._ids) - self._undecoded
         decode = self._reader.tokenizer.decode

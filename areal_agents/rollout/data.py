@@ -1,6 +1,6 @@
 """Reads tasks from files, the hub or a function, in an order that depends only on the seed.
 
-Row order, ids and shuffling are deterministic, so that a restarted run goes on where it stopped by
+Row order, ids and shuffling are deterministic, so that a restarted run continues where it stopped by
 knowing nothing but which (task, epoch) pairs were started.
 """
 
@@ -59,7 +59,7 @@ class TaskSource:
 def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
     """Load the tasks that `config` names.
 
-    A function is called with those of `split` and `seed` that it accepts, and returns dicts or Tasks.
+    A function is called with `split` and `seed`, as far as it accepts them, and returns dicts or Tasks.
 
     Args:
         config: where they are.

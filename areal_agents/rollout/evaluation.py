@@ -43,7 +43,7 @@ async def evaluate_tasks(
 ) -> None:
     """Run every task that the store has no scored episode of under this label and step.
 
-    The episodes carry split "eval" and metadata {"eval": label, "step": step}. What is drawn follows from
+    The episodes carry split "eval" and metadata {"eval": label, "step": step}. What is sampled follows from
     `seed` and the task, whatever the label: evaluations differ by the weights alone. A task that still
     fails after `retries` new attempts stays failed; the last attempt at a task is the one that counts.
 

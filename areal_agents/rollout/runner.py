@@ -1,6 +1,6 @@
 """The rollout process: evaluates, collects training groups with evaluations in between, and evaluates again.
 
-What to do next follows from the store alone, so a runner that was killed goes on when it is started
+What to do next follows from the store alone, so a runner that was killed continues when it is started
 again. It writes nothing but over HTTP.
 """
 
@@ -58,7 +58,7 @@ async def run(
         proxy_url: without a path.
         agent: see `load_agent`.
         seed: of what is sampled, and of the data's order where the data has none.
-        first_version: the one that the trainer begins with; earlier ones are of an earlier life of the
+        first_version: the one that the trainer begins with; earlier ones are of an earlier process run of the
             run, and a server that outlived it may still serve them.
         lack: what the run lacks to take more on, for example room on a disk; no group is submitted while
             it lacks anything.
@@ -101,7 +101,7 @@ async def evaluate(
 
 
 def end_of_data(data: DataConfig, store: Store, *, seed: int = 0) -> Callable[[], bool]:
-    """What tells whether every group that `data` has was begun, in this life of the run or an earlier one.
+    """Returns a function that tells whether all groups of `data` were begun, now or before a restart.
 
     Data without `epochs` has no end, and is not loaded.
 
@@ -334,7 +334,7 @@ class _Runner:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await abort_open(self._client, self._store)
-        except (TimeoutError, RequestError) as error:  # the proxy may be gone already; the next life aborts
+        except (TimeoutError, RequestError) as error:  # the proxy may be gone; the next process aborts
             logger.warning("open episodes could not be aborted: %s", error)
 
 

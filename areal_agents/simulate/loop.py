@@ -22,7 +22,7 @@ from areal_agents.simulate.work import EpisodePlan
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """What a simulated run came to; times in seconds, over its counted steps unless said otherwise.
+    """The result of a simulated run; times in seconds, over its counted steps unless stated otherwise.
 
     Attributes:
         step_s: between the ends of two steps. tokens_per_s: sampled tokens of the batches per

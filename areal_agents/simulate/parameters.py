@@ -72,11 +72,11 @@ class Parameters(BaseModel):
         return self
 
     def work(self) -> LogNormalWork:
-        """The episodes, drawn."""
+        """The source of episodes."""
         return LogNormalWork(self.tokens.log_normal(), self.turns, self.tool_s.log_normal())
 
     def scenario(self, work: Work | None = None) -> Scenario:
-        """The run, with `work` in place of drawn episodes, long enough for a steady state."""
+        """The run, with `work` in place of sampled episodes, long enough for a steady state."""
         bound = self.max_staleness
         warm_up = UNBOUNDED_FILLING if bound is None else FILLING * (bound + 1)
         return Scenario(

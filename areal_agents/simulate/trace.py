@@ -68,7 +68,7 @@ def read_trace(folder: Path) -> Trace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turns:
-    """All turns of all episodes, one behind the other; every array [turns], times in seconds.
+    """All turns of all episodes, one after the other; every array [turns], times in seconds.
 
     Attributes:
         first: whether no turn of its episode comes before. gaps: between the end of the turn before, or the
@@ -82,7 +82,7 @@ class _Turns:
 
     @classmethod
     def of(cls, recorded: Iterable[TurnTime]) -> _Turns:
-        """Episodes whose turns were sampled side by side are left out: their times cannot be told apart."""
+        """Episodes whose turns were sampled side by side are left out: their times cannot be separated."""
         rows: list[tuple[bool, float, float, float]] = []
         for _, own in itertools.groupby(recorded, key=lambda turn: turn.episode_id):
             turns = list(own)

@@ -71,7 +71,7 @@ class LogNormalWork:
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalWork:
-    """Whole episodes of a recorded run, drawn with replacement: lengths and latencies stay together."""
+    """Whole episodes of a recorded run, sampled with replacement: lengths and latencies stay together."""
 
     plans: Sequence[EpisodePlan]
 

@@ -273,7 +273,7 @@ def store_path(url_or_path: str | Path) -> Path:
 def _create_private(path: Path) -> None:
     """Create the file, readable by its owner alone; SQLite gives the files beside it the same mode.
 
-    A file that exists keeps its mode. What else stands in the way is reported when it is opened.
+    A file that exists keeps its mode. Any other obstacle is reported when it is opened.
     """
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))

@@ -179,7 +179,7 @@ def unrewarded(connection: sa.Connection) -> list[str]:
 
 
 def fail_unrewarded(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
-    """Fail those of the episodes that still wait for a reward; their ids."""
+    """Fail the episodes that still wait for a reward; returns their ids."""
     failed: list[str] = []
     for chunk in chunks(ids):
         due = list(

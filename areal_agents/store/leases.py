@@ -1,6 +1,6 @@
 """Writes of the trainer: the groups that it leases, trains on or drops, and its checkpoints.
 
-The lease row of use 0 stands over the group's own state. Deleting it makes the group complete again. The rows
+The lease row of use 0 overrides the group's own state. Deleting it makes the group complete again. The rows
 of further uses belong to the replay buffer: each (group, use) is leased and trained at most once, and a reuse
 changes nothing about the group's state.
 """
@@ -25,7 +25,7 @@ from areal_agents.store.schema import checkpoints, episodes, groups, leases, tur
 def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str) -> list[str]:
     """Lease the `count` oldest complete training groups, all or none; their ids.
 
-    One trainer lives at a time (`TrainerLock`), so a lease of another holder is one of the dead: it is
+    One trainer runs at a time (`TrainerLock`), so the lease of another holder is left from a dead one: it is
     void, and its group can be taken again.
     """
     if count < 1:

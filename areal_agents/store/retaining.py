@@ -1,7 +1,7 @@
 """Carries out `store.retain` in bounded pieces: exports turns if requested, then deletes their contents.
 
 What was exported is given up afterwards, so a death between the two leaves a file whose turns are still
-in the store. The next life gives up what the newest file holds before it exports more, so that hardly
+in the store. The next process run deletes what the newest file holds before it exports more, so that hardly
 anything is exported twice; a turn's id tells, for it is unique.
 """
 
@@ -68,7 +68,7 @@ class Retention:
             self._life, self._done_step = life, -1
 
     def _look_back(self) -> None:
-        """Finish what an earlier life had exported only."""
+        """Finish what an earlier process run had only exported."""
         assert self._folder is not None
         newest = newest_export(self._folder)
         if newest is not None:

@@ -191,7 +191,7 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A published policy version; `step` is the number of optimizer batches behind it."""
+    """A published policy version; `step` is the number of batches that it was trained on."""
 
     version: int
     step: int

@@ -2,7 +2,7 @@
 the trainer writes leases, versions and checkpoints.
 
 So the state of a group has two halves. `groups.state` is pending, complete or dropped; once the
-trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) stands over it.
+trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) overrides it.
 
 The rows of use 1, 2, … are reuses from the replay buffer, and say nothing about the state of the group. The
 uses of a group are numbered without gaps, each was leased in a later step than the one before it, and all but
@@ -83,7 +83,7 @@ turns = sa.Table(
     sa.Column("parent", sa.Text),
     sa.Column("codec", sa.Integer, nullable=False),  # 0: the blobs were given up, see retention
     sa.Column("created_at", sa.Float, nullable=False),
-    # Small columns stand before the large ones, so that a summary never reads a blob.
+    # Small columns precede the large ones, so that a summary never reads a blob.
     sa.Column("sampled_tokens", sa.Integer, nullable=False),
     sa.Column("version_min", sa.Integer),
     sa.Column("version_max", sa.Integer),
@@ -117,7 +117,7 @@ leases = sa.Table(
     sa.Column("use", sa.Integer, primary_key=True, autoincrement=False),  # 0 is the first
     sa.Column("state", sa.Text, nullable=False),  # leased | trained | dropped
     sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("holder", sa.Text, nullable=False),  # the life of a trainer, see TrainerLock
+    sa.Column("holder", sa.Text, nullable=False),  # the process run of a trainer, see TrainerLock
     sa.Column("version", sa.Integer),  # of a trained group: the version that it made
     sa.Column("reason", sa.Text),
     sa.Index("leases_by_state", "state"),

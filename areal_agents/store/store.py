@@ -155,7 +155,7 @@ class Store:
         )
 
     def fail_unrewarded(self, ids: Sequence[str]) -> Future[list[str]]:
-        """Fail those of the episodes that `unrewarded_episodes` still has; their ids."""
+        """Fail the episodes that `unrewarded_episodes` still has; returns their ids."""
         return self._database.submit(lambda c: episodes.fail_unrewarded(c, ids))
 
     def empty_groups(self, ids: Sequence[str], *, keep_versions: int) -> Future[int]:
@@ -280,7 +280,7 @@ class Store:
             return versions.max_version(connection)
 
     def steps_behind(self, version: int) -> dict[int, int]:
-        """By how many steps each version of an earlier life of the run lags behind `version`."""
+        """By how many steps each version of an earlier process run lags behind `version`."""
         with self._database.read() as connection:
             return versions.steps_behind(connection, version)
 

@@ -40,9 +40,9 @@ def max_version(connection: sa.Connection) -> int:
 
 
 def steps_behind(connection: sa.Connection, version: int) -> dict[int, int]:
-    """By how many steps each version of an earlier life lags behind `version`, below 0 if it leads.
+    """By how many steps each version of an earlier process run lags behind `version`, below 0 if it leads.
 
-    Between two versions of one life there are as many steps as numbers, so those are left out; so is
+    Between two versions of one process run there are as many steps as numbers, so those are left out; so is
     everything if `version` was never published.
     """
     step = connection.execute(
@@ -59,11 +59,11 @@ def steps_behind(connection: sa.Connection, version: int) -> dict[int, int]:
 
 
 def oldest_served(connection: sa.Connection) -> int:
-    """A version such that whoever asks the engine from now on gets no older one.
+    """A version such that later calls of the engine get no older one.
 
     The row of a version is written before it is swapped in, and the groups trained into it are marked
     after, so the newest one may not be served yet while nothing is trained into it. Exact from the
-    first trained batch of a life on, before that at most one too low. 0 before the first version.
+    first trained batch of a process run on, before that at most one too low. 0 before the first version.
     """
     first, newest = connection.execute(
         sa.select(sa.func.min(versions.c.version), sa.func.max(versions.c.version))

@@ -43,7 +43,7 @@ _ENCODINGS_KEPT = 256
 
 
 class ScriptedApp:
-    """An ASGI app that stands for one engine.
+    """An ASGI app that acts as one engine.
 
     Args:
         tokenizer: of the model that it pretends to serve.

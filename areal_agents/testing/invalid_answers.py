@@ -37,7 +37,7 @@ def _at_the_end(tell: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, A
 
 
 def _spans(*spans: tuple[str, int | float, int | float]) -> Lie:
-    """Spans of a completion; a negative position counts from its end, and a huge one stands for itself."""
+    """Spans of a completion; a negative position counts from its end, and a huge one is kept as it is."""
 
     def tell(answer: dict[str, Any]) -> None:
         meta = answer["meta_info"]
@@ -121,7 +121,7 @@ def _shrunk(answer: dict[str, Any]) -> None:
     meta["weight_versions"] = [{"version": meta["weight_version"], "start": 0, "end": 1}]
 
 
-_END = 1 << 40  # stands for the number of tokens
+_END = 1 << 40  # replaced by the number of tokens
 _WORD = 300  # a token of text in the vocabularies of the tests and the examples
 
 LIES: Mapping[str, Lie] = {

@@ -52,7 +52,7 @@ class ScriptedReply:
         if self.finish not in get_args(ReplyEnd):
             raise ValueError(f"finish must be one of {get_args(ReplyEnd)}, got {self.finish!r}")
         if self.text and self.token_ids is not None:
-            raise ValueError("a reply has a text or token_ids, not both")
+            raise ValueError("a reply has text or token_ids, not both")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if min(self.delay_s, self.chunk_delay_s) < 0:

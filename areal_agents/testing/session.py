@@ -1,6 +1,6 @@
 """The state of one running generation.
 
-Tokens arrive chunk by chunk; between two chunks a generation can be paused, aborted, or go on under another
+Tokens arrive in chunks; between two chunks a generation can be paused, aborted, or continue under another
 weight version, and every token keeps the version under which it arrived.
 """
 

@@ -99,7 +99,7 @@ class TrainerConfig(BaseModel):
         default=600.0, gt=0, description="Longest wait for the teacher's engine in one batch."
     )
     checkpoint_every: int = Field(default=20, ge=1, description="Batches between checkpoints.")
-    async_checkpoints: bool = Field(default=True, description="Go on training while a checkpoint is written.")
+    async_checkpoints: bool = Field(default=True, description="Train on while a checkpoint is written.")
     keep_checkpoints: int = Field(default=2, ge=1, description="How many checkpoints are kept.")
     keep_best: int = Field(
         default=0, ge=0, description="How many checkpoints are kept besides, for their best_metric."

@@ -49,7 +49,7 @@ class TrainingLoop:
         released: what of their memory the engines give back while a step is trained.
         progress: where the run stands; its version is published.
         saved_step: the step of the newest checkpoint; a run that starts needs none.
-        last: metrics of the last step of this life.
+        last: metrics of the last step of this process run.
     """
 
     config: TrainerConfig
@@ -76,7 +76,7 @@ class TrainingLoop:
         """Train until the last step is done; False if asked to stop before. Collective.
 
         Either way, and if a batch or a teacher cannot be had, a checkpoint holds the last whole step.
-        Errors: those of `trainer.run`.
+        Raises the errors of `training.run`.
         """
         finished = True
         while finished and self.progress.step < self.config.steps:

@@ -38,7 +38,7 @@ from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
 
 _MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_ENDING_TRAINER_S = 60.0  # that the trainer of an earlier life may take to end
+_ENDING_TRAINER_S = 60.0  # that the trainer of an earlier process run may take to end
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from areal_agents.algorithms.losses.loss import SUPERVISED, LossPart, LossTokens
 
 
 class DpoLoss(LossPart):
-    """Settings of `dpo_coefficients`, which stand in the place of advantages."""
+    """Settings of `dpo_coefficients`, which replace the advantages."""
 
     kind: Literal["dpo"] = "dpo"
     dpo_beta: float = Field(default=0.1, gt=0, description="β of DPO.")

@@ -123,7 +123,7 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
     Only T, the tokens that a clip could act on, is measured and cut; all others are kept. Of equal
     values the later token goes first. What is left out stays in the denominator of the loss, as in
     the paper (footnote 2). The paper takes r with the weights being trained; those of the batch's
-    beginning stand in for them, which is the same on the first minibatch.
+    beginning replace them, which is the same on the first minibatch.
 
     Args:
         behavior, proximal, advantages: [N], the trained tokens of one optimizer step, over all ranks.
@@ -154,7 +154,7 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
         Cov_t = (log π_t − mean log π) (A_t − mean A)
 
     Their mean is what the entropy of the policy falls by, up to the size of the step (section 4 of
-    the paper). The paper takes π with the weights being trained; those of the batch's beginning stand in for
+    the paper). The paper takes π with the weights being trained; those of the batch's beginning replace
     them, which is the same on the first minibatch.
 
     Args:

@@ -28,7 +28,7 @@ Counts = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Members with the same `above`; `node` is -1 for a sequence that ends where another goes on.
+    """Members with the same `above`; `node` is -1 for a sequence that ends where another continues.
 
     Attributes:
         tokens, cost: of what is below `above`.

@@ -158,7 +158,7 @@ def build_forest(
         sequences: token ids, each [L] with L ≥ 1.
         min_saved: None merges nothing: every sequence is a node of its own.
         keys: what is compared in place of the token ids, each [L] of values in [0, 2³²): tokens
-            that stand for something else than their id says, such as images, have keys of their own.
+            that represent something else than their id says, such as images, have keys of their own.
 
     Raises:
         ValueError: an empty sequence.

@@ -26,7 +26,7 @@ class Affinities:
         Args:
             replicas: of the pool.
             affinity: names the episode; "" for a call that belongs to none.
-            newest: the version of tokens that the request goes on from: of those that would do, a replica
+            newest: the version of tokens that the request continues from: of those that would do, a replica
                 that has it is preferred.
             avoid: taken only if no other serves.
         """

@@ -1,6 +1,6 @@
 """A pool of replicas: an episode stays on one replica, and no request is lost with one.
 
-A request whose replica dies, aborts it or answers garbage goes on elsewhere, on the exact ids that were
+A request whose replica dies, aborts it or answers invalidly continues elsewhere, on the exact ids that were
 sampled so far; see `draft.Draft`. Only one that replicas die of is given up; see `suspects`. With two
 replicas or more every request is streamed from the engine, so that what it had sampled when it died is
 known, token by token with its version.
@@ -54,7 +54,7 @@ class EnginePool:
         engines: their clients, at least one; the pool closes them.
         names: their URLs, for people; by default their order.
         current: reads the version that was published last; None before the first. May block.
-        without_trainer: gives True where no trainer lives that swaps versions into the replicas, and then
+        without_trainer: gives True where no running trainer swaps versions into the replicas, and then
             none begins until it is left; by default one may live.
         decode: the text of ids, for stop strings over the seam of two attempts.
         vocab_size: of the model; an engine of another is refused. None: the first engine's is all engines'.
@@ -115,7 +115,7 @@ class EnginePool:
         """See Sampler.generate.
 
         EngineUnavailable if no replica serves for `limits.wait_s`, if the request is broken off again and
-        again without a token, or if it was streamed in part and cannot go on (grammars and penalties).
+        again without a token, or if it was streamed in part and cannot continue (grammars and penalties).
         EngineError if it is given up because replicas die of it.
         """
         draft = Draft(input_ids, sampling, on_tokens, self._decode)

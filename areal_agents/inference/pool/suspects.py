@@ -1,13 +1,13 @@
 """Finds the request that ends every engine it is sent to, among those that ran beside it.
 
-The death of an engine does not say which of its requests it died of, so all of them go on elsewhere. One
+The death of an engine does not say which of its requests it died of, so all of them continue elsewhere. One
 that has seen several deaths is a suspect: of the suspects of a pool one at a time is sent, until it has come
 further than it was when an engine died. An engine that dies before that has died of it, and the request is
-given up. Innocents wait for their turn, which is short, and go on.
+given up. Innocents wait for their turn, which is short, and continue.
 
 What a generation that was broken off is called when it is sent again, and when it is given up.
 
-See `draft.Draft` for what is kept of it, and `pool.EnginePool` for where it goes on.
+`continuation.Draft` keeps what was sampled of it, and `pool.EnginePool` chooses where it continues.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from areal_agents.inference.continuation import OldVersion
 from areal_agents.inference.pool.limits import PoolLimits
 
 _UNSEEN = 8  # tokens that a dying engine may have sampled and that did not arrive any more
-_REFUSED_S = 600.0  # so long what was given up is refused, whoever asks for it again
+_REFUSED_S = 600.0  # for so long a request that was given up is refused to all callers
 
 
 def has_arrived(error: EngineError) -> bool:
@@ -35,7 +35,7 @@ def has_arrived(error: EngineError) -> bool:
 
 
 class Suspects:
-    """Those of one pool, and what was given up lately."""
+    """The suspects of one pool, and the requests that were given up recently."""
 
     def __init__(self, limits: PoolLimits) -> None:
         self.limits = limits

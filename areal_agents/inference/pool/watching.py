@@ -1,12 +1,12 @@
 """Polls the replicas of a pool, brings them to the current version, and decides which of them serve.
 
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
-published and the trainer that swaps it in lives. How long a swap may take is the trainer's to limit; a
+published and the trainer that swaps it in is running. The trainer limits how long a swap may take; a
 replica that it left out is its own until the next version is published. A paused replica answers a look, so
 a swap is never mistaken for a death.
 
-No engine says whether it is paused. While a trainer lives nobody but it resumes one: each of its
-publications ends so. Where none lives, and none can begin meanwhile, a replica that may have been left
+No engine says whether it is paused. While a trainer runs, nothing else resumes one: each of its
+publications ends by that. Where none runs, and none can begin meanwhile, a replica that may have been left
 paused is resumed from here, once it has the current version.
 
 A replica that came late, or came back, is brought to the current version.
@@ -227,7 +227,7 @@ class ReplicaMonitor:
             return not alone
 
     async def _resume_left(self, replica: Replica) -> None:
-        """Have a replica go on that was left paused, if there is nobody else to do it."""
+        """Resume a replica that was left paused, if nothing else will do it."""
         goal = self.current
         if not (replica.may_be_paused and replica.is_serving and goal and replica.version == goal.version):
             return
@@ -285,7 +285,7 @@ def unavailable(replicas: Sequence[Replica], waited_s: float = 0.0) -> EngineUna
     return EngineUnavailable(f"no engine serves{waited}: {reasons}")
 
 
-_OTHERS_S = 0.5  # that whoever else has loaded an adapter may take to name the version
+_OTHERS_S = 0.5  # for which another caller that loaded an adapter may take to name the version
 
 
 async def load(engine: Engine, goal: CurrentVersion) -> None:

@@ -190,7 +190,7 @@ class SGLangEngine(SGLangControl):
     async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
         """`ask` under the adapter of the version served; what it answers is of that version, whatever the
         server says."""
-        # Asked each time: what was heard last may be older than what the next batch must be drawn by.
+        # Asked each time: what was heard last may be older than what the next batch must be sampled by.
         version = (await self.model_info()).version
         try:
             return await ask(version)

@@ -131,7 +131,7 @@ class SGLangControl:
         """See Engine.set_version."""
         await self._do("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         if abort_running:
-            # Afterwards, so that an aborted call is already told the version under which to go on.
+            # Afterwards, so that an aborted call already sees the version under which it continues.
             await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def checksum(self) -> WeightsChecksum:
@@ -171,7 +171,7 @@ class SGLangControl:
 
     async def _check_may_freeze(self) -> None:
         """With SGLang's overlapped schedule the result of one step is not looked at when a pause in place
-        begins, and its token, drawn by the old weights, is counted to the new version. And the prefix cache
+        begins, and its token, sampled by the old weights, is counted to the new version. And the prefix cache
         cannot be flushed under frozen requests: later ones would find the old weights' keys and values."""
         info = as_object(await self._call("GET", "/server_info"), "/server_info")
         for setting, harm in (

@@ -1,6 +1,6 @@
 """Starts real SGLang servers: chooses their environment, arguments and GPUs.
 
-SGLang lives in an environment of its own, which nothing here imports. On a machine without a GPU the same
+SGLang has an environment of its own, which nothing here imports. On a machine without a GPU the same
 servers start on the CPU, which is slow and meant for tests.
 """
 
@@ -45,7 +45,7 @@ class SGLangEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """Where one replica computes: these GPUs, by number; none stands for the CPU."""
+    """The GPUs of one replica, by number; without one it computes on the CPU."""
 
     gpus: tuple[int, ...] = ()
 
@@ -124,7 +124,7 @@ def server_command(
         routed_experts: whether it says which experts each token went through.
         exact_in_place: whether weights may be swapped under requests that are frozen in place. SGLang
             prepares a step ahead, so that of each request one token that the old weights drew would carry
-            the new version; and its prefix cache cannot be flushed then, so that later requests would go on
+            the new version; and its prefix cache cannot be flushed then, so later requests would continue
             from the old weights' keys and values. This turns both off, at a cost in speed.
         cumulative: whether each streamed chunk repeats those before it, as it does where SGLang is not told
             otherwise; the client reads both.

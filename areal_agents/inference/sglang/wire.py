@@ -245,7 +245,7 @@ class StreamedCompletion:
 
 
 def error_of(url: str, status: int, raw: bytes) -> EngineError | None:
-    """The error that an HTTP answer stands for, None for 200."""
+    """The error that an HTTP answer represents, None for 200."""
     if status == 200:
         return None
     if 400 <= status < 500:
@@ -271,7 +271,7 @@ def meta_of(answer: Any) -> dict[str, Any]:
 
 
 def finish_reason_of(meta: Mapping[str, Any]) -> FinishReason:
-    """The finish reason; an abort that carries an HTTP status is the error that it stands for."""
+    """The finish reason; an abort that carries an HTTP status is the error that it represents."""
     reason = meta.get("finish_reason")
     details: Mapping[str, Any] = reason if isinstance(reason, dict) else {"type": reason}
     kind = details.get("type")

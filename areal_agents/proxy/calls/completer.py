@@ -45,7 +45,7 @@ _COUNTED_CONTEXTS = 2  # tokens are counted for prompts of up to this many conte
 
 
 class Completer:
-    """Draws and records turns. Shared by all episodes and dialects."""
+    """Samples and records turns. Shared by all episodes and dialects."""
 
     def __init__(self, *, store: Store, engine: Sampler, renderer: ChatRenderer, config: ProxyConfig) -> None:
         self._store = store
@@ -75,7 +75,7 @@ class Completer:
         return self._admission.running
 
     def call(self, session: Session, request: ModelRequest, *, retry: Retry, streamed: bool) -> Call:
-        """Draw and record the replies to a request, or find the call that already does or did.
+        """Sample and record the replies to a request, or find the call that already does or did.
 
         The caller joins the call, and leaves it when it has been served or is gone. The task of the call
         raises RequestError for what the client did wrong or ran into, EngineError where the engine fails,

@@ -53,7 +53,7 @@ class AskedStream:
 
 
 class _UpToStop:
-    """A text that ends before the first stop string in it, piece by piece."""
+    """A string that ends before the first stop string in it, piece by piece."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -79,7 +79,7 @@ class _UpToStop:
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where a text is cut: before the stop string that is complete first, as an engine meets them."""
+    """Where a string is cut: before the stop string that is complete first, as in an engine."""
     met = [(index + len(stop), index) for stop in stops if (index := text.find(stop)) >= 0]
     return min(met)[1] if met else None
 

@@ -227,7 +227,7 @@ class Prompts:
     async def _second_look(
         self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation
     ) -> Continuation:
-        """Go on from a turn whose history the template renders just as this conversation's beginning.
+        """Continue from a turn whose history the template renders just as this conversation's beginning.
 
         The messages differ in something that the model never sees, so its recorded ids are what a plain
         server would prompt it with, but for how the sampled text was cut into tokens.

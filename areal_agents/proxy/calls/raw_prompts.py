@@ -1,7 +1,7 @@
 """Prompts without a chat template, given as strings or token ids, and the replies to them.
 
 What a call costs follows its own prompt and reply, not the turns that are recorded: those are compared with
-the prompt where they stand in it, and only what is new is encoded.
+the prompt where they occur in it, and only what is new is encoded.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RawPrompts:
         return tuple(turn for turn, asked, _ in self._followed(forest, raw) if asked == len(raw))
 
     def encode(self, raw: str | tuple[int, ...], *, most_tokens: int) -> tuple[TokenIds, Message]:
-        """[N] the ids of a prompt or of its end, and the message that stands for it.
+        """[N] the ids of a prompt or of its end, and the message that represents it.
 
         PromptTooLong for a prompt of more than `most_tokens`, possibly before it is encoded; never for a
         short one.
@@ -78,7 +78,7 @@ class RawPrompts:
     def _followed(self, forest: Forest, raw: str | tuple[int, ...]) -> Iterator[tuple[Turn, int, int | None]]:
         """The turns whose whole prompt `raw` begins with; where that ends in it, and where the reply does.
 
-        The latter is None where `raw` goes on otherwise, or ends before.
+        The latter is None where `raw` continues otherwise, or ends before.
         """
         said = raw if isinstance(raw, str) else as_token_ids(raw)
         ends: dict[str, int] = {}
@@ -126,7 +126,7 @@ class PlainStream:
     def __init__(self, raw: RawPrompts) -> None:
         self._raw = raw
         self._ids: list[int] = []
-        self._context = 0  # index of the first token that the next ones are decoded behind
+        self._context = 0  # index of the first token after which the next ones are decoded
         self._read = 0  # how many tokens have been passed on as text
         self._sent = 0  # characters that were passed on
         self._message: Message | None = None
@@ -162,7 +162,7 @@ class PlainStream:
 
 
 def _end_of_prompt(said: str | TokenIds, start: int, turn: Turn) -> int | None:
-    """Where the prompt tokens that a turn added end in a prompt, None where it goes on otherwise."""
+    """Where the prompt tokens that a turn added end in a prompt, None where it continues otherwise."""
     if not isinstance(said, str):
         return _end_of_ids(said, start, turn.new_prompt_ids)
     for message in turn.new_messages:

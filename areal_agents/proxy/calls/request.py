@@ -14,7 +14,7 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
 
 CallPolicy = Literal["auto", "none", "required"]
-RAW_TOOLS_ID = "raw prompt"  # stands for the tools of a call that no chat template renders
+RAW_TOOLS_ID = "raw prompt"  # represents the tools of a call that no chat template renders
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class ModelRequest:
             {"enable_thinking": False}.
         has_instructions: the first message came from the `instructions` of the Responses API, which a
             response that continues this one does not inherit.
-        raw_prompt: a text or token ids that are the prompt itself, without a chat template; the messages and
-            `tools_id` RAW_TOOLS_ID stand for it then.
+        raw_prompt: a string or token ids: the prompt itself, without a chat template; the messages and
+            `tools_id` RAW_TOOLS_ID then represent it.
         logprobs: whether the answer lists the tokens with their logprobs.
         label: who calls within the episode, for example a sub-agent.
         session: the session header of the call, "" for none.

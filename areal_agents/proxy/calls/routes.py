@@ -112,7 +112,7 @@ class ModelCalls:
         return routes
 
     async def no_websocket(self, request: Request) -> Response:
-        """GET /v1/responses: some clients ask for a WebSocket first, and go on with HTTP when told so."""
+        """GET /v1/responses: some clients ask for a WebSocket first, and continue with HTTP when told so."""
         if "upgrade" in request.headers.get("connection", "").lower():
             return _json({"error": {"message": "use HTTP: POST /v1/responses"}}, 426)
         raise HTTPException(405)

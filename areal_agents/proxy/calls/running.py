@@ -31,7 +31,7 @@ class Retry:
 
 
 class Call:
-    """One or several replies to one request, as they are drawn.
+    """One or several replies to one request, as they are sampled.
 
     Attributes:
         turn_ids: of the turns that will be recorded, one per choice.
@@ -75,7 +75,7 @@ class Call:
     def leave(self, *, served: bool) -> bool:
         """A client was served, or has gone. Without any left, what still runs is aborted.
 
-        True if the reply was drawn and no client got it.
+        True if the reply was sampled and no client got it.
         """
         self._clients -= 1
         self._served = self._served or served
@@ -156,6 +156,6 @@ def answered_call(done: Sequence[CompletedTurn]) -> Call:
 
 
 def pieces_of(reply: Message) -> list[Delta]:
-    """A whole reply as pieces, for a client that streams what was not drawn as a stream."""
+    """A whole reply as pieces, for a client that streams what was not sampled as a stream."""
     texts = [Delta("reasoning", reply.reasoning), Delta("content", reply.content)]
     return [*(piece for piece in texts if piece.text), *(Delta("call", call=c) for c in reply.tool_calls)]

@@ -1,12 +1,12 @@
 """The sampling parameters of a turn: the agent's request under the pins of its episode, with a seed.
 
-Training episodes are drawn from the bare policy (temperature 1, nothing cut off, penalised or
+Training episodes are sampled from the bare policy (temperature 1, nothing cut off, penalised or
 biased): the engine's logprobs are taken after all of that, and a temperature or a seed that an agent
 fixes would make the rollouts of a group alike.
 
-A seed for every draw to which nobody gave one, so that an episode can be drawn again.
+Samples without a seed of their own get one, so that an episode can be sampled again.
 
-An episode may be opened with a `base_seed`. The seed of a draw then follows from it and from what is drawn
+An episode may be opened with a `base_seed`. The seed of a draw then follows from it and from what is sampled
 after: the turn that it continues, by that turn's own seed, and the tokens that are added. So it depends
 neither on the order in which calls arrive nor on what else the engine does; and a second draw after the
 same tokens gets another seed than the first.
@@ -44,7 +44,7 @@ PINS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How a turn is drawn.
+    """How a turn is sampled.
 
     Attributes:
         params: for the engine.
@@ -67,7 +67,7 @@ def draw(
     max_new_tokens: int,
     grammar: Grammar | None = None,
 ) -> Drawing:
-    """Decide how a turn is drawn.
+    """Decide how a turn is sampled.
 
     Args:
         wish: what the agent asks.

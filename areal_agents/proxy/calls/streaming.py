@@ -90,7 +90,7 @@ def _ending(call: Call, writer: StreamWriter) -> bytes:
         return writer.error(as_request_error(call.failure))
     done = call.task.result()
     parts = [writer.finish(done)]
-    if not call.deltas:  # drawn for a client that did not stream, and joined by this one
+    if not call.deltas:  # sampled for a client that did not stream, and joined by this one
         replies = enumerate(item.turn.reply for item in done)
         parts[:0] = [
             _written(writer, choice, piece) for choice, reply in replies for piece in pieces_of(reply)

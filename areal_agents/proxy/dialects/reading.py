@@ -107,7 +107,7 @@ def top_k(body: Mapping[str, Any]) -> int | None:
 
 
 def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
-    """Stop strings, given as a text or as a list of texts.
+    """Stop strings, given as a string or as a list of strings.
 
     They are bounded, since every piece of a streamed reply is searched for each of them.
     """
@@ -115,14 +115,14 @@ def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
         refuse(f"{param} must be a string or a list of strings, got {shown(value)}", param)
     if len(found) > _MAX_STOPS:
-        refuse(f"{param} must be at most {_MAX_STOPS} texts, got {len(found)}", param)
+        refuse(f"{param} must be at most {_MAX_STOPS} strings, got {len(found)}", param)
     if (longest := max(map(len, found), default=0)) > _MAX_STOP_CHARACTERS:
         refuse(f"{param} must be at most {_MAX_STOP_CHARACTERS} characters each, got {longest}", param)
     return tuple(found)
 
 
 def text(content: Any, where: str) -> str:
-    """A message's text: a text, null, or a list of text parts, in any role."""
+    """A message's text: a string, null, or a list of text parts, in any role."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -141,14 +141,14 @@ def text_part(part: Any, where: str) -> str:
             refuse(f"this model reads text only, got a part of type {shown(kind)}", where)
         found = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(found, str):
-        refuse("a text part needs a text", where)
+        refuse("a text part needs a string as its text", where)
     return found
 
 
 def arguments_text(value: Any) -> str:
     """The arguments of a replayed tool call, as JSON text: as they came where they are text.
 
-    RequestError 413 for a text with very many values, which is parsed wherever it is compared.
+    RequestError 413 for a string with very many JSON values, which is parsed wherever it is compared.
     """
     if isinstance(value, str):
         if len(value) > _MOST_ARGUMENT_VALUES:
@@ -170,7 +170,7 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_digest(tools: tuple[dict[str, Any], ...], options: Mapping[str, Any]) -> str:
-    """The id of what stands around a conversation: its tools and its template options."""
+    """The id of what surrounds a conversation: its tools and its template options."""
     return tools_digest([*tools, {"template": dict(options)}] if options else tools)
 
 

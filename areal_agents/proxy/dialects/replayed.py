@@ -39,7 +39,7 @@ class History:
 
 
 class MessageMemo:
-    """The conversations that were read last: the branches of one episode, or those of many."""
+    """The conversations that were read last: branches of one episode, or of many."""
 
     def __init__(self, most_histories: int = _MOST_HISTORIES) -> None:
         self._most = most_histories
@@ -62,7 +62,7 @@ class MessageMemo:
     def keep(self, history: History, items: Sequence[Any]) -> None:
         """Remember what `items` mean, once the groups of all of them are in `history`.
 
-        What it goes on from to its end is not kept beside it.
+        The conversation that it continues is not kept as well.
         """
         taken_over = len(history.items)
         if history.characters > _MOST_CHARACTERS:

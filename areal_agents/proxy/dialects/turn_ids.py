@@ -26,7 +26,7 @@ def wire_id(turn_id: str, prefix: str) -> str:
 
 
 def handle_of(turn_id: str) -> str:
-    """An opaque text that stands for a turn in fields that clients replay without reading."""
+    """An opaque string that represents a turn in fields that clients replay without reading."""
     return _HANDLE + turn_id.removeprefix(_TURN)
 
 

@@ -1,6 +1,6 @@
 """The open episodes in memory, which are loaded from the store when they are not there.
 
-The store is the truth; a session is a cache of one episode's forest beside what only lives as long as
+The store is the truth; a session caches one episode's forest, beside state that only lasts as long as
 the process (running calls, time of the last use). Losing it, even by kill -9, loses nothing that was
 acknowledged.
 """
@@ -81,7 +81,7 @@ class EpisodeLimits:
 
 
 class Session:
-    """One open episode. Lives on the event loop only.
+    """One open episode. Used on the event loop only.
 
     With `opening` the episode is not in the store yet. It is written with its first turn, so that an episode
     whose calls are all refused is never written.

@@ -1,7 +1,7 @@
 """The identity of a worker on its store, and the other workers that are running.
 
 An open episode in the store names its owner, the only process that may have it in memory. Each start of a
-worker (a "life") is an owner of its own: the episodes of an earlier life are taken over like those of any
+worker (a "life") is an owner of its own: episodes of an earlier life are taken over like those of any
 dead worker. Each life holds a lock on a file beside the store, which the kernel releases when the process
 ends, however it ends.
 """
@@ -67,11 +67,11 @@ class Workers:
 
     @contextlib.contextmanager
     def living(self) -> Iterator[None]:
-        """Hold the lock of this life for the length of a with-block."""
+        """Hold the lock of this process run within the with-block."""
         folder = self._spec.folder
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
-            earlier.unlink(missing_ok=True)  # of lives that have ended, since this one has begun
+            earlier.unlink(missing_ok=True)  # of process runs that have ended, since this one has begun
         with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self.url(self.index)}\n"):
             yield
 
@@ -118,7 +118,7 @@ class Workers:
 
 
 def owner_name(run: str, index: int, life: int | str) -> str:
-    """The name of one life of a worker in the store."""
+    """The name of one process run of a worker in the store."""
     return f"{run}.{index}.{life}"
 
 

@@ -48,7 +48,7 @@ _MOST_WORKERS = 256
 _START_S = 120.0
 _STOP_S = 12.0  # of which a worker gives its running calls 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
-_STEADY_S = 30.0  # a worker that lived so long is started again at once
+_STEADY_S = 30.0  # a worker that ran for so long is started again at once
 
 
 def serve_workers(
@@ -281,7 +281,7 @@ def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
 def _retained(retain: RetainConfig, index: int) -> RetainConfig:
     """The retention of one worker: only the first removes turns, so that nothing is exported twice.
 
-    One life of it ends before the next begins.
+    Each process run ends before the next one begins.
     """
     return retain if index == 0 else RetainConfig()
 

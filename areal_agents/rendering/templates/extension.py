@@ -1,13 +1,13 @@
 """The text that a chat template writes after a reply, and when it may be appended to a recorded prompt.
 
-The text is taken from a short conversation that stands in for the real one, so it costs the same at any
+The text is taken from a short conversation that replaces the real one, so it costs the same at any
 length of the history. It is used only for kinds of new messages for which `proven_kinds` has shown, on the
 conversations of `probes`, with other histories, replies, tool names and another clock than the stand-in's:
   - the prompt as it was when the reply was due stands unchanged at the front of the longer conversation;
-  - nothing that the reply said (content, reasoning, calls) is missing behind it;
-  - behind the token that closes the reply stand the same text and the same tokens as behind the stand-in.
+  - nothing that the reply said (content, reasoning, calls) is missing after it;
+  - after the token that closes the reply stand the same text and the same tokens as after the stand-in.
 The reply itself stays as it was sampled, also where the template would write its markup otherwise. A kind
-is the roles of the new messages and the lengths of their runs, with or without tools, behind a reply
+is the roles of the new messages and the lengths of their runs, with or without tools, after a reply
 with or without calls. What is not shown is that a template does the same for every other content: one that
 rewrites earlier text only for a certain word, or only after more turns than were probed, is not found out.
 """
@@ -69,7 +69,7 @@ class Writer:
 
 
 class Extension:
-    """Computes what new messages add behind a reply. Stateless."""
+    """Computes what new messages add after a reply. Stateless."""
 
     def __init__(self, writer: Writer, tokenizer: Tokenizer, *, marked: bool = False) -> None:
         self._writer = writer
@@ -92,7 +92,7 @@ class Extension:
         called: bool,
         now: Clock = datetime.now,
     ) -> str | None:
-        """What the template writes behind the end of a reply, up to where the next reply begins.
+        """What the template writes after the end of a reply, up to where the next reply begins.
 
         None if it refuses the stand-in, closes a reply with no token, or a text contains the mark by which
         the reply is found.
@@ -106,7 +106,7 @@ class Extension:
         return None if parts is None else parts[1]
 
     def split(self, text: str, *, called: bool) -> tuple[str, str] | None:
-        """A text up to and with the close of the marked reply, and the rest."""
+        """A string up to and with the close of the marked reply, and the rest."""
         end = self._ends[called]
         if end is None or text.count(MARK) != 1:
             return None
@@ -117,9 +117,9 @@ class Extension:
         return text[:close], text[close:]
 
     def ids(self, text: str, *, called: bool) -> list[int] | None:
-        """The tokens of a text that stands behind a reply's end.
+        """The tokens of a string that follows a reply's end.
 
-        It is encoded behind that token, as some tokenizers treat the start of a text, or what follows
+        It is encoded after that token, as some tokenizers treat the start of a string, or what follows
         certain tokens, apart.
         """
         end = self._ends[called]
@@ -175,7 +175,7 @@ class _Probe:
     def _pairs(
         self, prompts: Sequence[tuple[Messages, str]], new: Messages
     ) -> Iterator[tuple[Messages, str, ProbeReply, bool]]:
-        """Every reply behind the two shortest histories, one behind each of the others."""
+        """Every reply after the two shortest histories, one after each of the others."""
         calls = max(sum(message["role"] == "tool" for message in new), 1) if self._called else 0
         made = replies(calls=calls, reasoning=self._writer.markup.reasoning)
         for index, (history, prompt) in enumerate(prompts):

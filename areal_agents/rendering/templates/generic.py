@@ -152,7 +152,7 @@ class TemplateFormat:
         return f"extends after: {plain or 'nothing'}; with tools: {tools or 'nothing'}"
 
     def _is_ended(self, completion: Sequence[int]) -> bool | None:
-        """Whether the completion closes its turn; None if it goes on behind that."""
+        """Whether the completion closes its turn; None if it continues after that."""
         at = next((i for i, token in enumerate(completion) if token in self._stops), None)
         if at is None:
             return False
@@ -226,7 +226,7 @@ class TemplateReplies:
         return ParsedResponse(self._tokenizer.decode(content).strip(), tool_calls=calls)
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt itself opened the reasoning that the reply goes on with."""
+        """Whether the prompt itself opened the reasoning that the reply continues with."""
         if not self._markup.reasoning:
             return False
         return _OPENED.search(self._tokenizer.decode(list(prompt_ids[-_LOOK_BACK:]))) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-PLAIN = "x"  # a text that means nothing to any format
+PLAIN = "x"  # a string that means nothing to any format
 
 _COMMON = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _TEXTS = {
@@ -59,11 +59,11 @@ class Markers:
         return max(map(len, self._texts), default=0)
 
     def found_in(self, text: str) -> bool:
-        """Whether a whole marker stands in the text."""
+        """Whether the text contains a whole marker."""
         return any(marker in text for marker in self._texts)
 
     def after_last(self, text: str) -> str:
-        """The text behind the last whole marker in it."""
+        """The text after the last whole marker in it."""
         return text[max((text.rfind(m) + len(m) for m in self._texts if m in text), default=0) :]
 
     def certain_part(self, text: str) -> str:

@@ -15,7 +15,7 @@ from areal_agents.errors import ConfigError, RenderingError
 from areal_agents.rendering.templates.template import ChatTemplate
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-MARK = "zqx7305mark"  # ends the reply of a probe; a text that contains it is never searched for it
+MARK = "zqx7305mark"  # ends the reply of a probe; a string that contains it is never searched for it
 _HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*\})\s*</tool_call>", re.DOTALL)
 
 
@@ -27,7 +27,7 @@ class Markup:
         head: the messages before the first user message that this template asks for.
         reply_end, calls_end: the token that closes a reply without and with tool calls; None if the template
             closes it with no token of its own.
-        reasoning: reasoning stands in <think>…</think> before the content.
+        reasoning: reasoning is written in <think>…</think> before the content.
         calls: a tool call is a JSON object in <tool_call>…</tool_call>.
         raw_arguments: arguments given as JSON text are written as they are, not quoted.
     """
@@ -69,7 +69,7 @@ def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _head(template: ChatTemplate) -> list[dict[str, Any]]:
-    """What must stand before a question: nothing, or a system prompt."""
+    """What must precede a question: nothing, or a system prompt."""
     refusal: RenderingError | None = None
     for head in ([], [{"role": "system", "content": "Answer."}]):
         try:
@@ -95,7 +95,7 @@ def _render_call(template: ChatTemplate, question: list[Any], arguments: Any) ->
 
 
 def _end_token(text: str, tokenizer: Tokenizer, ends: Sequence[int]) -> int | None:
-    """The first token behind the mark that ends a text or is special."""
+    """The first token after the mark that ends a string or is special."""
     if MARK not in text:
         return None
     behind = tokenizer.encode(text[text.rindex(MARK) + len(MARK) :])

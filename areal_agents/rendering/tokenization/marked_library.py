@@ -20,7 +20,7 @@ _PART = 65_536  # characters searched at a time: a search holds the interpreter'
 
 
 class MarkedLibrary:
-    """Encodes marked texts. Stateless after construction, so threads may share it."""
+    """Encodes marked strings. Stateless after construction, so threads may share it."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         """Copy a tokenizer with renamed special tokens; the two share the vocabulary.

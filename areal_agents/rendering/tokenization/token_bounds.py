@@ -181,7 +181,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """The bytes of the normalized string that a token of the vocabulary stands for."""
+    """The bytes of the normalized string that a token of the vocabulary represents."""
     if is_byte_level:
         return (
             token.translate(_LETTER_BYTES).encode("latin-1") if set(token) <= _LETTER_SET else token.encode()

@@ -21,7 +21,7 @@ from areal_agents.rendering.tokenization.fast_encoding import FastEncoding, fast
 from areal_agents.rendering.tokenization.marked_library import MarkedLibrary
 from areal_agents.rendering.tokenization.token_bounds import TokenBound
 
-_LONG = 20_000  # characters; longer texts are encoded without the interpreter's lock
+_LONG = 20_000  # characters; longer strings are encoded without the interpreter's lock
 _ALWAYS_COUNTED = 50_000  # characters; prompts up to this length are always encoded and counted
 
 
@@ -32,9 +32,9 @@ class Tokenizer:
         name_or_path: the folder it was read from.
         eos_token_id, pad_token_id, unk_token_id: None where the folder names no such token.
         vocab_size: one more than the largest token id, added tokens included.
-        added_token_ids: tokens that no merge crosses: what stands before and after one is encoded apart.
+        added_token_ids: tokens that no merge crosses: the text before and after one is encoded separately.
         special_token_ids: those of them that are marked special: ends of turns, headers, padding.
-        special_tokens: the texts that the folder's settings name, by role: `{"eos_token": "</s>", …}`.
+        special_tokens: the strings that the folder's settings name, by role: `{"eos_token": "</s>", …}`.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Tokenizer:
         """Token ids of `text`; special tokens written out in it become their single ids.
 
         Raises:
-            PromptTooLong: within `limited`, once the texts together cannot fit.
+            PromptTooLong: within `limited`, once the strings together cannot fit.
             RenderingError: the library failed on the text.
         """
         self._refuse_too_long(text)
@@ -150,9 +150,9 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def limited(self, tokens: int) -> Iterator[None]:
-        """Within the with-block, refuse texts of this thread that together cannot fit `tokens` tokens.
+        """Within the with-block, refuse strings of this thread that together cannot fit `tokens` tokens.
 
-        If the tokenizer has no `TokenBound`, or the texts are short, they are encoded and the caller counts
+        If the tokenizer has no `TokenBound`, or the strings are short, they are encoded and the caller counts
         their tokens.
         """
         # A limit per thread, because the formats of the `renderers` library pass only a string to `encode`.
@@ -221,14 +221,14 @@ class Tokenizer:
 
 
 def _encoded(encode: Callable[[], tokenizers.Encoding]) -> tokenizers.Encoding:
-    """The result of `encode`. RenderingError if the library panics, as its regex does on some long texts."""
+    """The result of `encode`. RenderingError if the library panics, as it does on some long strings."""
     try:
         return encode()
     except BaseException as error:
         # The type cannot be imported, and it is not an Exception.
         if type(error).__module__ != "pyo3_runtime":
             raise
-        raise RenderingError(f"the tokenizer failed on a text: {error}") from None
+        raise RenderingError(f"the tokenizer failed on a string: {error}") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

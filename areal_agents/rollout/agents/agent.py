@@ -109,7 +109,7 @@ class CoroutineAgent:
             self._undead.add(episode)
             episode.add_done_callback(self._undead.discard)
             logger.error(
-                "%s ignores its cancellation and goes on; an agent must let it pass", episode.get_name()
+                "%s ignores its cancellation and continues; an agent must let it pass", episode.get_name()
             )
         elif not episode.cancelled():
             episode.exception()  # seen: it was ended on purpose

@@ -41,7 +41,7 @@ class ChildProcess:
         lines: bool = False,
         tail: bool = False,
     ) -> Self:
-        """Start a process; whoever cancels this gets no process.
+        """Start a process; if this is cancelled, there is none.
 
         Args:
             command: the program and its arguments.

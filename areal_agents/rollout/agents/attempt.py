@@ -63,7 +63,7 @@ class Outcome:
 async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
     """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked.
 
-    A cancellation waits for the proxy's answer, so that whoever aborts open episodes then finds it.
+    A cancellation waits for the proxy's answer, so that a later abort of open episodes finds it.
     """
     opening = asyncio.create_task(
         client.open_episode(

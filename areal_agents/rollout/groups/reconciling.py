@@ -41,14 +41,14 @@ class Reconciler:
         self._next_look_s = 0.0
 
     async def resume(self) -> None:
-        """Take over the groups that an earlier life of this runner left unfinished."""
+        """Take over the groups that an earlier process run left unfinished."""
         for group in self._store.open_groups():
             if group.split == "train" and _is_ours(group):
                 await self._take_over(group)
 
     async def look_again(self, group: GroupRun, index: int, error: str) -> None:
         """The proxy refused, or its answer was lost: what became of the place?"""
-        if group not in self._groups:  # a conflict with what the group came to meanwhile
+        if group not in self._groups:  # a conflict with how the group ended meanwhile
             return
         logger.warning("%s[%d]: %s", group.id, index, error)
         self._patience.note(error)

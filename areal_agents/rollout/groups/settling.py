@@ -39,7 +39,7 @@ class PlaceSettler:
             await self.let_go(group)
 
     async def settle_found(self, group: GroupRun, index: int, place: Place) -> None:
-        """Go on with a place that nobody here fills, from what the store has."""
+        """Settle a place that nothing here fills, from what the store has."""
         group.failures[index] = place.failures
         if place.state == "open":
             assert place.episode is not None

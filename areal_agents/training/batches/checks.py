@@ -124,7 +124,7 @@ def _fault(
         )
     if demonstration + tokens > limits.microbatch_tokens:
         return (
-            f"a sample of {tokens} tokens behind a demonstration of {demonstration} does not fit a "
+            f"a sample of {tokens} tokens after a demonstration of {demonstration} does not fit a "
             f"micro-batch of {limits.microbatch_tokens}; raise trainer.microbatch_tokens"
         )
     low, high = int(sample.token_ids.min()), int(sample.token_ids.max())

@@ -320,7 +320,7 @@ def _lease(
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is going on
+        if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is running
             deadline = time.monotonic() + timeout_s
         seen = cursor
         enough = counts["complete"] >= count

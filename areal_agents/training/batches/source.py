@@ -39,7 +39,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolledOut:
-    """Groups that a rollout brings to the run's store; the names are those of `trainer.run`.
+    """Groups that a rollout brings to the run's store; the names are as in `training.run`.
 
     Attributes:
         timeout_s: the longest wait for a batch, and for the one beside it.
@@ -100,7 +100,7 @@ class Recorded:
     stop: threading.Event
 
     def next(self, progress: TrainingProgress) -> Batch | None:
-        """Go on in the order of the epochs."""
+        """The next batch in the order of the epochs."""
         return next_recorded_batch(
             self.recorded,
             self.algorithm,
@@ -129,7 +129,7 @@ def wait_until_whole(
     timeout_s: float,
     stop: threading.Event,
 ) -> None:
-    """Return once the next batch is whole and no group is in the making, or at once if asked to stop.
+    """Return once the next batch is complete and no group is in progress, or at once if asked to stop.
 
     Weights that are swapped then meet no generation of a training episode: every batch is of one version.
     While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.
@@ -147,7 +147,7 @@ def wait_until_whole(
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        # What a resume or a smaller batch has left beyond the gate is held back, so it is not in the making.
+        # What a resume or a smaller batch has left beyond the gate is held back, so it is not in progress.
         admitted = store.untrained_groups()[: 2 * groups]
         if not any(group.is_pending for group in admitted):
             if no_more or counts["complete"] >= groups:

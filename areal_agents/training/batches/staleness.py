@@ -4,7 +4,7 @@ How old a version is, in trained batches, where the run was resumed between it a
 
 A resume goes back to the step of its checkpoint and publishes that step's weights under a number above all
 there ever were. The versions of the steps that were lost lie between, but no batch that counts: a token of
-the version of step s is S - s batches old for the trainer that stands at step S, whichever life sampled it.
+the version of step s is S - s batches old for the trainer at step S, whichever process run sampled it.
 The lost steps are trained again on the same groups, so these are as old then as they were the first time.
 A lost version whose step is yet to come again, which a batch of another size may meet, is as far off.
 """
@@ -96,11 +96,11 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Versions as this life counts them: the trainer's version less their age. Those of this life, and any
-    that is unknown, stay as they are.
+    """Versions as this process run counts them: the trainer's version less their age. Its own versions, and
+    unknown ones, stay as they are.
 
     Attributes:
-        moved: what versions of earlier lives count as.
+        moved: what versions of earlier process runs count as.
     """
 
     moved: Mapping[int, int]

@@ -37,7 +37,7 @@ class BestMetric:
             )
 
     def score(self, step: int, facts: Mapping[str, Any]) -> float | None:
-        """That of the checkpoint of `step`, whose metric is "score" in `facts`; None where there is none."""
+        """The score of the checkpoint of `step`, which is "score" in `facts`; None where there is none."""
         if self.name == HELDOUT and self.store is not None:
             return heldout_reward(self.store, step)
         score = facts["score"]

@@ -240,7 +240,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         return dict(facts)
     except (OSError, ValueError, TypeError) as error:
         raise TrainingError(
-            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to go on from the one "
+            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to continue from the one "
             "before"
         ) from error
 

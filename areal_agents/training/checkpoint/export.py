@@ -28,7 +28,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: in
     Args:
         source: a checkpoint, or a run, whose latest is taken.
         out: a folder that does not exist, or is empty.
-        dtype: of the weights; None keeps that of the model that the run began with.
+        dtype: the type of the weights; None keeps the type of the initial model.
 
     Raises:
         ConfigError: there is no checkpoint, `out` is taken, or the model is gone.

@@ -63,7 +63,7 @@ def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) ->
     if ranks.any(bool(fault)):
         raise TrainingError(
             f"the checkpoint {path} is damaged: {fault or 'another rank names the file'}; remove the folder "
-            "to go on from the one before"
+            "to continue from the one before"
         )
 
 

@@ -63,7 +63,7 @@ class MetricsWriter:
     """Appends to `<run>/metrics.jsonl`, and hands every number to the trackers.
 
     Args:
-        after_step: the step that the run goes on from.
+        after_step: the step that the run continues from.
         trackers: by name, see `trackers.py`.
         config: settings of the run, for trackers that show them. No keys or addresses.
 
@@ -297,7 +297,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _idle(last: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
     """The share of the time between two steps in which the engine sampled nothing.
 
-    None where it does not count its time, for the first step of a life of the run, and where nothing can
+    None where it does not count its time, for the first step of a process run, and where nothing can
     be said: an engine was started again and counts from 0, or the clock was set back.
     """
     busy, busy_before = now.get("engine_busy_s"), last.get("engine_busy_s")

@@ -2,7 +2,7 @@
 
 metrics.jsonl is the record. Each tracker is imported only when it is named and has a thread of its
 own, so training waits for none. This is the boundary where a tracker's failure ends: it is reported
-once, loudly, and the run goes on.
+once, loudly, and the run continues.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TrackedRun:
 
     Attributes:
         folder: of the run; its name is the run's name, and what trackers write locally goes into it.
-        after_step: the step that the run goes on from, 0 for a new one.
+        after_step: the step that the run continues from, 0 for a new one.
         id: names the run in the tracker; None if the run was not tracked there before.
         config: settings to show beside the metrics.
     """
@@ -59,7 +59,7 @@ class TrackedRun:
 
 
 class Trackers:
-    """The trackers of one run. A resumed run goes on in the tracker's same run: its id is kept in the
+    """The trackers of one run. A resumed run continues in the tracker's same run: its id is kept in the
     run's folder.
 
     Raises:
@@ -104,7 +104,7 @@ class Trackers:
         if not used_before:
             self.close()
             raise ConfigError(f"{text}; set it up, or leave it out") from error
-        log.error("%s. Training goes on without it; metrics.jsonl has every step", text)
+        log.error("%s. Training continues without it; metrics.jsonl has every step", text)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -157,7 +157,7 @@ class _Outlet:
             self._missed += 1
             if self._missed == 1:
                 log.error(
-                    "tracker %s failed %s: %s: %s. Training goes on, metrics.jsonl has every step, and "
+                    "tracker %s failed %s: %s: %s. Training continues, metrics.jsonl has every step, and "
                     "further failures of this tracker are not reported",
                     self._name, when, type(error).__name__, error,
                 )  # fmt: skip
@@ -167,7 +167,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that the run takes again replace those that an earlier life had logged.
+        # Steps that a resumed run takes again replace those that were logged before.
         self._writer = SummaryWriter(str(run.folder / "tb"), purge_step=run.after_step + 1)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:

@@ -28,7 +28,7 @@ _PIECE = 64 << 20  # bytes of one write
 
 
 class ModelFolder:
-    """A folder in the making: it has its name after `finish` only. An existing one of that name is replaced.
+    """A folder that is being written: it gets its name in `finish`. An existing one of that name is replaced.
 
     Args:
         shapes: of every weight by name; files and offsets follow from it, and `add` may have any order.

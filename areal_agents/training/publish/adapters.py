@@ -1,7 +1,7 @@
 """Publishes only the adapter, under a new name: engines load it beside the adapters in use.
 
 No engine pauses. Running generations end with what they sampled, and the proxy continues them under the
-new adapter; with `drain` they go on under their own.
+new adapter; with `drain` they continue under their own.
 
 Adapters of versions that are no longer kept are unloaded beside the trainer, which waits for none.
 
@@ -26,7 +26,7 @@ from areal_agents.training.publish.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-_OTHERS_S = 0.5  # that whoever else has loaded an adapter may take to name the version
+_OTHERS_S = 0.5  # for which another caller that loaded an adapter may take to name the version
 
 
 async def deliver(
@@ -36,7 +36,7 @@ async def deliver(
 
     Args:
         may_be_there: whether an engine that serves the version may have it from `path` already: engines were
-            lost since it was recorded, and whoever finds one that is back loads it.
+            lost since it was recorded; the caller that finds one that is back loads it.
     """
 
     async def one(engine: Engine) -> float:
@@ -67,7 +67,7 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
 
 
 async def _is_served(engine: Engine, version: int) -> bool:
-    """Whether the version is named, or is soon, by whoever has loaded its adapter."""
+    """Whether the version is named, or is soon, by the caller that has loaded its adapter."""
     await asyncio.sleep(_OTHERS_S)
     return (await engine.model_info()).version == version
 
@@ -91,7 +91,7 @@ class OldAdapters:
             due.extend(version for version in versions if version not in due)
             task = self._under_way.get(engine)
             if task is not None and not task.done():
-                continue  # it comes to them
+                continue  # it gets the adapter by itself
             if task is not None:
                 task.result()  # only a mistake of ours ends one with an error
             if due:

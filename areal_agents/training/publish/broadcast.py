@@ -1,7 +1,7 @@
 """Sends weights by gloo or NCCL: one broadcast per bucket to all engines at once.
 
 The process group has the trainer's first rank and every worker of every engine in it; the trainer's own
-ranks meet in another. It lives as long as its members: after a failure it is given up, and made anew, with
+ranks meet in another. It lasts as long as its members: after a failure it is given up, and made anew, with
 the engines that are there, at the next publication.
 """
 

@@ -28,8 +28,9 @@ class PublishConfig(BaseModel):
     )
     pause: Pause = Field(
         default="retract",
-        description="Running generations at a swap. retract: go on, keys and values recomputed. in_place: go "
-        "on over the old ones. abort: end, and the proxy continues them. drain: finish before the swap.",
+        description="Running generations at a swap. retract: they continue, with keys and values recomputed. "
+        "in_place: they continue on the old ones. abort: they end, and the proxy continues them. drain: they "
+        "finish before the swap.",
     )
     folder: str = Field(
         default="",
@@ -41,7 +42,7 @@ class PublishConfig(BaseModel):
     verify: Verify = Field(
         default="first",
         description="When an engine's checksum of its weights is compared with that of what was published. "
-        "first: after the first version that it takes in a life of the trainer. On demand: areal-agents "
+        "first: after the first version that it takes after a start of the trainer. On demand: areal-agents "
         "verify.",
     )
     backend: Backend = Field(
@@ -79,7 +80,7 @@ class PublishConfig(BaseModel):
             )
         if self.transport == "lora" and self.pause == "in_place":
             raise ValueError(
-                "publish: pause: in_place would go on over another adapter's keys and values, which no "
+                "publish: pause: in_place would continue over another adapter's keys and values, which no "
                 "engine does; use retract, abort or drain with transport: lora"
             )
         if self.transport != "broadcast" and (self.backend != "auto" or self.address):

@@ -32,7 +32,7 @@ async def swap(
 ) -> float:
     """Replace the served weights; seconds that it took.
 
-    The engine goes on whatever fails; if it refuses the weights, then with the old ones. Only after a
+    The engine resumes whatever fails; if it refuses the weights, then with the old ones. Only after a
     failed `check` it stays paused: nothing is sampled from weights that nobody knows.
     """
     started = time.monotonic()

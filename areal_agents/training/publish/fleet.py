@@ -47,7 +47,7 @@ class EventLoopThread:
 class Fleet:
     """The engines that are to take a version. One that fails is left out, unless no other is left.
 
-    Whoever routes requests brings it to the version before it serves again: the folder is there.
+    The pool that routes requests brings it to the version before it serves again: the folder is there.
     """
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
@@ -79,7 +79,7 @@ class Fleet:
         return [r for r in results if not isinstance(r, BaseException)]
 
     def leave_out(self, engine: Engine, error: EngineError) -> None:
-        """Go on without it."""
+        """Leave an engine out from now on."""
         log.warning("version %d: %s is left out: %s", self.version, engine.base_url, error)
         self.engines.remove(engine)
         self.left_out.append(engine.base_url)

@@ -69,7 +69,7 @@ class Delivery:
         self.repaired: list[str] = []
 
     def begin(self, workers: Mapping[Engine, int]) -> None:
-        """Pause the engines. EngineError if none did; then all go on with the old weights."""
+        """Pause the engines. EngineError if none did; all then resume with the old weights."""
         self._loop.run(self._begin(workers))
 
     def send(
@@ -90,7 +90,7 @@ class Delivery:
             pending.result()
 
     def end(self) -> float:
-        """Have the engines go on; how long they were paused, in seconds.
+        """Resume the engines; returns how long they were paused, in seconds.
 
         Raises:
             EngineUnavailable: no engine took the version, and one is not there.

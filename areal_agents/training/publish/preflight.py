@@ -1,6 +1,6 @@
 """Checks the engines before a version is delivered: which ones answer, and whether they serve the model.
 
-Where none is, the version waits: whoever started them starts them again.
+Where none is, the version waits until they are started again.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Publisher:
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
         """For the length of a with-block, have the memory of `kinds` of every engine free. Collective.
 
-        EngineError if an engine refuses; what it held generating goes on after the block in any case.
+        EngineError if an engine refuses; generation that was held resumes after the block in any case.
         """
         if not kinds:
             yield
@@ -164,7 +164,7 @@ class Publisher:
         self._loop.close()
 
     def _comparison(self, path: Path) -> EngineComparison | None:
-        """With the folder of a version: of every engine, or of those that were not compared in this life."""
+        """Compare engines with the folder of a version: all, or those not compared since the start."""
         known = self._verified if self._config.verify == "first" else set()
         if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
             return None

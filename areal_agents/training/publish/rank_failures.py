@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class EnginesLost(TrainingError):
-    """An EngineUnavailable of the first rank, as the others see it: all ranks can go on from it."""
+    """An EngineUnavailable of the first rank, as the others see it: all ranks can continue from it."""
 
 
 def together(ranks: Ranks, call: Callable[[], T]) -> T:

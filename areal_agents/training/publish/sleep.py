@@ -1,6 +1,6 @@
 """Lets engines that share the trainer's GPUs release their memory while a step is trained.
 
-Generation is held meanwhile, and goes on afterwards on recomputed keys and values: nothing is lost.
+Generation is held meanwhile, and continues afterwards on recomputed keys and values: nothing is lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) ->
 
 
 async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Take the memory again and go on generating. EngineError if an engine refuses."""
+    """Let engines take their memory again and resume. EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.resume_memory(kinds)

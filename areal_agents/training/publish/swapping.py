@@ -1,6 +1,6 @@
 """Swaps a recorded version into the engines, and waits for engines that are lost meanwhile.
 
-One of several that is lost is left out: whoever routes requests brings it to the version before it serves
+One of several that is lost is left out: the pool brings it to the version before it serves
 again. Only when all of them are lost does the version wait for one to be back, and is delivered once more.
 """
 

@@ -58,7 +58,7 @@ class Transport(Protocol):
 def make_transport(
     config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
 ) -> Transport:
-    """That of the config. `loop` is where engines are called, and None on all ranks but the first.
+    """The transport that the config names. `loop` runs calls of engines, and is None but on the first rank.
 
     Raises:
         TrainingError: it cannot be used with the trainer's device.

@@ -1,6 +1,6 @@
 """Writes the folder of each version while the next weight is gathered from the shards.
 
-Calls that run one after the other in a thread, behind a caller who goes on.
+Files are written one at a time on a background thread, while the caller continues.
 
 The share of weights that a version changed: bit for bit, in the type that they are published in.
 
@@ -149,7 +149,7 @@ def write_policy_adapter(
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """That of one version, whether it is there or not."""
+    """The folder of one version, whether it exists or not."""
     return folder / f"v{version}"
 
 

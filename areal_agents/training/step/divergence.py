@@ -94,7 +94,7 @@ def top_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """The k most likely tokens at each row, without a gradient: ids [N, k] int64, logprobs [N, k] float32.
 
-    The arguments are those of `reverse_kl`.
+    The arguments are as in `reverse_kl`.
     """
     rows = chunk_rows(head, hidden, chunk_logits)
     ids, values = (

@@ -2,7 +2,7 @@
 
 Only the hidden rows that predict a trained token meet the output matrix, in chunks. The backward
 pass computes each chunk's logits again and turns them into their own gradient in place, so that
-about one chunk of logits [C, V] lives at a time and the gradient of the matrix is summed in one
+about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one
 array. Few logits are kept instead, and nothing is computed twice.
 
 Logits are float32 also where hidden states and matrix are bfloat16 (see `inference.embedded.model.head`).

@@ -40,7 +40,7 @@ def policy_share(
     version: int,
     teacher: Teacher | None = None,
 ) -> tuple[Tensor, LossStatistics, Tensor | None]:
-    """The policy's loss with that of the observations, and what is known of both.
+    """The policy's loss plus the loss of observations, and the statistics of both.
 
     Without proximal logprobs the current ones, detached, are they.
 

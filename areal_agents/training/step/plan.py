@@ -35,7 +35,7 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedMicroBatch:
-    """One micro-batch of this rank; `places` [N] int64 are those of its scored tokens in the batch."""
+    """One micro-batch of this rank; `places` [N] int64 are the places of its scored tokens in the batch."""
 
     batch: MicroBatch
     places: Tensor

@@ -16,7 +16,7 @@ from areal_agents.training.step.scoring import Scores
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """What training the critic on a batch came to.
+    """The results of training the critic on a batch.
 
     Attributes:
         loss: mean over the minibatches of the value loss.
@@ -49,7 +49,7 @@ class DpoResult:
 
 @dataclass(frozen=True, slots=True)
 class ObservationResult:
-    """What training on observations came to.
+    """The results of training on observations.
 
     Attributes:
         loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan
@@ -63,7 +63,7 @@ class ObservationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What training a batch came to, summed over its minibatches and ranks.
+    """The results of training on a batch, summed over its minibatches and ranks.
 
     Attributes:
         statistics: of the losses.

@@ -45,7 +45,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a batch is cut and stepped, whatever the algorithm; the names are those of the config.
+    """How a batch is divided and stepped, whatever the algorithm; the names are as in the config.
 
     With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less.
     """

@@ -102,7 +102,7 @@ class EngineTeacher:
             self._longest,
             stopping,
             late=f"the teacher's engine did not answer within {self.timeout_s:g} s "
-            "(trainer.teacher_timeout_s); check that trainer.teacher_url is that of a running server",
+            "(trainer.teacher_timeout_s); check that a server runs at trainer.teacher_url",
         )
 
     def score(

@@ -274,7 +274,7 @@ def answer(
 ) -> dict[str, Any]:
     """The JSON answer for what `request` has so far; finish_reason is null until it has finished.
 
-    `first` tokens are left out, because they were sent; `text` is that of the others.
+    `first` tokens are left out, because they were sent; `text` is the text of the others.
     """
     ids = progress.ids[first:].tolist()
     meta: dict[str, Any] = {

@@ -10,7 +10,7 @@ whatever else the engine is doing, and a chunked or cached prefill equals a whol
 Layouts: matrices are [in, out]. Keys are [slot, kv head, tile, head_dim, TILE] and values [slot, kv head,
 tile, TILE, head_dim], TILE positions together: scores and weighted sums are products with a tile. Rows are
 taken in blocks, so that a tile is read once for all of a block that share it: a prompt's, and those of many
-slots behind one system prompt.
+slots that share a system prompt.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ def copy_prefix(cache, source, target, tiles):
 
 @_exact
 def draw(logits, temperature, uniform, tokens, logprobs, scratch):
-    """Draw a token from each row of logits [M, V], whole distribution, and give its logprob.
+    """Sample a token from each row of logits [M, V], whole distribution, and give its logprob.
 
     temperature: [M], 0 is greedy with logprobs at 1. uniform: [M] float64 in [0, 1).
     tokens, logprobs: [M] out. scratch: [V] work space.

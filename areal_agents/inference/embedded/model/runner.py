@@ -70,7 +70,7 @@ class Runner(Protocol):
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, npt.NDArray[np.float32]]:
-        """Draw tokens [M] with their logprobs [M] from logits [M, V]; see sampling.sample."""
+        """Sample tokens [M] with their logprobs [M] from logits [M, V]; see sampling.sample."""
         ...
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:

@@ -56,7 +56,7 @@ class ServedModels:
         self._changing = asyncio.Lock()
 
     def number(self, adapter: str) -> int:
-        """The model that an adapter's name stands for, "" for the base; RequestError if it is not loaded."""
+        """The model that an adapter's name represents, "" for the base; RequestError if it is not loaded."""
         if not adapter:
             return BASE
         if adapter not in self._adapters:
@@ -112,7 +112,7 @@ class ServedModels:
         await asyncio.wrap_future(dropped)
 
     async def checksum(self) -> dict[str, str]:
-        """Hashes of the base weights by parameter; generation goes on."""
+        """Hashes of the base weights by parameter; generation continues."""
         return await asyncio.to_thread(hash_weights, self._base(), self._arch)
 
     async def release_memory(self, kinds: set[MemoryKind]) -> None:
@@ -167,7 +167,7 @@ def _exchange(
 ) -> None:
     if flush_cache and scheduler.paused == "in_place" and scheduler.load["running"]:
         raise RequestError(
-            "flush_cache would drop what requests paused in place go on with: send flush_cache false"
+            "flush_cache would drop the keys and values of requests paused in place: send flush_cache false"
         )
     scheduler.replace_models(models)
     if version is not None:

@@ -101,7 +101,7 @@ def load_weights(folder: Path, arch: Architecture) -> Weights:
 
 
 def random_weights(arch: Architecture, seed: int) -> Weights:
-    """Weights drawn from `seed` at the scale of a fresh transformers model, for benchmarks."""
+    """Random weights of `seed` at the scale of a fresh transformers model, for benchmarks."""
     generator = torch.Generator().manual_seed(seed)
     return assemble(
         {

@@ -1,6 +1,6 @@
 """Constrained decoding: the tokens that may follow an output, computed by xgrammar.
 
-A grammar is compiled once, beside generation; each request has a matcher of its own, which lives as long as
+A grammar is compiled once, beside generation; each request has a matcher of its own, which lasts as long as
 the request does, across pauses and retractions.
 
 Limits on the size of a grammar, which are checked before it is compiled.
@@ -134,7 +134,7 @@ class TokenMatcher:
         self._excluded = excluded
         self._vocab_size = vocab_size
         self._mask = np.zeros((1, -(-vocab_size // 32)), np.int32)
-        self.stuck = False  # whether the output cannot go on
+        self.stuck = False  # whether the output cannot continue
 
     def allowed(self) -> np.ndarray:
         """[V] whether each token may come next; stop tokens may where the grammar is complete."""
@@ -153,7 +153,7 @@ class TokenMatcher:
                 logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
-        """Go on by `token`; an excluded one, which a draw can hit once in 10^16 times, leaves it stuck."""
+        """Append `token`. An excluded token, which sampling can hit once in 10^16 times, leaves it stuck."""
         self.stuck = not self._matcher.accept_token(token)
 
     @property

@@ -101,7 +101,7 @@ class Request:
         self.notify(self)
 
     def mark_version(self, version: str, sampled: int) -> None:
-        """The next token, number `sampled`, will be drawn by `version`."""
+        """The next token, number `sampled`, will be sampled by `version`."""
         if self.spans and self.spans[-1].start == sampled:
             self.spans.pop()
         if not self.spans or self.spans[-1].version != version:

@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How each of M rows is drawn; temperature 0 is greedy, top_k 0 is off.
+    """How each of M rows is sampled; temperature 0 is greedy, top_k 0 is off.
 
     `seeds` [M] uint64 and `positions` [M] (how many tokens come before, the prompt's too) key the draw.
     """
@@ -52,7 +52,7 @@ class SamplingBatch:
 
 @torch.inference_mode()
 def sample(logits: Tensor, batch: SamplingBatch) -> tuple[npt.NDArray[np.int32], Float32]:
-    """Draw a token from each row of logits [M, V]; return tokens [M] and their logprobs [M].
+    """Sample a token from each row of logits [M, V]; return tokens [M] and their logprobs [M].
 
     A row whose logits are not finite gets a logprob that is not finite; the caller ends that request.
     """

@@ -107,7 +107,7 @@ class Scheduler:
         self.paused = mode
 
     def resume(self) -> None:
-        """Go on after `pause`."""
+        """Continue after `pause`."""
         self.paused = None
 
     def when_idle(self, action: Callable[[], None]) -> None:
@@ -289,7 +289,7 @@ class Scheduler:
         return logits[torch.from_numpy(np.searchsorted(rows.outputs, last_rows))]
 
     def _end_prompts(self, slots: np.ndarray, logits: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-        """Finish those of `slots` [M] that only compute their prompt; return the others with their logits."""
+        """Finish the `slots` [M] that only compute their prompt; return the others with their logits."""
         ends = np.isin(slots, list(self._prompt_only))
         for slot in slots[ends].tolist():
             self._finish(slot, Finish("length"))
@@ -320,7 +320,7 @@ class Scheduler:
             self._watch(slots)
 
     def _constrain(self, slots: np.ndarray, logits: torch.Tensor) -> None:
-        """Exclude, in place, the tokens with which a constrained output cannot go on."""
+        """Exclude, in place, the tokens with which a constrained output cannot continue."""
         for row, slot in enumerate(slots.tolist()):
             if slot in self._constrained:
                 matcher = self._running[slot].matcher
@@ -341,7 +341,7 @@ class Scheduler:
         return ended
 
     def _rank(self, slots: np.ndarray, logits: torch.Tensor, temperature: np.ndarray) -> None:
-        """The best tokens of the distribution that each token was drawn from, where they are wanted."""
+        """The best tokens of the distribution that each token was sampled from, where they are wanted."""
         for row, slot in enumerate(slots.tolist()):
             if slot in self._ranked:
                 request = self._running[slot]
@@ -351,10 +351,10 @@ class Scheduler:
 
     def _reason(self, slot: int, token: int, stopped: bool, logprob: float) -> Finish:
         if not np.isfinite(logprob):
-            self._table.length[slot] -= 1  # the token was drawn from garbage
+            self._table.length[slot] -= 1  # the token was sampled from invalid logits
             matcher = self._running[slot].matcher
             if matcher is not None and matcher.stuck:
-                return Finish("abort", message="no token of the vocabulary goes on with the grammar")
+                return Finish("abort", message="no token of the vocabulary fits the grammar here")
             return Finish("abort", message="the model's logits are not finite")
         if stopped:
             return Finish("stop", matched=token)

@@ -91,7 +91,7 @@ def read_payload(payload: object) -> list[tuple[str, Tensor]]:
 
 
 def split_bucket(flat: Tensor, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-    """The tensors that `flat` [bucket.nbytes], uint8, stands for; see WeightBucket."""
+    """The tensors that `flat` [bucket.nbytes], uint8, represents; see WeightBucket."""
     named, start = [], 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         stop = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize

@@ -3,7 +3,7 @@
     SGLANG_PYTHON areal_agents/inference/sglang/environment/serve.py --model-path DIR --port 30000
 
 Its arguments are SGLang's own. The server ends, with every process that it spawned, when standard input
-closes, which it does when whoever started it dies.
+closes, which it does when its parent process dies.
 
 With a CPU build of torch some calls of SGLang fail that a CPU could answer: torchvision's compiled operators,
 of which only the schemas are asked for; `sgl_kernel`, which has no CPU wheel; waiting for a GPU; and memory
@@ -77,7 +77,7 @@ def _declare_vision_operators() -> torch.library.Library:
 
 
 def _stand_in() -> torch.library.Library:
-    """Give SGLang what it lacks beside a CPU build; the declaration lives as long as the returned object."""
+    """Give SGLang what it lacks beside a CPU build; the declaration lasts as long as the returned object."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     kernels = _Kernels("sgl_kernel")
     kernels.assign_req_to_token_pool_cpu = _write_slots  # type: ignore[attr-defined]

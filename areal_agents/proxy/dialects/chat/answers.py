@@ -40,7 +40,7 @@ from areal_agents.rendering import Tokenizer
 
 
 def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-    """The JSON of a `ChatCompletion`; its id is that of the first choice's turn, and each names its own."""
+    """The JSON of a `ChatCompletion`; its id names the first choice's turn, and each choice names its own."""
     with_logprobs = bool(body.get("logprobs"))
     response = typed(
         ChatCompletion,

@@ -46,7 +46,7 @@ class Completions:
         return None
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-        """The canonical form of a request: one prompt, and one message that stands for it.
+        """The canonical form of a request: one prompt, and one message that represents it.
 
         Raises RequestError 400 for several prompts, and for echo, suffix and best_of.
         """
@@ -174,7 +174,7 @@ def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A text, a list of one text, token ids, or a list of one list of token ids."""
+    """A string, a list of one string, token ids, or a list of one list of token ids."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
             unsupported(f"one prompt is accepted in a request, got {len(value)}", "prompt")

@@ -1,7 +1,7 @@
 """Writes a recorded turn as Anthropic's Message, whole or as events.
 
 The events, accumulated, give the message that is answered when nothing is streamed: thinking with the
-turn's handle as its signature, text, tool calls. Only a text that follows a call stays where it came.
+turn's handle as its signature, text, tool calls. Only text that follows a call stays where it came.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
 
 
 def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
-    """The messages that one of theirs stands for."""
+    """The messages that one of theirs represents."""
     if not isinstance(item, dict):
         refuse(f"a message must be an object, got {shown(item)}", where)
     blocks = _blocks(item.get("content"), f"{where}.content")
@@ -284,7 +284,7 @@ def _result(block: Block, where: str, call_id: str, name: str | None) -> Message
 
 
 def _blocks(content: Any, where: str) -> Sequence[Block]:
-    """Content as blocks; a text is one text block, and nothing is none."""
+    """Content as blocks; a string is one text block, and nothing is none."""
     if content is None:
         return ()
     if isinstance(content, str):
@@ -302,7 +302,7 @@ def _paragraphs(blocks: Sequence[Block], where: str) -> str:
 
 
 def _joined(placed: Iterable[tuple[Block, str]]) -> str:
-    """Text blocks of anyone but the model: each is a text of its own, so each begins on a new line."""
+    """Text blocks of anyone but the model: each begins on a new line."""
     return "\n".join(_text_block(block, where) for block, where in placed)
 
 

@@ -152,7 +152,7 @@ def _usage(done: CompletedTurn) -> dict[str, Any]:
         "input_tokens": done.prompt_tokens,
         "input_tokens_details": {"cached_tokens": done.reused_tokens, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is told apart as text, not counted
+        "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is separated as text, not counted
         "total_tokens": done.prompt_tokens + sampled,
     }
 

@@ -34,7 +34,7 @@ _INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def item_id(turn_id: str, kind: ItemKind, index: int) -> str:
-    """The id of an item of a turn: that of its `index`-th call, or of its `index`-th piece of text."""
+    """The id of an item of a turn: its `index`-th call, or its `index`-th piece of text."""
     base = wire_id(turn_id, _PREFIXES[kind])
     return f"{base}_{index}" if index or kind in _CALLS else base
 
@@ -236,7 +236,7 @@ def _reasoning(item: Mapping[str, Any], where: str) -> str:
             reading.refuse(f"{name} must be a list of parts", f"{where}.{name}")
         texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
         if not all(isinstance(text, str) for text in texts):
-            reading.refuse("a part of reasoning needs a text", f"{where}.{name}")
+            reading.refuse("a part of reasoning needs a string as its text", f"{where}.{name}")
         if texts:
             return joint.join(text for text in texts if text is not None)
     return ""

@@ -60,7 +60,7 @@ def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function call that stands for a custom tool's call."""
+    """The arguments of the function call that represents a custom tool's call."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
@@ -100,7 +100,7 @@ def _custom_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     description = tool.get("description") or ""
     form = tool.get("format") or {}
     if not isinstance(form, dict) or not isinstance(description, str):
-        reading.refuse("a custom tool has a text as description and an object as format", where)
+        reading.refuse("a custom tool has a string as its description and an object as its format", where)
     if form.get("type") == "grammar":  # shown to the model, not enforced
         definition, syntax = form.get("definition"), form.get("syntax")
         description = f"{description}\n\nThe input must match this {syntax} grammar:\n{definition}".strip()
