@@ -180,7 +180,7 @@ def _model_faults(config: Config) -> Iterator[str]:
     if algorithm.teacher == "engine" and not trainer.teacher_url:
         yield "trainer.teacher_url: distillation with teacher: engine needs the URL of a SGLang server"
     if trainer.teacher_url and algorithm.teacher != "engine":
-        yield "trainer.teacher_url: no engine is asked; set algorithm.teacher: engine, or leave it out"
+        yield "trainer.teacher_url: no engine is a teacher; set algorithm.teacher: engine, or leave it out"
     if trainer.best_metric == "heldout" and (config.eval is None or config.eval.every is None):
         yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:

@@ -109,7 +109,7 @@ class SamplingParams:
 class TokenChunk:
     """The next tokens of a completion that is being sampled: `token_ids` and `logprobs` are [N], N ≥ 1.
 
-    `top_logprobs` is [N] where they were asked for, else empty. `versions` [N] are as in Completion, and
+    `top_logprobs` is [N] where they were requested, else empty. `versions` [N] are as in Completion, and
     UNSURE where the engine will tell only at the end; empty if it tells of none before that.
     """
 
@@ -128,7 +128,7 @@ class Completion:
         logprobs: [C] behavior logprobs, after temperature.
         versions: [C] policy version of the forward pass that sampled each token.
         finish_reason: "stop" (a stop token or string), "length", or "abort".
-        top_logprobs: [C] the best tokens at each position where they were asked for, else empty; for the
+        top_logprobs: [C] the best tokens at each position where they were requested, else empty; for the
             answer only, the store does not keep them.
         routed_experts: [R, layers, k] what each token was sent through when the engine computed it, None
             where nobody asked. Of R tokens in a row, prompt and completion taken together, that end with
@@ -177,7 +177,7 @@ def joined_routing(first: Completion, second: Completion) -> Routing | None:
     """The routed experts of a completion in two parts, the second sampled after prompt and first part.
 
     What the first part was sampled with stands, although the second computed those tokens again; it is
-    unknown where only the second recorded something. `second` must have been asked for the token that
+    unknown where only the second recorded something. `second` must have been requested from the token that
     comes before its own first one.
     """
     if second.routed_experts is None:

@@ -26,7 +26,7 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
     ),
     "resampled": Explanation(
         "The same prompt was sampled again.",
-        "Nothing to fix: each draw is a branch of its own.",
+        "Nothing to fix: each sample is a branch of its own.",
         is_normal=True,
     ),
     "edited": Explanation(

@@ -192,7 +192,7 @@ async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: f
     limits = LimitsConfig(time_s=timeout_s)
     try:
         async with AsyncClient(url) as client:
-            await client.served_version()  # an engine that does not answer is said at once
+            await client.served_version()  # an engine that does not answer is reported at once
             attempt = Attempt(Task("doctor", task), "train")
             opened = await open_attempt(client, attempt, limits=limits)
             outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)

@@ -69,7 +69,7 @@ class ScriptedModel:
         return tools[(self._called[names] - 1) % len(tools)]
 
     def _tools(self, prompt: str) -> list[Tool]:
-        if self._lists_tools:  # what looks like a tool elsewhere is something that was said
+        if self._lists_tools:  # elsewhere, what looks like a tool is part of the conversation
             prompt = prompt.partition(_SECTION[0])[2].partition(_SECTION[1])[0]
         return tools_in(prompt)
 

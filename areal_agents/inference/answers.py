@@ -69,7 +69,7 @@ class Asked:
         """EngineError unless `ids`, the last of `total`, may follow `before`, the token before them."""
         if total > self.sampling.max_new_tokens:
             raise EngineError(
-                f"/generate sampled {total} tokens where {self.sampling.max_new_tokens} were asked for"
+                f"/generate sampled {total} tokens where {self.sampling.max_new_tokens} were requested"
             )
         if not ids:
             return

@@ -43,7 +43,7 @@ class Draft:
 
     Args:
         input_ids: [P] the prompt.
-        sampling: as the caller asked.
+        sampling: as the caller requested.
         on_tokens: the caller's, None for one that waits for the whole.
         decode: finds stop strings that lie over the seam of two attempts; without it a completion with
             stop strings cannot be continued.
@@ -174,7 +174,7 @@ class Draft:
     def stopped(self) -> Completion:
         """All of it, after StopString."""
         last = None if self._cut is None else self._received(self._cut)
-        assert last is not None, "a stop string was met"
+        assert last is not None, "a stop string was found"
         return self.finished(last)
 
     def broken_off(self, attempt: Completion | None) -> Completion | None:
@@ -248,7 +248,7 @@ class Draft:
             self._seam = _Seam(self._sampling.stop, self._decode, self._part.token_ids.tolist())
 
     def _if_whole(self) -> Completion | None:
-        """The completion, if what was kept is all that may be sampled: the engine died before it said so."""
+        """The completion, if what was kept is all that may be sampled: the engine died before its end."""
         part, sampling = self._part, self._sampling
         if part is None:
             return None

@@ -2,7 +2,7 @@
 
 A server started with --enable-return-routed-experts keeps them beside the keys and values, so that tokens
 of a cached prefix are covered too, and returns them with the end of a request that asks: int32 in base64,
-[rows, layers, k] without its shape, from the position asked for to the last token but one. The last token
+[rows, layers, k] without its shape, from the position requested to the last token but one. The last token
 was sampled, and has been through nothing yet.
 """
 
@@ -66,7 +66,7 @@ def routing_from_wire(
         return None
     if not isinstance(encoded, str):
         raise EngineError(
-            "/generate returned no routed_experts although they were asked for: start SGLang with "
+            "/generate returned no routed_experts although they were requested: start SGLang with "
             "--enable-return-routed-experts, or leave engine.routed_experts off"
         )
     layout, rows = asked.layout, asked.prompt_tokens + count - 1 - asked.start

@@ -1,6 +1,6 @@
 """The engines of a run: how many start, on which devices, and what engines that already run must have.
 
-The plan is made before anything starts, so that what cannot work is said at once.
+The plan is made before anything starts, so that a plan that cannot work is refused at once.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class MetricsFile:
     """Follows metrics.jsonl as it grows; a line that is not whole yet is read next time.
 
     A trainer that resumes replaces the file by one without the steps that it takes again; it is then
-    read anew.
+    read again.
     """
 
     def __init__(self, path: Path) -> None:

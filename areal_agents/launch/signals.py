@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The user, or the system, asked the program to end."""
+    """The user, or the system, requested the program to end."""
 
 
 @contextmanager

@@ -33,7 +33,7 @@ _KEY_IN_PATH = re.compile(r"^(/e/)[^/]+")
 
 
 class ClientGone(Exception):
-    """The client disconnected before its response was ready; nobody reads the response."""
+    """The client disconnected before its response was ready."""
 
 
 def as_request_error(error: Exception) -> RequestError:

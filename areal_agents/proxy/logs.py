@@ -29,7 +29,7 @@ _EXTRAS = ("episode_id", "turn_ids")
 
 
 def log_call(record: CallRecord) -> None:
-    """An `Observer` that logs every model call: its numbers and ids, not what was said."""
+    """An `Observer` that logs every model call: its numbers and ids, not its messages."""
     _logger.log(
         logging.WARNING if record.status >= 500 else logging.INFO,
         "%s %d in %.3f s, %d prompt tokens, %d reused",

@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """The entries that were asked for last, at most `most`. Not thread-safe."""
+    """The entries that were requested last, at most `most`. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most

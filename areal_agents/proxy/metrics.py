@@ -142,7 +142,7 @@ _COUNTERS = (
 
 
 class PoolMetrics(Collector):
-    """Reads a pool whenever the metrics are asked for."""
+    """Reads a pool whenever the metrics are requested."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

@@ -1,6 +1,6 @@
 """GET /health, /ready and /metrics: whether the process runs, whether its engines serve, and its metrics.
 
-/health asks nobody, so it answers while an engine is away; /ready is refused then.
+/health depends on no engine, so it answers while engines are away; /ready is refused then.
 """
 
 from __future__ import annotations

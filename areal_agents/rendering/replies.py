@@ -47,7 +47,7 @@ class ParsedReply:
 
     @property
     def content(self) -> str:
-        """All content: malformed calls stay visible after what was said."""
+        """All content, followed by malformed calls, which stay visible."""
         return "\n".join(text for text in (self.spoken, *self.broken) if text)
 
     def message(self, minted: Sequence[ToolCall] = ()) -> Message:

@@ -217,5 +217,5 @@ class ReplyStream:
 
 
 def _texts(reply: ParsedReply) -> dict[Channel, str]:
-    """What was said; malformed calls join the content only once the reply has ended."""
+    """The parsed parts; malformed calls join the content only once the reply has ended."""
     return {"reasoning": reply.reasoning, "content": reply.spoken}

@@ -31,7 +31,7 @@ class ControlCalls:
         await self._insist(lambda: self._client.drop_group(group_id, reason))
 
     async def abort(self, episodes: Iterable[str], reason: str) -> None:
-        """Abort open episodes that nobody runs any more."""
+        """Abort open episodes that are no longer run."""
         left = list(episodes)
         await self._insist(lambda: abort_episodes(self._client, left, reason))
 

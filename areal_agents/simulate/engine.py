@@ -32,7 +32,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A finished generation: who asked, and its tokens by the version that sampled them."""
+    """A finished generation: who requested it, and its tokens by the version that sampled them."""
 
     owner: Any
     tokens: dict[int, float]

@@ -52,7 +52,7 @@ def _run(job: Job[T], connection: sa.Connection) -> T:
 
 
 class _Written(Future[T]):
-    """The future of a queued write, which nobody can take back.
+    """The future of a queued write, which cannot be withdrawn.
 
     So the writer need not mark it as running. That would take the lock that a waiter takes at the same
     moment, to add its callback, and cost both threads a change of hands at every write.

@@ -40,7 +40,7 @@ class Retention:
 
         Raises:
             StoreError: the store or the export's disk refuses; nothing was given up.
-            ConfigError: Parquet files are asked for, and pyarrow is not installed.
+            ConfigError: Parquet files are requested, and pyarrow is not installed.
         """
         if not self._has_looked_back:
             self._look_back()

@@ -143,7 +143,7 @@ LIES: Mapping[str, Lie] = {
     "tokens after the stop token": Lie(_at_the_end(_tokens_after_the_end)),
     "a stop without a stop token": _last(_WORD, _WORD),
     "a stop at another token than the last": _last(_WORD, 2),
-    "a stop string that nobody asked for": _last(_WORD, "END"),
+    "a stop string that nobody requested": _last(_WORD, "END"),
     "a stop after logits that are not finite": _last(_WORD, "NaN happened"),
     "a length short of the limit": _last(_WORD, None, "length"),
     "a logprob as a string": _logprob("-0.5"),

@@ -76,7 +76,7 @@ def plan(
 ) -> SamplingPlan:
     """Cut a reply's `token_ids` (its stop token included) at the first end that the request names.
 
-    `decode` gives the text of ids; it is used only where stop strings are asked for.
+    `decode` gives the text of ids; it is used only where stop strings are requested.
     """
     ids, finish = _cut(list(token_ids), ending, decode)
     return SamplingPlan(ids, logprobs(seed, len(ids)).tolist(), finish or _as_scripted(reply, ids))

@@ -64,7 +64,7 @@ class ScriptedReply:
 
 
 class ScriptedCall:
-    """One generation as the engine was asked for it.
+    """One generation as it was requested.
 
     Attributes:
         input_ids: [P] the prompt.

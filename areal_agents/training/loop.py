@@ -73,7 +73,7 @@ class TrainingLoop:
         self.saved_step = self.progress.step
 
     def run(self) -> bool:
-        """Train until the last step is done; False if asked to stop before. Collective.
+        """Train until the last step is done; False if a stop is requested before. Collective.
 
         Either way, and if a batch or a teacher cannot be had, a checkpoint holds the last whole step.
         Raises the errors of `training.run`.
@@ -88,7 +88,7 @@ class TrainingLoop:
         return finished
 
     def _step(self) -> bool:
-        """One batch; False if asked to stop before it was trained."""
+        """One batch; False if a stop is requested before it was trained."""
         began = time.monotonic()
         batch = self._next_batch()
         if batch is None:
@@ -129,7 +129,7 @@ class TrainingLoop:
         raise error
 
     def _train(self, batch: Batch, began: float) -> dict[str, Any]:
-        """One step, of a batch that was asked for at `began`; its metrics."""
+        """One step, of a batch that was requested at `began`; its metrics."""
         rate = self.models.set_rate(self.progress.step, self.config)
         started, started_cpu = time.monotonic(), time.process_time()
         result = self._optimize(batch)

@@ -233,7 +233,7 @@ async def test_a_grammar_that_the_vocabulary_cannot_spell(words: SGLangEngine) -
     raw = await words._call(
         "POST", "/generate", {"input_ids": [9], "sampling_params": {"max_new_tokens": 9, "regex": "w3x"}}
     )
-    assert "no token of the vocabulary goes on" in raw["meta_info"]["finish_reason"]["message"]
+    assert "no token of the vocabulary fits the grammar" in raw["meta_info"]["finish_reason"]["message"]
 
 
 async def test_a_malformed_grammar_refuses_its_batch_before_anything_runs(words: SGLangEngine) -> None:

@@ -96,7 +96,7 @@ async def test_what_counts_over_the_whole_output_is_drawn_again_from_its_start(c
     completion, engine, _ = await draw(Part(5), Part(0), Part(99, "length", (3,)), sampling=sampling)
     assert completion.versions.tolist() == [3] * 20
     assert [ids for _, ids, _ in engine.asked] == [PROMPT.tolist()] * 3
-    with pytest.raises(EngineUnavailable, match="cannot go on elsewhere"):
+    with pytest.raises(EngineUnavailable, match="cannot continue elsewhere"):
         await draw(Part(5), Part(99, "length"), sampling=sampling, streamed=True)
     # Before its first token nothing of it has been said.
     _, _, got = await draw(Part(0), Part(99, "length"), sampling=sampling, streamed=True)

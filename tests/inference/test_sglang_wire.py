@@ -96,7 +96,7 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: 
         ([460, 7.9], "7.9 is no token id"),
         (["460", 7], "'460' is no token id"),
         ([True, 7], "True is no token id"),
-        ([460, 7, 7], "3 tokens where 2 were asked for"),
+        ([460, 7, 7], "3 tokens where 2 were requested"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])

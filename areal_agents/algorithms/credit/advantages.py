@@ -129,7 +129,7 @@ def compare(
 
 
 class _Pool:
-    """The episodes that a baseline is taken over, with the baseline at each k that was asked for."""
+    """The episodes that a baseline is taken over, with the baseline at each k that was requested."""
 
     def __init__(self, members: Sequence[EpisodeRewards], off: Sequence[float], returns: Returns) -> None:
         self._members, self._off, self._returns = members, np.asarray(off, np.float64), returns

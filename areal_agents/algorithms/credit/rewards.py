@@ -1,6 +1,6 @@
 """Assigns the rewards of an episode to its turns in recording order, shaped as the settings say.
 
-Each part of the shaping leaves the rewards as they are unless it is asked for, so that without shaping the
+Each part of the shaping leaves the rewards as they are unless it is requested, so that without shaping the
 rewards of an episode sum to its score.
 """
 
@@ -83,7 +83,7 @@ class EpisodeRewards:
         has_episode_reward: whether the episode was given one.
         by_name: the sum of the given rewards of each name, not shaped; where there is a length penalty, it is
             one of them, as "length_penalty".
-        anchors: [T] what each turn saw (`anchors.turn_anchors`); empty unless asked for.
+        anchors: [T] what each turn saw (`anchors.turn_anchors`); empty unless requested.
     """
 
     group_id: str

@@ -149,7 +149,7 @@ def make_runner(
 ) -> Runner:
     """numba for float32 on a CPU, where it is installed; torch otherwise. It is logged."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"engine.device: {config.device} was asked for, but torch sees no CUDA device")
+        raise ConfigError(f"engine.device: {config.device} was requested, but torch sees no CUDA device")
     if _use_numba(config):
         try:
             from areal_agents.inference.embedded.model.numba_runner import NumbaRunner

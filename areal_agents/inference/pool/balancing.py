@@ -13,7 +13,7 @@ _MOST_KEPT = 100_000
 
 
 class Affinities:
-    """Which replica each episode is on. What nobody used for a while is forgotten."""
+    """The replica of each episode. Entries that were not used for a while are removed."""
 
     def __init__(self) -> None:
         self._places: OrderedDict[str, tuple[Replica, float]] = OrderedDict()  # the longest unused first
@@ -44,7 +44,7 @@ class Affinities:
         return chosen
 
     def _place(self, affinity: str) -> Replica | None:
-        """Where the episode is; its time starts anew."""
+        """The replica of the episode; its time starts again."""
         place = self._places.get(affinity)
         if place is None:
             return None

@@ -49,7 +49,7 @@ class Replica:
         garbage: (caller, request) of the invalid answers since the last valid one; no caller and no
             request is in it twice.
         rests: how often in a row it was rested for invalid answers.
-        rests_until: it is not asked for completions before, by the event loop's clock.
+        rests_until: it gets no completions to sample before, by the event loop's clock.
         rests_for: why it rests, or rested the last time.
         due: the version that the trainer is to swap in, since it served when that was published; None if
         none.

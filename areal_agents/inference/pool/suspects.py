@@ -30,7 +30,7 @@ _REFUSED_S = 600.0  # for so long a request that was given up is refused to all 
 
 
 def has_arrived(error: EngineError) -> bool:
-    """Whether a request that failed so may have run: not one that found nobody to connect to."""
+    """Whether a request that failed in this way may have run: not if nothing accepted its connection."""
     return not isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 

@@ -190,7 +190,7 @@ class SGLangEngine(SGLangControl):
     async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
         """`ask` under the adapter of the version served; what it answers is of that version, whatever the
         server says."""
-        # Asked each time: what was heard last may be older than what the next batch must be sampled by.
+        # Requested each time: the last answer may be older than the version that must sample the next batch.
         version = (await self.model_info()).version
         try:
             return await ask(version)
@@ -315,7 +315,7 @@ class SGLangEngine(SGLangControl):
             experts = (await self.model_info()).experts  # the folder may have become readable
         if experts is None:
             raise EngineError(
-                f"routed experts are asked for, and the model that {self.base_url} serves has none, or its "
+                f"routed experts are requested, and the model that {self.base_url} serves has none, or its "
                 "folder's config.json is not readable from here"
             )
         return RoutingAsked(experts, sampling.routed_experts_from, prompt_tokens)

@@ -1,6 +1,6 @@
 """The calls of a trainer to SGLang: pauses, weights by each transport, adapters, checksums, memory.
 
-Every answer is checked: a server that did not do what it was asked is an EngineError that names it.
+Every answer is checked: a server that did not do what was requested is an EngineError that names it.
 """
 
 from __future__ import annotations

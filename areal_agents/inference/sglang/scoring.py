@@ -3,7 +3,7 @@
 SGLang returns the logprob of each prompt token after position `logprob_start_len`, computed from the logits
 of the position before; the entry of `logprob_start_len` itself is null. To score from position s on, the
 client therefore asks from s - 1 on. A server reuses no cached prefix beyond `logprob_start_len`, so that the
-logits of position s - 1 and of all later ones are computed anew. `max_new_tokens` 0 samples nothing.
+logits of position s - 1 and of all later ones are computed again. `max_new_tokens` 0 samples nothing.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _top(
         rows = meta.get("input_top_logprobs")
         if not isinstance(rows, list) or not rows:
             raise EngineError(
-                "/generate returned no top logprobs of the prompt, although they were asked for"
+                "/generate returned no top logprobs of the prompt, although they were requested"
             )
         empty, rows = int(not rows[0]), rows[1:]
         if any(type(item[1]) is not int for row in rows for item in row):

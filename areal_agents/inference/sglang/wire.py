@@ -60,7 +60,7 @@ def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
 def completion_from_wire(
     answer: Any, routing: RoutingAsked | None = None, asked: Asked | None = None
 ) -> Completion:
-    """A /generate answer as a Completion; `routing` says which routed experts were asked for.
+    """A /generate answer as a Completion; `routing` says which routed experts were requested.
 
     EngineError if ids, logprobs and versions do not agree with each other or with `asked`; EngineRejected or
     EngineUnavailable if the answer says that the request was refused or failed.
@@ -153,7 +153,7 @@ class StreamedCompletion:
         return new
 
     def completion(self, routing: RoutingAsked | None = None) -> Completion:
-        """All of it, once `finished`; `routing` says which routed experts were asked for."""
+        """All of it, once `finished`; `routing` says which routed experts were requested."""
         assert self._last is not None and self._reason is not None, "the stream has not finished"
         try:
             versions = _versions(self._last, len(self._ids), aborted=self._reason == "abort")

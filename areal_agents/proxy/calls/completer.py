@@ -174,7 +174,7 @@ class Completer:
             raise _too_long(limit, prompt_tokens, exact=True)
         if most is not None and (request.wish.max_tokens or 0) > most:
             raise RequestError(
-                f"at most {most} tokens may be asked for, got {request.wish.max_tokens}", param="max_tokens"
+                f"at most {most} tokens may be requested, got {request.wish.max_tokens}", param="max_tokens"
             )
         grammar = await self._prompts.grammar(request, prompt.renderer)
         bounds = [limit - prompt_tokens, request.wish.max_tokens or self._config.default_max_tokens, most]
@@ -392,7 +392,7 @@ class _ReplyFeed:
 
 
 async def _all(draws: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
-    """What every draw returns; if one fails, the others are ended."""
+    """The results of all samples; if one fails, the others are ended."""
     tasks = [asyncio.ensure_future(one) for one in draws]
     try:
         return list(await asyncio.gather(*tasks))

@@ -16,7 +16,7 @@ class CallRecord:
         endpoint: its path, without an episode's key.
         dialect: the API that it speaks.
         client: the User-Agent.
-        streamed: whether the answer was asked for as a stream.
+        streamed: whether the answer was requested as a stream.
         retry_count: earlier attempts that the client tells of.
         repeated: whether it was answered with the sample of an earlier attempt.
         label: who called within the episode.

@@ -28,7 +28,7 @@ class SamplingWish:
     min_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: bool | None = None  # whether any bias is asked for
+    logit_bias: bool | None = None  # whether any bias is requested
     seed: int | None = None
     stop: tuple[str, ...] = ()
     top_logprobs: int = 0
@@ -43,13 +43,13 @@ class ModelRequest:
         tools: OpenAI chat function tools ({"type": "function", "function": {…}}), in order, whatever the
             dialect they came in.
         tools_id: digest of `tools` and `template_options`; "" without either.
-        wish: the sampling that is asked for.
+        wish: the sampling that is requested.
         calls: "none": the reply's tool calls are withheld from the client; "required": the reply is forced
             to be a call.
         named_tool: with calls "required", the one tool that must be called; None for any.
         parallel_calls: False: only the first tool call of the reply is handed out.
         output: a grammar that the reply must match (response_format), or None.
-        choices: how many replies to draw (`n`), at least 1.
+        choices: how many replies to sample (`n`), at least 1.
         template_options: options of the chat template that this request sets, for example
             {"enable_thinking": False}.
         has_instructions: the first message came from the `instructions` of the Responses API, which a
@@ -98,7 +98,7 @@ class CompletedTurn:
 
     Attributes:
         prompt_tokens: length of the whole prompt.
-        reused_tokens: prompt tokens that are recorded ids of earlier turns, not rendered anew.
+        reused_tokens: prompt tokens that are recorded ids of earlier turns, not rendered again.
         created_at: seconds since the epoch.
     """
 

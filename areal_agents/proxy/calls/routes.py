@@ -1,7 +1,7 @@
 """The routes that agents call. Requests of all dialects take the same way, streamed or not.
 
 A request that fails before its answer has begun gets an ordinary error, in its own API's form, even where a
-stream was asked for.
+stream was requested.
 """
 
 from __future__ import annotations

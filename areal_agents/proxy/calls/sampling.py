@@ -6,9 +6,9 @@ fixes would make the rollouts of a group alike.
 
 Samples without a seed of their own get one, so that an episode can be sampled again.
 
-An episode may be opened with a `base_seed`. The seed of a draw then follows from it and from what is sampled
+An episode may be opened with a `base_seed`. The seed of a sample then follows from it and what is sampled
 after: the turn that it continues, by that turn's own seed, and the tokens that are added. So it depends
-neither on the order in which calls arrive nor on what else the engine does; and a second draw after the
+neither on the order in which calls arrive nor on what else the engine does; and a second sample after the
 same tokens gets another seed than the first.
 """
 
@@ -137,7 +137,7 @@ class Draws:
         self._counts = Counter(_key(turn.parent, turn.new_prompt_ids) for turn in turns)
 
     def next_seed(self, base: int, parent: Turn | None, new_ids: TokenIds) -> int:
-        """The seed of one more draw after the tokens of `parent` and `new_ids`."""
+        """The seed of one more sample after the tokens of `parent` and `new_ids`."""
         key = _key(parent.id if parent is not None else None, new_ids)
         earlier = self._counts[key]
         self._counts[key] += 1

@@ -38,7 +38,7 @@ class StreamWriter(Protocol):
     """Writes one streamed answer; every method returns the server-sent events to send, perhaps none.
 
     Called in order: `start` once; then deltas; then `finish` or `error` once. `choice` is the index of the
-    reply, 0 unless several were asked for. The texts of the deltas of a choice, joined, are the reply's
+    reply, 0 unless several were requested. The texts of the deltas of a choice, joined, are the reply's
     reasoning and content exactly. Calls come complete; text may still follow one, though it seldom does.
     """
 

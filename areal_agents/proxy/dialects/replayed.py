@@ -15,7 +15,7 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
-_MOST_CHARACTERS = 4_000_000  # of a history that is kept; a longer one is read anew at every call
+_MOST_CHARACTERS = 4_000_000  # of a history that is kept; a longer one is read again at every call
 
 Group = tuple[Message, ...]  # what one item of a request means
 

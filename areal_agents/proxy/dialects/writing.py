@@ -59,7 +59,7 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 
 def model_name(body: Any) -> str:
-    """The model that the client asked for, by whatever name."""
+    """The model that the client requested, by whatever name."""
     name = body.get("model")
     return name if isinstance(name, str) and name else "policy"
 
@@ -84,7 +84,7 @@ class TokenTexts:
 
     def entries(self, completion: Completion) -> list[dict[str, Any]]:
         """[C] an entry per sampled token: `token`, `logprob`, `bytes`, and `top_logprobs`, which has an
-        entry for each alternative where they were asked for."""
+        entry for each alternative where they were requested."""
         best = completion.top_logprobs or ((),) * len(completion)
         ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
         for token_id in {*ids, *(token_id for pairs in best for token_id, _ in pairs)}:

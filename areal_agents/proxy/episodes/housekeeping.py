@@ -27,7 +27,7 @@ _MEMORY_IDLE_S = 900.0
 class Housekeeping:
     """Sweeps at intervals. An episode of an earlier process counts as used when it is first met.
 
-    Of several workers, each sweeps its own episodes, and the first of them those that nobody living owns.
+    Of several workers, each sweeps its own episodes; the first also sweeps those that no running worker owns.
     `retention` is given to one of them at most.
     """
 

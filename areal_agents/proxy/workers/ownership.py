@@ -27,7 +27,7 @@ class Ownership:
         return self._workers.owner
 
     async def claim(self, episode_id: str, owner: str | None) -> bool:
-        """Whether an open episode of `owner` is this worker's now: it was, or nobody living had it."""
+        """Whether an open episode of `owner` is this worker's now: it was, or no running worker had it."""
         if owner == self.owner:
             return True
         if owner is not None and self._workers.is_living(owner):
@@ -35,7 +35,7 @@ class Ownership:
         return await asyncio.wrap_future(self._store.claim_episode(episode_id, owner, self.owner))
 
     async def locate(self, find: Callable[[], EpisodeRow]) -> int:
-        """The worker that has an episode: this one, if nobody living had it or if it has ended.
+        """The worker that has an episode: this one, if no running worker had it or if it has ended.
 
         `find` reads the episode in a thread; what it raises is raised. RequestError 503 if a living worker
         of another run has it.
@@ -58,7 +58,7 @@ class Ownership:
         return self._workers.homes(key)[0] == self._workers.index and await self.claim(episode_id, owner)
 
     def swept(self, found: Iterable[OpenEpisode]) -> list[OpenEpisode]:
-        """Those that this worker looks after: its own; if it is the first, also what nobody living owns."""
+        """The episodes that this worker sweeps: its own; for the first worker, also those without a running owner."""
         episodes = list(found)
         owners = {episode.owner for episode in episodes} if self._workers.is_first() else set()
         dead = {owner for owner in owners if owner is None or not self._workers.is_living(owner)}

@@ -76,7 +76,7 @@ class CoroutineAgent:
         self._undead: set[asyncio.Task[Any]] = set()
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        """One episode, in a task of its own, so that an agent which resists cancellation holds up nobody."""
+        """One episode, in a task of its own, so that an agent that resists cancellation delays nothing."""
         episode = asyncio.create_task(self._call(task, ep), name=f"episode {ep.id}")
         try:
             return await asyncio.shield(episode)

@@ -83,7 +83,7 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
     except asyncio.CancelledError:
         await asyncio.wait({opening}, timeout=OPENING_GRACE_S)
         if not opening.cancel():
-            opening.exception()  # seen: whatever the proxy said, nobody waits for it
+            opening.exception()  # marks the exception as retrieved: nothing waits for it
         raise
 
 
@@ -195,7 +195,7 @@ def backoff_s(failures: int) -> float:
 
 
 async def abort_episodes(client: AsyncClient, episodes: Iterable[str], reason: str) -> None:
-    """Abort open episodes that nobody runs any more."""
+    """Abort open episodes that are no longer run."""
     for episode in episodes:
         try:
             await client.fail(episode, reason, aborted=True)

@@ -79,7 +79,7 @@ class GroupsUnderWay:
         self._running[group.id, index] = task
 
     def note_ended(self, group: GroupRun, index: int) -> None:
-        """Nobody fills a place any more."""
+        """Mark a place that is no longer being filled."""
         self._running.pop((group.id, index), None)
         group.open.pop(index, None)
         self._changed.set()

@@ -155,9 +155,9 @@ def next_batch(
     stop: threading.Event,
     on_stale: OnStale = "mask",
 ) -> Batch | None:
-    """Lease the groups of batch `step` and make training data of them; None if asked to stop.
+    """Lease the groups of batch `step` and make training data of them; None if a stop is requested.
 
-    Groups that cannot be trained on, that are wholly beyond the staleness bound, or (with
+    Groups that cannot be trained on, that are entirely beyond the staleness bound, or (with
     `refill_equal_groups`) that have equal scores are dropped, with that reason, and others taken for
     them. A group of which only some tokens are beyond the bound stays, those tokens masked, or (with
     `drop`) is dropped too. Always the oldest complete groups are taken; with `wait` not before every

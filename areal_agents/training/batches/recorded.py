@@ -98,7 +98,7 @@ def next_recorded_batch(
     limits: SampleLimits,
     stop: threading.Event,
 ) -> Batch | None:
-    """The batch of `groups` groups from `position` on; None if asked to stop.
+    """The batch of `groups` groups from `position` on; None if a stop is requested.
 
     A group that cannot be trained on, and one without anything to train, is passed over. Tokens keep
     the logprobs of the policy that sampled them, but lose its version numbers, which are another run's.

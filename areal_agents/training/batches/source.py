@@ -25,10 +25,12 @@ class BatchSource(Protocol):
     """What a run trains on, batch after batch."""
 
     def next(self, progress: TrainingProgress) -> Batch | None:
-        """The batch after `progress`; None if asked to stop. Errors: `next_batch`, `next_recorded_batch`."""
+        """The batch after `progress`; None if a stop is requested.
+
+        Raises the errors of `next_batch` and `next_recorded_batch`.\n"""
 
     def wait_for_swap(self) -> None:
-        """Return when the weights of the batch in training may be swapped in, or if asked to stop.
+        """Return when the weights of the batch in training may be swapped in, or if a stop is requested.
 
         TrainingError if that takes too long.
         """
@@ -129,7 +131,7 @@ def wait_until_whole(
     timeout_s: float,
     stop: threading.Event,
 ) -> None:
-    """Return once the next batch is complete and no group is in progress, or at once if asked to stop.
+    """Return once the next batch is complete and no group is in progress, or at once if a stop is requested.
 
     Weights that are swapped then meet no generation of a training episode: every batch is of one version.
     While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.

@@ -1,4 +1,4 @@
-"""The hard bound on staleness as one batch meets it: which groups may be taken now, and which are refused.
+"""The hard bound on staleness for one batch: which groups may be taken now, and which are refused.
 
 How old a version is, in trained batches, where the run was resumed between it and now.
 

@@ -1,6 +1,6 @@
 """Writes weights as a Hugging Face folder that transformers, SGLang and vLLM load: complete or not at all.
 
-It is written tensor by tensor, so that nobody needs all the weights at once. The files are those that
+It is written tensor by tensor, so that the weights are never in memory all at once. The files are those that
 safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.
 """
 
@@ -142,7 +142,7 @@ def write_model(
 def remove_unfinished(folder: Path, pattern: str) -> None:
     """Remove what a killed process left unfinished for the names in `folder` that match `pattern`.
 
-    Only for a folder that nobody else writes to.
+    Only for a folder that nothing else writes to.
     """
     for left in folder.glob(f".{pattern}.*.tmp"):
         shutil.rmtree(left, ignore_errors=True)

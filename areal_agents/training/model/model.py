@@ -1,7 +1,7 @@
 """The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
 
 Everything that touches weights, the chunked head included, runs inside the forward of the root, where
-the weights of no block are whole; no rank ever holds all of them, but where they are asked for whole.
+the weights of no block are whole; no rank ever holds all of them, but where they are requested whole.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PolicyOutput(NamedTuple):
 
     Attributes:
         logprobs: differentiable.
-        entropies: detached unless asked otherwise.
+        entropies: detached unless requested otherwise.
         divergence: from a teacher, differentiable; None without one.
     """
 

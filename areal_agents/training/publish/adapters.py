@@ -62,7 +62,7 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
             await engine.unload_adapter(name)
         except EngineRejected:  # it has no such adapter: that was not what it minded
             raise error from None
-        log.warning("%s had an adapter %s already, which is loaded anew", engine.base_url, name)
+        log.warning("%s had an adapter %s already, which is loaded again", engine.base_url, name)
         await engine.load_adapter(name, str(path))
 
 
@@ -117,7 +117,7 @@ async def _unload(engine: Engine, due: deque[int]) -> None:
             log.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
         except EngineError as error:
             log.warning(
-                "%s did not unload the adapter of version %d, and is asked again after the next version: %s",
+                "%s did not unload the adapter of version %d; it is tried again after the next version: %s",
                 engine.base_url, due[0], error,
             )  # fmt: skip
             return

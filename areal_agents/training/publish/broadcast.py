@@ -1,7 +1,7 @@
 """Sends weights by gloo or NCCL: one broadcast per bucket to all engines at once.
 
 The process group has the trainer's first rank and every worker of every engine in it; the trainer's own
-ranks meet in another. It lasts as long as its members: after a failure it is given up, and made anew, with
+ranks meet in another. It lasts as long as its members: after a failure it is given up, and made again, with
 the engines that are there, at the next publication.
 """
 
@@ -165,7 +165,7 @@ def _at(group: WeightGroup, offset: int) -> WeightGroup:
 
 
 def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call that cannot be interrupted; nobody has to wait for its thread, the process's end neither."""
+    """Run a call that cannot be interrupted. Nothing waits for its thread, not even the process's end."""
     future: Future[T] = Future()
 
     def run() -> None:

@@ -28,7 +28,7 @@ from areal_agents.training.model.safetensors_files import Checkpoint, Stored
 
 log = logging.getLogger(__name__)
 
-_COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")  # not held: made anew, or the embedding itself
+_COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")  # not held: made again, or the embedding itself
 
 Place = tuple[int, int]  # expert, and position within the fused matrix
 

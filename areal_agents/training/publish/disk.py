@@ -33,7 +33,7 @@ async def swap(
     """Replace the served weights; seconds that it took.
 
     The engine resumes whatever fails; if it refuses the weights, then with the old ones. Only after a
-    failed `check` it stays paused: nothing is sampled from weights that nobody knows.
+    failed `check` it stays paused: nothing is sampled from unknown weights.
     """
     started = time.monotonic()
     if pause == "drain":  # without a pause an update waits for what runs, and what comes waits for it

@@ -45,7 +45,7 @@ def token_logprobs(
         entropy_gradient: whether the entropies are differentiable too, for an entropy bonus.
 
     Returns:
-        Logprobs [N], differentiable; entropies [N], detached unless asked otherwise. Both float32,
+        Logprobs [N], differentiable; entropies [N], detached unless requested otherwise. Both float32,
         or float64 if the logits are.
 
     Raises:

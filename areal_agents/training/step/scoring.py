@@ -168,7 +168,7 @@ def _teacher_targets(
         targets = teacher.score(plan.data.samples, stopping=stopping)
         if targets is None:
             check_stop()
-            raise AssertionError("a rank that was asked to stop takes that back")
+            raise AssertionError("a rank that was told to stop takes that back")
         return targets
     ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
     logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)

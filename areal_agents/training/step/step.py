@@ -40,7 +40,7 @@ __all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", 
 
 
 class Stopped(Exception):
-    """The run was asked to stop before the first optimizer step of a batch: the weights are as they were."""
+    """The run was told to stop before the first optimizer step of a batch. The weights are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class HeldTeacher:
 
 @dataclass(frozen=True, slots=True)
 class EngineTeacher:
-    """A model behind an engine, asked for its k most likely tokens by the first rank.
+    """A model behind an engine, from which the first rank requests the k most likely tokens.
 
     Attributes:
         connect: makes a client, on the first rank; it is closed after each batch.
@@ -93,7 +93,7 @@ class EngineTeacher:
 
         Returns:
             The largest number of tokens that a sequence may have; None on every rank if the first rank was
-            asked to stop while it waited.
+            told to stop while it waited.
 
         Raises:
             TeacherError: the engine has another vocabulary than the policy, or does not answer in time.
@@ -114,7 +114,7 @@ class EngineTeacher:
             stopping: asked on the first rank while it waits for the engine.
 
         Returns:
-            The tokens with their logprobs; None on every rank if the first rank was asked to stop while it
+            The tokens with their logprobs; None on every rank if the first rank was told to stop while it
             waited.
 
         Raises:

@@ -36,7 +36,7 @@ class Span:
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestProgress:
     """What a request has sampled at one moment: ids and logprobs [N], and the best tokens of each where they
-    were asked for. `version` is the one that samples now, `spans` are those until now."""
+    were requested. `version` is the one that samples now, `spans` are those until now."""
 
     ids: np.ndarray
     logprobs: np.ndarray
@@ -81,7 +81,7 @@ class Request:
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     output_ranked: list[RankedTokens] = field(default_factory=list)
-    input_logprobs: np.ndarray | None = None  # [P], NaN where not asked for or not yet computed
+    input_logprobs: np.ndarray | None = None  # [P], NaN where not requested or not yet computed
     input_top_ids: np.ndarray | None = None  # [P, input_top], likewise
     input_top_logprobs: np.ndarray | None = None  # [P, input_top], likewise
     prompt_scored: bool = False

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Member:
-    """This engine in one group; broadcasts are received in the order in which they were asked for."""
+    """This engine in one group; broadcasts are received in the order in which they were requested."""
 
     group: dist.ProcessGroup
     device: torch.device

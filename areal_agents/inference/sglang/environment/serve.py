@@ -6,7 +6,7 @@ Its arguments are SGLang's own. The server ends, with every process that it spaw
 closes, which it does when its parent process dies.
 
 With a CPU build of torch some calls of SGLang fail that a CPU could answer: torchvision's compiled operators,
-of which only the schemas are asked for; `sgl_kernel`, which has no CPU wheel; waiting for a GPU; and memory
+of which only the schemas are requested; `sgl_kernel`, which has no CPU wheel; waiting for a GPU; and memory
 that is pinned for one. These get a stand-in here, and no installed file is changed. SGLang spawns processes
 that run this file again up to its last lines, and get the stand-ins that way.
 """

@@ -173,5 +173,5 @@ def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
 
 
 def _logprobs(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The logprobs of a completion in OpenAI's shape; the alternatives only where they were asked for."""
+    """The logprobs of a completion in OpenAI's shape; the alternatives only where they were requested."""
     return {"content": TokenTexts(tokenizer).entries(turn.completion), "refusal": None}

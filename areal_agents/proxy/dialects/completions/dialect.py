@@ -113,7 +113,7 @@ class CompletionStream:
         raise AssertionError(f"a text completion has no tool calls, got one of {call.name!r}")
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
-        """A last chunk per choice, the usage if it was asked for, [DONE]."""
+        """A last chunk per choice, the usage if it was requested, [DONE]."""
         out = b""
         for index, each in enumerate(done):
             last = typed(
