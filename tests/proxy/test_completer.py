@@ -17,8 +17,8 @@ from areal_agents.errors import EngineUnavailable, RequestError, StoreError
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.auth import key_hash
 from areal_agents.proxy.calls.completer import Completer
-from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
-from areal_agents.proxy.calls.running import Call, Retry
+from areal_agents.proxy.calls.request import ModelRequest, Retry, SamplingWish
+from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store, episodes
@@ -61,14 +61,14 @@ def during(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, happening: as
     monkeypatch.setattr(owner, name, method)
 
 
-def begin(completer: Completer, session: Session, *, count: int = 0, streamed: bool = False) -> Call:
+def begin(completer: Completer, session: Session, *, count: int = 0, streamed: bool = False) -> SharedReply:
     """A call with one client."""
-    call = completer.call(session, ASKED, retry=Retry(count), streamed=streamed)
+    call = completer.call(session, replace(ASKED, retry=Retry(count)), streamed=streamed)
     call.join()
     return call
 
 
-async def hang_up(completer: Completer, session: Session, call: Call) -> None:
+async def hang_up(completer: Completer, session: Session, call: SharedReply) -> None:
     """Its client goes, and what runs for it comes to its end."""
     if call.leave(served=False):
         completer.retries.discard(session, call)
@@ -107,7 +107,7 @@ async def test_a_turn_that_is_recorded_when_its_client_hangs_up_is_kept_for_a_re
     async with asyncio.timeout(10):
         await recording.wait()
     await hang_up(completer, session, call)
-    await until(lambda: bool(session.undelivered))
+    await until(lambda: bool(session.ledger.undelivered))
     await until(lambda: store.load_episode("e").turns[0].discarded != "")
     [turn] = store.load_episode("e").turns
     assert not TrainedTurns().includes(turn) and turn.id == call.turn_ids[0]
@@ -126,10 +126,10 @@ async def test_a_reply_that_its_client_did_not_wait_for_is_kept_for_a_retry(
     call = begin(completer, session)
     await call.task
     await hang_up(completer, session, call)
-    assert session.undelivered == set(call.turn_ids)
+    assert session.ledger.undelivered == set(call.turn_ids)
     await until(lambda: bool(store.load_episode("e").turns[0].discarded))
     restored = Session(*store.episode_by_key("hash"))  # after a restart, it is still known
-    assert restored.undelivered == set(call.turn_ids)
+    assert restored.ledger.undelivered == set(call.turn_ids)
 
 
 async def test_a_retry_joins_the_call_that_is_under_way(completer: Completer, session: Session) -> None:
@@ -155,8 +155,8 @@ async def test_a_retry_of_a_recorded_call_gets_the_same_sample(
 
 
 async def test_an_idempotency_key_names_one_request(completer: Completer, session: Session) -> None:
-    def ask(asked: ModelRequest) -> Call:
-        return completer.call(session, asked, retry=Retry(0, "key"), streamed=False)
+    def ask(asked: ModelRequest) -> SharedReply:
+        return completer.call(session, replace(asked, retry=Retry(0, "key")), streamed=False)
 
     first = ask(ASKED)
     assert ask(ASKED) is first
@@ -169,7 +169,7 @@ async def test_an_idempotency_key_names_one_request(completer: Completer, sessio
 
 
 async def test_several_replies_are_siblings(completer: Completer, session: Session, store: Store) -> None:
-    call = completer.call(session, replace(ASKED, choices=3), retry=Retry(), streamed=False)
+    call = completer.call(session, replace(ASKED, choices=3), streamed=False)
     done = await call.task
     assert [item.turn.id for item in done] == list(call.turn_ids)
     first, *others = store.load_episode("e").turns
@@ -189,7 +189,7 @@ async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
         await refused.task
     engine.script = script
     [retried] = await begin(completer, session, count=1).task
-    assert retried.turn.id != beside.turn.id and not session.refused[ASKED.key()]
+    assert retried.turn.id != beside.turn.id and not session.ledger.was_refused(ASKED)
     [again] = await begin(completer, session, count=2).task  # its answer was lost
     assert again.turn.id == retried.turn.id
 
@@ -212,7 +212,7 @@ async def test_siblings_are_recorded_together_or_not_at_all(
     completer: Completer, session: Session, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = episodes.insert_turn
-    call = completer.call(session, replace(ASKED, choices=2), retry=Retry(), streamed=False)
+    call = completer.call(session, replace(ASKED, choices=2), streamed=False)
 
     def insert_turn(connection: Any, row: dict[str, Any]) -> None:
         if row["id"] == call.turn_ids[1]:
@@ -222,7 +222,7 @@ async def test_siblings_are_recorded_together_or_not_at_all(
     monkeypatch.setattr(episodes, "insert_turn", insert_turn)
     with pytest.raises(StoreError, match="disk is full"):
         await call.task
-    assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.has_lost_calls
+    assert store.load_episode("e").turns == () and len(session.forest) == 0 and session.ledger.has_lost
 
 
 async def test_a_session_that_is_sealed_while_it_is_loaded_is_not_open(
@@ -279,8 +279,6 @@ async def test_a_call_does_not_wait_for_its_turn_for_ever(
 async def test_the_agent_itself_is_known_after_a_restart(
     completer: Completer, session: Session, store: Store
 ) -> None:
-    await completer.call(session, replace(ASKED, session="main"), retry=Retry(), streamed=False).task
-    await completer.call(
-        session, replace(ASKED, session="sub", label="sub-agent/sub"), retry=Retry(), streamed=False
-    ).task
+    await completer.call(session, replace(ASKED, session="main"), streamed=False).task
+    await completer.call(session, replace(ASKED, session="sub", label="sub-agent/sub"), streamed=False).task
     assert Session(*store.episode_by_key("hash")).main_session == "main"

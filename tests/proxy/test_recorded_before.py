@@ -22,7 +22,6 @@ from areal_agents.core.messages import Message, tools_digest
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
-from areal_agents.proxy.calls.running import Retry
 from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store
@@ -182,15 +181,15 @@ def test_a_parent_that_is_recorded_while_the_request_is_prepared_counts(
             await recorded.wait()
             return await model_info()
 
-        [first] = await completer.call(session, asked, retry=Retry(), streamed=False).task
+        [first] = await completer.call(session, asked, streamed=False).task
         monkeypatch.setattr(completer, "model_info", held)
         more = (*asked.messages, first.turn.reply, Message("user", "And then?"))
         follow = ModelRequest(more, (), tools_digest(()), SamplingWish())
-        waiting = completer.call(session, follow, retry=Retry(), streamed=False)
+        waiting = completer.call(session, follow, streamed=False)
         await asyncio.sleep(0)
         monkeypatch.undo()
         other = ModelRequest((Message("user", "Other"),), (), tools_digest(()), SamplingWish())
-        await completer.call(session, other, retry=Retry(), streamed=False).task
+        await completer.call(session, other, streamed=False).task
         recorded.set()
         [done] = await waiting.task
         assert done.turn.recorded_before == 2
@@ -219,7 +218,7 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
         calls = []
         for index in range(4):
             asked = ModelRequest((Message("user", f"{index}"),), (), tools_digest(()), SamplingWish())
-            call = completer.call(session, asked, retry=Retry(), streamed=False)
+            call = completer.call(session, asked, streamed=False)
             call.join()
             calls.append(call)
             async with asyncio.timeout(30):
@@ -237,7 +236,7 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
         assert [turn.id for turn in session.forest.turns] == order
         assert session.pending_writes == 0
         await asyncio.wait([call.task for call in calls], timeout=30)
-        assert session.undelivered == {order[1], order[3]}
+        assert session.ledger.undelivered == {order[1], order[3]}
         turns = store.turns_of("e")
         assert [turn.id for turn in turns] == order
         assert [turn.recorded_before for turn in turns] == [0, 0, 0, 0]

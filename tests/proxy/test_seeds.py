@@ -11,7 +11,7 @@ import pytest
 from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
 
 from areal_agents.core.completion import as_token_ids
-from areal_agents.proxy.calls.sampling import Draws
+from areal_agents.proxy.calls.sampling import SampleSeeds
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.seeds import episode_seed
 
@@ -133,6 +133,6 @@ def test_an_episode_s_seed_differs_by_everything_that_it_is() -> None:
 
 
 def test_seeds_fit_what_engines_take() -> None:
-    draws = Draws([])
+    draws = SampleSeeds([])
     drawn = [draws.next_seed(base, None, as_token_ids([1, 2])) for base in range(64)]
     assert all(0 <= seed < 2**63 for seed in drawn) and len(set(drawn)) == 64

@@ -35,6 +35,19 @@ class SamplingWish:
 
 
 @dataclass(frozen=True, slots=True)
+class Retry:
+    """What a client says about sending a request again.
+
+    Attributes:
+        count: the number of earlier attempts, as the Stainless SDKs count them.
+        idempotency_key: the name of the request; "" if the client gives none.
+    """
+
+    count: int = 0
+    idempotency_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRequest:
     """One call of the model, whatever its dialect.
 
@@ -59,6 +72,7 @@ class ModelRequest:
         logprobs: whether the answer lists the tokens with their logprobs.
         label: who calls within the episode, for example a sub-agent.
         session: the session header of the call, "" for none.
+        retry: what the headers say about earlier attempts.
     """
 
     messages: tuple[Message, ...]
@@ -76,9 +90,10 @@ class ModelRequest:
     logprobs: bool = False
     label: str = ""
     session: str = ""
+    retry: Retry = Retry()
 
     def key(self) -> Hashable:
-        """The same for two calls that ask for the same."""
+        """A value that is equal for two calls that request the same."""
         said = b"".join([message.digest for message in self.messages])
         asked = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
         return (self.tools_id, said, asked, _digest(self.raw_prompt))

@@ -7,18 +7,18 @@ that attempt has no sample, even if an equal call has one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable
 from concurrent.futures import Future
 from enum import IntEnum
 
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.calls.delivery import as_asked
+from areal_agents.proxy.calls.ledger import KnownKey
 from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
-from areal_agents.proxy.calls.running import Call, Retry, answered_call
 from areal_agents.proxy.calls.sampling import grammar_of
-from areal_agents.proxy.episodes.sessions import KnownKey, Session
+from areal_agents.proxy.calls.shared_reply import RecordedReply, SharedReply
+from areal_agents.proxy.episodes.sessions import Session
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.store import Store
 
@@ -32,98 +32,95 @@ class Repeated(IntEnum):
     """The kind of call that a request repeats in an episode; of several episodes, the greatest wins."""
 
     RECORDED = 1  # a recorded call of an episode that has no other turns
-    UNDER_WAY = 2  # a call that is still running
+    RUNNING = 2  # a call that is still running
     UNDELIVERED = 3  # a call that was recorded after its client had disconnected
     NAMED = 4  # the call with the same Idempotency-Key
 
 
 class Retries:
-    """Finds the calls that requests repeat. All state is in the sessions and in the store."""
+    """Finds the calls that requests repeat. All state is in the ledgers of sessions and in the store."""
 
     def __init__(self, store: Store, prompts: Prompts) -> None:
         self._store = store
         self._prompts = prompts
 
-    def begin(self, session: Session, request: ModelRequest, retry: Retry, call: Call) -> None:
-        """Note a call that is under way, under every name that a retry may use."""
-        key = request.key()
-        names: list[Hashable] = [key, retry.idempotency_key] if retry.idempotency_key else [key]
-        session.begun(names, call)
-        if retry.idempotency_key:
-            session.remember_key(retry.idempotency_key, key, call.turn_ids)
+    def begin(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
+        """Enter a call that is running in the ledger of its session."""
+        session.ledger.begin(request, call)
 
-        def landed(_: object) -> None:
-            session.landed(names, call)
+        def ended(_: object) -> None:
+            session.ledger.end(request, call)
             failure = None if call.is_abandoned else call.failure
             if failure is not None and as_request_error(failure).status >= _LEAST_RETRIED:
-                session.refused[key] += 1
+                session.ledger.refuse(request)
 
-        call.task.add_done_callback(landed)
+        call.task.add_done_callback(ended)
 
-    def discard(self, session: Session, call: Call) -> None:
+    def discard(self, session: Session, call: SharedReply) -> None:
         """Mark the turns of a recorded call as undelivered; a retry may still fetch them."""
         for turn_id in call.turn_ids:
-            if turn_id in session.forest and turn_id not in session.undelivered:
-                session.undelivered.add(turn_id)
+            if turn_id in session.forest and session.ledger.mark_undelivered(turn_id):
                 _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
 
-    def repeated(self, session: Session, request: ModelRequest, retry: Retry) -> Repeated | None:
+    def repeated(self, session: Session, request: ModelRequest) -> Repeated | None:
         """What a request repeats in an episode that was opened with the same messages.
 
         Unlike `earlier`, it changes nothing. In an episode that has continued, only an Idempotency-Key
         repeats a delivered call, because its client has the response.
         """
-        key, name = request.key(), retry.idempotency_key
-        known = session.key_of(name) if name else None
+        key, retry = request.key(), request.retry
+        name, ledger = retry.idempotency_key, session.ledger
+        known = ledger.key_of(name) if name else None
         if known is not None and known.request == key and _has_sample(session, name, known):
             return Repeated.NAMED
-        if retry.count and _running(session, key) is not None:
-            return Repeated.UNDER_WAY
-        turns = self._answers(session, request, retry)
-        if turns and all(turn.id in session.undelivered for turn in turns):
+        if retry.count and ledger.running(key) is not None:
+            return Repeated.RUNNING
+        turns = self._answers(session, request)
+        if turns and all(ledger.is_undelivered(turn.id) for turn in turns):
             return Repeated.UNDELIVERED
-        has_gone_on = turns and len(session.forest) > len(self._prompts.answers(session.forest, request))
-        return Repeated.RECORDED if turns and not has_gone_on else None
+        has_continued = turns and len(session.forest) > len(self._prompts.answers(session.forest, request))
+        return Repeated.RECORDED if turns and not has_continued else None
 
-    def earlier(self, session: Session, request: ModelRequest, retry: Retry) -> Call | None:
+    def earlier(self, session: Session, request: ModelRequest) -> SharedReply | None:
         """The call that a request repeats, None for a new one.
 
         RequestError 409 if its Idempotency-Key was used for another request.
         """
+        retry, ledger = request.retry, session.ledger
         if retry.idempotency_key and (named := self._named(session, request, retry.idempotency_key)):
             return named
-        if retry.count and session.refused[request.key()]:
-            session.refused[request.key()] -= 1
+        if retry.count and ledger.take_refused(request):
             return None
-        if retry.count and (running := _running(session, request.key())) is not None:
+        if retry.count and (running := ledger.running(request.key())) is not None:
             return running
-        turns = self._answers(session, request, retry)
+        turns = self._answers(session, request)
         if not turns:
             return None
-        session.call_answered(request)
+        ledger.answer(request)
         return self._answered(session, turns)
 
-    def _answers(self, session: Session, request: ModelRequest, retry: Retry) -> list[Turn]:
+    def _answers(self, session: Session, request: ModelRequest) -> list[Turn]:
         """The latest recorded turns that answer a request, one per choice; [] if there are too few."""
-        if not retry.count and not session.undelivered:
+        is_retry, ledger = request.retry.count > 0, session.ledger
+        if not is_retry and not ledger.has_undelivered:
             return []
         turns = [
             turn
             for turn in self._prompts.answers(session.forest, request)
-            if (retry.count or turn.id in session.undelivered) and self._would_do(turn, request)
+            if (is_retry or ledger.is_undelivered(turn.id)) and self._would_do(turn, request)
         ]
         return turns[-request.choices :] if len(turns) >= request.choices else []
 
-    def _named(self, session: Session, request: ModelRequest, name: str) -> Call | None:
+    def _named(self, session: Session, request: ModelRequest, name: str) -> SharedReply | None:
         """The call that had an Idempotency-Key."""
-        known = session.key_of(name)
+        known = session.ledger.key_of(name)
         if known is not None and known.request != request.key():
             raise RequestError(
                 f"the Idempotency-Key {name!r} was used for another request",
                 status=409,
                 code="idempotency_key_reused",
             )
-        if (running := _running(session, name)) is not None:
+        if (running := session.ledger.running(name)) is not None:
             return running
         if known is None or any(turn_id not in session.forest for turn_id in known.turn_ids):
             return None
@@ -139,22 +136,16 @@ class Retries:
             and as_asked(turn.reply, request) == turn.reply
         )
 
-    def _answered(self, session: Session, turns: list[Turn]) -> Call:
+    def _answered(self, session: Session, turns: list[Turn]) -> RecordedReply:
         for turn in turns:
-            if turn.id in session.undelivered:
-                session.undelivered.discard(turn.id)
+            if session.ledger.mark_delivered(turn.id):
                 _log_failure(self._store.discard_turn(turn.id, None), turn.id)
-        return answered_call([_completed(session, turn) for turn in turns])
-
-
-def _running(session: Session, name: Hashable) -> Call | None:
-    call = session.in_flight.get(name)
-    return call if call is not None and not call.is_abandoned else None
+        return RecordedReply([_completed(session, turn) for turn in turns])
 
 
 def _has_sample(session: Session, name: str, known: KnownKey) -> bool:
-    """Whether the call that had an Idempotency-Key is under way or recorded."""
-    return _running(session, name) is not None or all(id in session.forest for id in known.turn_ids)
+    """Whether the call that had an Idempotency-Key is running or recorded."""
+    return session.ledger.running(name) is not None or all(id in session.forest for id in known.turn_ids)
 
 
 def _completed(session: Session, turn: Turn) -> CompletedTurn:

@@ -29,8 +29,8 @@ from areal_agents.proxy.calls.fields import ignored_fields
 from areal_agents.proxy.calls.labels import label_of, session_of
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
-from areal_agents.proxy.calls.request import ModelRequest
-from areal_agents.proxy.calls.running import Call, Retry
+from areal_agents.proxy.calls.request import ModelRequest, Retry
+from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.calls.streaming import EventStream, events_of, lists_many_tokens
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.base import Dialect, ReadContext
@@ -200,86 +200,79 @@ class ModelCalls:
             self._ended(record, started)
             return response
         headers = _plain_headers(request)
-        retry = _retry(headers)
-        session, asked = await self._request(request, dialect, headers, caller, body, retry)
-        if name := session_of(headers):
-            session.main_session = session.main_session or name
-            asked = replace(asked, session=name)
-        # What was said is in `asked`, once: hundreds of calls wait for the engine at a time.
+        session, asked = await self._request(request, dialect, headers, caller, body)
+        if asked.session:
+            session.name_main_session(asked.session)
+        # The conversation is in `asked`, once: hundreds of calls wait for the engine at a time.
         body = {name: value for name, value in body.items() if name not in _CONVERSATION}
-        record.retry_count, record.label = retry.count, asked.label
+        record.retry_count, record.label = asked.retry.count, asked.label
         record.episode_id, record.split = session.id, session.row.split
-        call = self._completer.call(session, asked, retry=retry, streamed=record.streamed)
+        reply = self._completer.call(session, asked, streamed=record.streamed)
         if session.opening is not None:
-            call.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, call))
-        record.repeated = call.is_repeated or call.has_client
-        call.join()
-        client = _Client(call, asyncio.ensure_future(_hang_up(request)))
-        served = _Served(dialect, session, body, asked, record, started)
+            reply.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, reply))
+        record.repeated = reply.is_repeated or reply.has_client
+        reply.join()
+        gone = asyncio.ensure_future(_disconnected(request))
+        client = _Client(reply, gone, dialect, session, body, asked, record, started)
         if record.streamed and await self._opens(client):
-            if call.deltas:
+            if reply.deltas:
                 record.first_piece_s = time.monotonic() - started
-            return EventStream(self._stream(client, served))
-        return await self._whole(client, served)
+            return EventStream(self._stream(client))
+        return await self._whole(client)
 
     async def _opens(self, client: _Client) -> bool:
         """Whether a stream begins: with its first piece, or to keep the client waiting; not with an error."""
-        call = client.call
-        await call.news(0, client.gone, self._config.keepalive_s)
-        return not client.gone.done() and (bool(call.deltas) or not call.has_failed)
+        reply = client.reply
+        await reply.news(0, client.gone, self._config.keepalive_s)
+        return not client.gone.done() and (bool(reply.deltas) or not reply.has_failed)
 
-    async def _stream(self, client: _Client, served: _Served) -> AsyncGenerator[bytes, None]:
-        call, error = client.call, None
-        writer = served.dialect.stream(
-            served.body, served.asked, call.turn_ids, call.created_at, self._tokenizer
-        )
+    async def _stream(self, client: _Client) -> AsyncGenerator[bytes, None]:
+        reply, dialect, error = client.reply, client.dialect, None
+        writer = dialect.stream(client.body, client.asked, reply.turn_ids, reply.created_at, self._tokenizer)
         try:
             keepalive_s = self._config.keepalive_s
-            async for part in events_of(call, served.asked, writer, served.dialect, client.gone, keepalive_s):
+            async for part in events_of(reply, client.asked, writer, dialect, client.gone, keepalive_s):
                 yield part
-            error = ClientGone() if client.gone.done() else call.failure
-        except Exception as failure:  # a bug of ours, after the stream has begun: told in the client's form
-            _logger.exception("a stream of %s broke off", served.record.endpoint)
+            error = ClientGone() if client.gone.done() else reply.failure
+        except Exception as failure:  # a bug of ours after the stream has begun: sent in the client's form
+            _logger.exception("a stream of %s broke off", client.record.endpoint)
             error = failure
             yield writer.error(as_request_error(failure))
         finally:
-            self._leave(client, served, error)
+            self._leave(client, error)
 
-    async def _whole(self, client: _Client, served: _Served) -> Response:
-        call = client.call
+    async def _whole(self, client: _Client) -> Response:
+        reply, dialect = client.reply, client.dialect
         try:
-            await call.end(client.gone)
+            await reply.end(client.gone)
             if client.gone.done():
                 raise ClientGone
-            if call.failure is not None:
-                raise call.failure
-            done = call.task.result()
-            if lists_many_tokens(served.asked, done):
-                answer = await asyncio.to_thread(served.dialect.answer, served.body, done, self._tokenizer)
+            if reply.failure is not None:
+                raise reply.failure
+            done = reply.task.result()
+            if lists_many_tokens(client.asked, done):
+                answer = await asyncio.to_thread(dialect.answer, client.body, done, self._tokenizer)
             else:
-                answer = served.dialect.answer(served.body, done, self._tokenizer)
+                answer = dialect.answer(client.body, done, self._tokenizer)
         except BaseException:
-            self._leave(client, served, None, log=False)
+            self._leave(client, None, log=False)
             raise
-        self._leave(client, served, None)
+        self._leave(client, None)
         return Response(answer, media_type="application/json")
 
-    def _leave(self, client: _Client, served: _Served, error: Exception | None, *, log: bool = True) -> None:
-        """End a client's part in a call; what nobody got is not trained."""
-        call = client.call
+    def _leave(self, client: _Client, error: Exception | None, *, log: bool = True) -> None:
+        """End a client's part in a call. A reply that no client received is not trained on."""
+        reply, record = client.reply, client.record
         was_there = not client.gone.done()
         client.gone.cancel()
-        if call.leave(served=was_there):
-            self._completer.retries.discard(served.session, call)
-        if call.task.done() and not call.has_failed:
-            done = call.task.result()
-            served.record.turns = tuple(item.turn for item in done)
-            served.record.prompt_tokens, served.record.reused_tokens = (
-                done[0].prompt_tokens,
-                done[0].reused_tokens,
-            )
+        if reply.leave(served=was_there):
+            self._completer.retries.discard(client.session, reply)
+        if reply.task.done() and not reply.has_failed:
+            done = reply.task.result()
+            record.turns = tuple(item.turn for item in done)
+            record.prompt_tokens, record.reused_tokens = done[0].prompt_tokens, done[0].reused_tokens
         if log:
-            self._ended(served.record, served.started, error)
+            self._ended(record, client.started, error)
 
     async def _request(
         self,
@@ -288,24 +281,24 @@ class ModelCalls:
         headers: Mapping[str, str],
         caller: Caller,
         body: Mapping[str, Any],
-        retry: Retry,
     ) -> tuple[Session, ModelRequest]:
-        """The episode that a request belongs to, and what it asks."""
+        """The episode that a request belongs to, and the canonical request."""
+        header, retry = session_of(headers), _retry(headers)
+
+        def read(context: ReadContext) -> ModelRequest:
+            return replace(dialect.read(body, context), session=header, retry=retry)
+
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)
             context = self._context(headers, session)
-            return session, await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+            return session, await self._bodies.off_loop(request, lambda: read(context))
         name = session_name(headers, body)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         context = self._context(headers, known)
-        asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+        asked = await self._bodies.off_loop(request, lambda: read(context))
         if known is None:
             known = await self._implicit.session(
-                caller,
-                name,
-                asked,
-                retry,
-                lambda session: self._completer.retries.repeated(session, asked, retry),
+                caller, name, asked, lambda session: self._completer.retries.repeated(session, asked)
             )
         return known, asked
 
@@ -335,16 +328,20 @@ class ModelCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """A client of a call; `gone` is done when it has closed the connection."""
+    """One client of a reply, and how it is answered.
 
-    call: Call
+    Attributes:
+        reply: what it waits for, perhaps together with other clients.
+        gone: done when the client has closed the connection.
+        dialect: the form of the answer.
+        session, asked: the episode, and the canonical request.
+        body: the fields of the raw request, without the conversation.
+        record: the record of the call, for the log and the metrics.
+        started: monotonic time at which the request arrived.
+    """
+
+    reply: SharedReply
     gone: asyncio.Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """What a call is answered with, and for whom."""
-
     dialect: Dialect
     session: Session
     body: Mapping[str, Any]
@@ -371,7 +368,7 @@ def _retry(headers: Mapping[str, str]) -> Retry:
     return Retry(int(count) if count.isdecimal() and len(count) < 10 else 0, key)
 
 
-async def _hang_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return when the client has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -43,8 +43,8 @@ PINS: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """How a turn is sampled.
+class TurnSampling:
+    """The sampling parameters of a turn, and how they differ from the request.
 
     Attributes:
         params: for the engine.
@@ -57,7 +57,7 @@ class Drawing:
     constrained: bool
 
 
-def draw(
+def turn_sampling(
     wish: SamplingWish,
     *,
     split: Split,
@@ -66,11 +66,11 @@ def draw(
     stop_token_ids: tuple[int, ...],
     max_new_tokens: int,
     grammar: Grammar | None = None,
-) -> Drawing:
-    """Decide how a turn is sampled.
+) -> TurnSampling:
+    """Decide the sampling parameters of a turn.
 
     Args:
-        wish: what the agent asks.
+        wish: what the agent requests.
         split: "train" pins everything but `lifted`; "eval" grants the wish.
         episode_sampling: parameters set when the episode was opened; they go before the wish.
         lifted: pins that the configuration lifts.
@@ -107,7 +107,7 @@ def draw(
         )
     except ValueError as error:
         raise RequestError(str(error), code="invalid_value") from None
-    return Drawing(params, tuple(overrides), constrained or grammar is not None)
+    return TurnSampling(params, tuple(overrides), constrained or grammar is not None)
 
 
 def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
@@ -130,8 +130,8 @@ def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
 BASE_SEED = "base_seed"  # among the sampling parameters of an episode
 
 
-class Draws:
-    """Counts the draws of one episode after equal tokens, those that are under way included."""
+class SampleSeeds:
+    """Seeds for the samples of one episode. Counts those after equal tokens, including running ones."""
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         self._counts = Counter(_key(turn.parent, turn.new_prompt_ids) for turn in turns)
@@ -142,8 +142,8 @@ class Draws:
         earlier = self._counts[key]
         self._counts[key] += 1
         before = parent.sampling.seed if parent is not None else None
-        drawn = hashlib.blake2b(f"{base}/{before}/{earlier}/".encode() + key[1], digest_size=8)
-        return int.from_bytes(drawn.digest(), "little") & MAX_SEED
+        digest = hashlib.blake2b(f"{base}/{before}/{earlier}/".encode() + key[1], digest_size=8)
+        return int.from_bytes(digest.digest(), "little") & MAX_SEED
 
 
 def _key(parent: str | None, new_ids: TokenIds) -> tuple[str | None, bytes]:

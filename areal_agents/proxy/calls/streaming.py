@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
-from areal_agents.proxy.calls.running import Call, pieces_of
+from areal_agents.proxy.calls.shared_reply import SharedReply, pieces_of
 from areal_agents.proxy.dialects.base import Dialect, StreamWriter
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.rendering import Delta
@@ -52,7 +52,7 @@ def lists_many_tokens(asked: ModelRequest, done: Sequence[CompletedTurn]) -> boo
 
 
 async def events_of(
-    call: Call,
+    call: SharedReply,
     asked: ModelRequest,
     writer: StreamWriter,
     dialect: Dialect,
@@ -85,7 +85,7 @@ def _written(writer: StreamWriter, choice: int, delta: Delta) -> bytes:
     return write(choice, delta.text)
 
 
-def _ending(call: Call, writer: StreamWriter) -> bytes:
+def _ending(call: SharedReply, writer: StreamWriter) -> bytes:
     if call.failure is not None:
         return writer.error(as_request_error(call.failure))
     done = call.task.result()

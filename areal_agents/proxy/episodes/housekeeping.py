@@ -73,7 +73,7 @@ class Housekeeping:
             await self._drop_abandoned()
         with _logged("forgetting idle episodes"):
             self._sessions.forget_idle(_MEMORY_IDLE_S)
-            self._implicit.drop_void()
+            self._implicit.drop_empty()
         if self._retention is not None:
             with _logged("store.retain"):
                 await asyncio.to_thread(self._retention.go)

@@ -25,7 +25,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
 from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.retries import Repeated
-from areal_agents.proxy.calls.running import Call, Retry
+from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.episodes.sessions import Session, Sessions
 from areal_agents.proxy.lru import LruCache
 from areal_agents.proxy.workers.ownership import Ownership
@@ -123,7 +123,6 @@ class ImplicitEpisodes:
         caller: Caller,
         name: str | None,
         request: ModelRequest,
-        retry: Retry,
         repeated: Callable[[Session], Repeated | None],
     ) -> Session:
         """The session that a call without an episode key belongs to, opened in memory if there is none.
@@ -135,30 +134,29 @@ class ImplicitEpisodes:
             caller: whose key the call has.
             name: the session name of the call, or None.
             request: what the call asks for.
-            retry: whether the client marked the call as a retry.
             repeated: returns what the request repeats in a session that began with the same messages.
         """
         async with self._opening:  # wait for `adopt`, whose episode may be the one
             if name:
                 found = self._index.latest(("name", implicit_key(caller, name)))
             else:
-                found = self._continued(caller, request) or self._repeated(caller, request, retry, repeated)
+                found = self._continued(caller, request) or self._repeated(caller, request, repeated)
             session = self._sessions.get(found) if found is not None else None
             return session or self._open(caller, name, request)
 
-    def call_ended(self, session: Session, request: ModelRequest, call: Call) -> None:
+    def call_ended(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
         """Drop an episode that is empty after its call, which was refused or whose client disconnected."""
-        if not session.is_void or session.id not in self:
+        if not session.is_empty or session.id not in self:
             return
         key = (_identity(session), request.key())
-        if call.is_abandoned or session.refused[request.key()]:
+        if call.is_abandoned or session.ledger.was_refused(request):
             self._unanswered.put(key, (self._unanswered.get(key) or 0) + 1)
         self._drop(session)
 
-    def drop_void(self) -> None:
+    def drop_empty(self) -> None:
         """Drop the episodes that have neither a turn nor a running call."""
         for session in [self._sessions.get(episode_id) for episode_id in self._index.episodes()]:
-            if session is not None and session.is_void:
+            if session is not None and session.is_empty:
                 self._drop(session)
 
     def forget(self, episode_id: str) -> None:
@@ -189,7 +187,6 @@ class ImplicitEpisodes:
         self,
         caller: Caller,
         request: ModelRequest,
-        retry: Retry,
         repeated: Callable[[Session], Repeated | None],
     ) -> str | None:
         """The episode without a session name that an earlier attempt at the same first call opened, if any.
@@ -205,7 +202,7 @@ class ImplicitEpisodes:
                 best = (kind, episode_id)
         key = (caller.identity, request.key())
         is_by_key = best is not None and best[0] is Repeated.NAMED
-        if retry.count and not is_by_key and (unanswered := self._unanswered.get(key)):
+        if request.retry.count and not is_by_key and (unanswered := self._unanswered.get(key)):
             self._unanswered.put(key, unanswered - 1)
             return None
         return best[1] if best is not None else None

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,9 +21,8 @@ from areal_agents.core.rollout import EpisodeStatus
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import key_hash
-from areal_agents.proxy.calls.request import ModelRequest
-from areal_agents.proxy.calls.running import Call
-from areal_agents.proxy.calls.sampling import Draws
+from areal_agents.proxy.calls.ledger import CallLedger
+from areal_agents.proxy.calls.sampling import SampleSeeds
 from areal_agents.proxy.dialects.replayed import MessageMemo
 from areal_agents.store import (
     EpisodeRow,
@@ -36,16 +35,6 @@ from areal_agents.store import (
 )
 
 _logger = logging.getLogger(__name__)
-
-_KEYS_KEPT = 256
-
-
-@dataclass(frozen=True, slots=True)
-class KnownKey:
-    """What an Idempotency-Key named: the key of the request, and the turns that answer it."""
-
-    request: Hashable
-    turn_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,115 +70,131 @@ class EpisodeLimits:
 
 
 class Session:
-    """One open episode. Used on the event loop only.
+    """One open episode. Used on the event loop only, and changed only by its own methods.
 
     With `opening` the episode is not in the store yet. It is written with its first turn, so that an episode
     whose calls are all refused is never written.
+
+    Attributes:
+        forest: the recorded turns.
+        ledger: the calls on which retries and failures depend.
+        seeds: the seeds of its samples, if it has a base seed.
+        limit_reached: the first limit that the episode reached, None if it has reached none.
+        pending_calls: number of replies that were admitted and are not recorded yet.
+        pending_writes: number of writes of turns that the forest does not have yet.
+        main_session: the session header of the agent itself; other headers are its sub-agents'.
     """
 
     def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
         self.row = row
         self.opening = opening
         self.forest = Forest(turns)
+        self.ledger = CallLedger(turn.id for turn in turns if turn.discarded)
         self.limits = EpisodeLimits.from_dict(row.limits)
         self.limit_reached = row.limit_reached
         self.sampled_tokens = sum(len(turn.completion) for turn in turns)
         self.status: EpisodeStatus = row.status
-        self.calls: set[asyncio.Task[Any]] = set()  # generations that are running
-        self.calls_under_way = 0  # calls that have begun and have not ended
-        self.pending_calls = 0  # calls that were admitted and are not recorded yet
-        self.pending_writes = 0  # writes of turns that the forest does not have yet
-        self.in_flight: dict[Hashable, Call] = {}  # by what was asked, and by Idempotency-Key
-        self.refused: Counter[Hashable] = Counter()  # failed calls by what was asked; a retry takes one off
-        self.undelivered = {turn.id for turn in turns if turn.discarded}  # whose clients hung up
+        self.pending_calls = 0
+        self.pending_writes = 0
         self.memo = MessageMemo()
-        self.draws = Draws(turns)
-        # The session header of the agent itself; others are its sub-agents'.
+        self.seeds = SampleSeeds(turns)
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
         self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
         self.on_recorded: Callable[[Turn], None] = lambda turn: None  # called with every recorded turn
-        self._keys: OrderedDict[str, KnownKey] = OrderedDict()
-        self._lost_calls: set[Hashable] = set()
+        self._generations: set[asyncio.Task[Any]] = set()
 
     @property
     def id(self) -> str:
         """The episode's id."""
         return self.row.id
 
-    def record(self, turn: Turn) -> None:
-        """Add a turn that the store has."""
-        self.forest.record(turn)
-        self.sampled_tokens += len(turn.completion)
-        self.on_recorded(turn)
-
     @property
-    def is_void(self) -> bool:
-        """Whether the episode is empty: no turn, no row in the store, no running call, no pending write."""
+    def is_empty(self) -> bool:
+        """Whether the episode has no turn, no row in the store, no running call and no pending write."""
         return (
             self.opening is not None
             and not len(self.forest)
-            and not self.calls_under_way
+            and not self.ledger.running_calls
             and not self.pending_writes
         )
-
-    def begun(self, names: Sequence[Hashable], call: Call) -> None:
-        """Note that a call is in flight, under every name that a retry may use."""
-        self.calls_under_way += 1
-        for name in names:
-            self.in_flight[name] = call
-
-    def landed(self, names: Sequence[Hashable], call: Call) -> None:
-        """Note that a call is no longer in flight."""
-        self.calls_under_way -= 1
-        for name in names:
-            if self.in_flight.get(name) is call:
-                del self.in_flight[name]
-
-    def remember_key(self, key: str, request: Hashable, turn_ids: Sequence[str]) -> None:
-        """Note which request an Idempotency-Key named, and the turns that will answer it."""
-        self._keys[key] = KnownKey(request, tuple(turn_ids))
-        if len(self._keys) > _KEYS_KEPT:
-            self._keys.popitem(last=False)
-
-    def key_of(self, key: str) -> KnownKey | None:
-        """What an Idempotency-Key named."""
-        return self._keys.get(key)
-
-    def watch_write(self, write: Future[None], turn_ids: Sequence[str]) -> None:
-        """Fail the episode if the write of turns, whose reply did not wait for it, fails."""
-        loop = asyncio.get_running_loop()
-
-        def look(done: Future[None]) -> None:
-            if (error := done.exception()) is not None:
-                _logger.error("%s of episode %s: not recorded: %s", ", ".join(turn_ids), self.id, error)
-                loop.call_soon_threadsafe(self._lost_calls.add, tuple(turn_ids))
-
-        write.add_done_callback(look)
-
-    def call_lost(self, request: ModelRequest) -> None:
-        """Note that the engine failed on a call. Unless it is answered later, the episode has failed."""
-        self._lost_calls.add(request.key())
-
-    def call_answered(self, request: ModelRequest) -> None:
-        """Note that a call was answered, perhaps one that had been lost and was sent again."""
-        if self._lost_calls:
-            self._lost_calls.discard(request.key())
-
-    @property
-    def has_lost_calls(self) -> bool:
-        """Whether the engine failed on a call that was never answered."""
-        return bool(self._lost_calls)
 
     def refuse_if_sealed(self) -> None:
         """RequestError 409 unless the episode is open."""
         if self.status != "open":
             raise sealed(self.id, self.status)
 
+    def touch(self) -> None:
+        """Note that the episode is used now."""
+        self.last_used = time.monotonic()
+
+    def name_main_session(self, name: str) -> None:
+        """The first session header of an episode is the agent's own."""
+        self.main_session = self.main_session or name
+
+    @contextmanager
+    def admitted(self, replies: int) -> Iterator[None]:
+        """Count replies as pending within the with-block."""
+        self.pending_calls += replies
+        try:
+            yield
+        finally:
+            self.pending_calls -= replies
+            self.touch()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Let the end of the episode cancel this task within the with-block."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._generations.add(task)
+        try:
+            yield
+        finally:
+            self._generations.discard(task)
+
+    def reach_limit(self, limit: str) -> bool:
+        """Note a limit that the episode reached; False if it had reached one before."""
+        if self.limit_reached is not None:
+            return False
+        self.limit_reached = limit
+        return True
+
+    def record(self, turns: Iterable[Turn]) -> None:
+        """Add turns that the store has, in the order of their rows."""
+        for turn in turns:
+            if turn.completion.routed_experts is not None:  # large, and for the trainer alone
+                turn = replace(turn, completion=replace(turn.completion, routed_experts=None))
+            self.forest.record(turn)
+            self.sampled_tokens += len(turn.completion)
+            self.on_recorded(turn)
+
+    def write_begins(self) -> None:
+        """Note a write of turns that are recorded only once the store has them."""
+        self.pending_writes += 1
+
+    def write_ends(self, turns: Iterable[Turn], *, failed: bool) -> None:
+        """Note the end of such a write, and record its turns unless it failed."""
+        self.pending_writes -= 1
+        if not failed:
+            self.opening = None
+            self.record(turns)
+
+    def watch_write(self, write: Future[None], turn_ids: Sequence[str]) -> None:
+        """Fail the episode if the write of turns fails whose reply did not wait for it."""
+        loop = asyncio.get_running_loop()
+
+        def look(done: Future[None]) -> None:
+            if (error := done.exception()) is not None:
+                _logger.error("%s of episode %s: not recorded: %s", ", ".join(turn_ids), self.id, error)
+                loop.call_soon_threadsafe(self.ledger.lose, tuple(turn_ids))
+
+        write.add_done_callback(look)
+
     def end(self, status: EpisodeStatus) -> None:
         """Note that the episode is sealed, and stop the generations that still run for it."""
         self.status = status
-        for call in self.calls:
-            call.cancel()
+        for generation in self._generations:
+            generation.cancel()
 
 
 class Sessions:
@@ -231,7 +236,7 @@ class Sessions:
                 self._loading[digest] = loading
                 loading.add_done_callback(lambda _: self._loaded(digest))
             session = await asyncio.shield(loading)
-        session.last_used = time.monotonic()
+        session.touch()
         session.refuse_if_sealed()
         return session
 
@@ -255,7 +260,7 @@ class Sessions:
         An episode in which the engine failed has failed, whatever its agent made of the error.
         """
         session = self._by_id.get(episode_id)
-        if session is not None and session.has_lost_calls and status in ("finished", "truncated"):
+        if session is not None and session.ledger.has_lost and status in ("finished", "truncated"):
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
         state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
         if self._loading:

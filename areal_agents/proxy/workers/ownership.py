@@ -58,7 +58,7 @@ class Ownership:
         return self._workers.homes(key)[0] == self._workers.index and await self.claim(episode_id, owner)
 
     def swept(self, found: Iterable[OpenEpisode]) -> list[OpenEpisode]:
-        """The episodes that this worker sweeps: its own; the first worker also sweeps those without an owner."""
+        """The episodes that this worker sweeps: its own; for the first worker also those without an owner."""
         episodes = list(found)
         owners = {episode.owner for episode in episodes} if self._workers.is_first() else set()
         dead = {owner for owner in owners if owner is None or not self._workers.is_living(owner)}

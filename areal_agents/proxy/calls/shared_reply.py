@@ -1,14 +1,13 @@
-"""A model call while it runs, and the clients that wait for it.
+"""The replies to one request while they are sampled, and the clients that wait for them.
 
-One call may have several clients: a retry of a request that is still under way joins it, and gets the same
-sample from its first piece on. When the last client has hung up, the generation is aborted at once.
+Several clients may share a reply: a retry of a request that is still running joins it, and gets the same
+sample from its first piece on. When the last client has disconnected, the generation is aborted at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from areal_agents.core.messages import Message
@@ -17,36 +16,23 @@ from areal_agents.proxy.calls.request import CompletedTurn
 from areal_agents.rendering import Delta
 
 
-@dataclass(frozen=True, slots=True)
-class Retry:
-    """What a client says about sending a request again.
+class SharedReply:
+    """One or several replies to one request.
 
     Attributes:
-        count: of earlier attempts, as the Stainless SDKs count them.
-        idempotency_key: names the request; "" if the client gives none.
-    """
-
-    count: int = 0
-    idempotency_key: str = ""
-
-
-class Call:
-    """One or several replies to one request, as they are sampled.
-
-    Attributes:
-        turn_ids: of the turns that will be recorded, one per choice.
+        turn_ids: the ids of the turns that will be recorded, one per choice.
         created_at: seconds since the epoch.
         deltas: (choice, piece) of a streamed call, in the order of arrival.
         task: ends with the recorded turns, or with the error of the call.
-        is_repeated: whether it is answered with turns that were recorded before.
-        is_abandoned: whether its last client has gone, so that it ends without a reply.
+        is_repeated: whether the request is answered with turns that were recorded before.
+        is_abandoned: whether the last client has disconnected, so that the call ends without a reply.
     """
 
     def __init__(
         self,
         turn_ids: Sequence[str],
         created_at: float,
-        run: Callable[[Call], Awaitable[tuple[CompletedTurn, ...]]],
+        run: Callable[[], Awaitable[tuple[CompletedTurn, ...]]],
         *,
         is_repeated: bool = False,
     ) -> None:
@@ -58,7 +44,7 @@ class Call:
         self._clients = 0
         self._served = False
         self._waiting: set[asyncio.Future[None]] = set()
-        self.task: asyncio.Task[tuple[CompletedTurn, ...]] = asyncio.ensure_future(run(self))
+        self.task: asyncio.Task[tuple[CompletedTurn, ...]] = asyncio.ensure_future(run())
         self.task.add_done_callback(lambda _: self._wake())
 
     def put(self, choice: int, deltas: Iterable[Delta]) -> None:
@@ -69,13 +55,13 @@ class Call:
             self._wake()
 
     def join(self) -> None:
-        """One more client waits."""
+        """Add a waiting client."""
         self._clients += 1
 
     def leave(self, *, served: bool) -> bool:
-        """A client was served, or has gone. Without any left, what still runs is aborted.
+        """Remove a client that was served or has disconnected. The last one aborts a running generation.
 
-        True if the reply was sampled and no client got it.
+        Returns True if the reply was sampled and no client received it.
         """
         self._clients -= 1
         self._served = self._served or served
@@ -89,7 +75,7 @@ class Call:
 
     @property
     def has_client(self) -> bool:
-        """Whether anybody waits for the call."""
+        """Whether a client is waiting."""
         return self._clients > 0
 
     @property
@@ -110,7 +96,7 @@ class Call:
     async def news(self, seen: int, gone: asyncio.Future[None], timeout_s: float) -> bool:
         """Wait until there are more than `seen` pieces, the call has ended or the client has `gone`.
 
-        False if none of it happened in time.
+        Returns False if none of this happened in time.
         """
         if len(self.deltas) > seen or self.task.done() or gone.done():
             return True
@@ -144,18 +130,19 @@ class Call:
                 waiting.set_result(None)
 
 
-def answered_call(done: Sequence[CompletedTurn]) -> Call:
-    """A call that was answered before: its recorded turns, and their pieces for a client that streams."""
+class RecordedReply(SharedReply):
+    """A reply that was recorded before: its turns, and their pieces for a client that streams."""
 
-    async def recorded(call: Call) -> tuple[CompletedTurn, ...]:
-        for choice, item in enumerate(done):
-            call.put(choice, pieces_of(item.turn.reply))
-        return tuple(done)
+    def __init__(self, done: Sequence[CompletedTurn]) -> None:
+        async def recorded() -> tuple[CompletedTurn, ...]:
+            for choice, item in enumerate(done):
+                self.put(choice, pieces_of(item.turn.reply))
+            return tuple(done)
 
-    return Call([item.turn.id for item in done], done[0].created_at, recorded, is_repeated=True)
+        super().__init__([item.turn.id for item in done], done[0].created_at, recorded, is_repeated=True)
 
 
 def pieces_of(reply: Message) -> list[Delta]:
-    """A whole reply as pieces, for a client that streams what was not sampled as a stream."""
+    """A whole reply as pieces, for a client that streams a reply which was not sampled as a stream."""
     texts = [Delta("reasoning", reply.reasoning), Delta("content", reply.content)]
     return [*(piece for piece in texts if piece.text), *(Delta("call", call=c) for c in reply.tool_calls)]
