@@ -284,8 +284,8 @@ class Exchange(SharedReply):
     async def _record(self, turns: list[Turn]) -> None:
         """Write the turns to the store, then record them in the session, in the order of the writes.
 
-        Turns that are in the store are recorded whatever happens to the call. So the order of a session's forest
-        is the order of its rows in the store, which `Turn.recorded_before` counts in.
+        Turns that are in the store are recorded whatever happens to the call. So the order of the forest is
+        the order of the rows in the store, which `Turn.recorded_before` counts in.
         """
         session, store = self.session, self._services.store
         opening = session.opening
