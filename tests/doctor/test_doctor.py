@@ -129,7 +129,7 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
     [
         ("own_key", "refused with 401", "api_key=ep.api_key"),
         ("bare", "opened an episode of their own", "base_url=ep.base_url"),
-        ("forced", "1 of 1 turns were drawn under a grammar", "train_constrained: true"),
+        ("forced", "1 of 1 turns were sampled under a grammar", "train_constrained: true"),
         ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients take it without"),
     ],
 )

@@ -36,9 +36,9 @@ ATTACHED = {"kind": "sglang", "urls": ("http://gpu:1",)}
         ({"routed_experts": True}, "routed_experts is for kind: sglang"),
         ({"kind": "sglang", "python": "p", "arguments": ["--port=1"]}, "--port=1 is set from"),
         ({"kind": "sglang", "python": "p", "router": "http://r:1"}, "name them in urls"),
-        (ATTACHED | {"replicas": 2}, "replicas is for engines that are started"),
+        (ATTACHED | {"replicas": 2}, "replicas is for engines that the run starts"),
         (ATTACHED | {"colocate": "split"}, "colocate: split is for engines"),
-        (ATTACHED | {"python": "p"}, "python is for engines that are started"),
+        (ATTACHED | {"python": "p"}, "python is for engines that the run starts"),
     ],
 )
 def test_what_does_not_go_together_is_refused(options: dict[str, object], message: str) -> None:

@@ -140,7 +140,7 @@ def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Pa
     process = start(run_dir, "trainer.steps=3")
     output = finish(process)
     assert process.returncode == 0, output
-    assert "is finished: more trainer.steps go on from its end" in output
+    assert "is finished: raise trainer.steps to continue it" in output
     assert output.partition("the run in figures")[2] == earlier.partition("the run in figures")[2]
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 

@@ -250,7 +250,7 @@ def test_a_wrong_base_url_is_told_what_is_wrong_and_no_key(
 ) -> None:
     for answer in (proxy.http.post(prefix + path, json={}), proxy.http.get(prefix + path)):
         assert answer.status_code == 404
-        assert "base_url of an OpenAI client ends with /v1" in message_of(answer)
+        assert "an OpenAI client needs a base_url with /v1" in message_of(answer)
         assert "ep-secret" not in answer.text
 
 
