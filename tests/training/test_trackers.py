@@ -140,7 +140,7 @@ def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
     trackers.close()
     (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert (
-        "tracker mlflow failed at step 1" in error.getMessage() and "Training goes on" in error.getMessage()
+        "tracker mlflow failed at step 1" in error.getMessage() and "Training continues" in error.getMessage()
     )
     assert "tracker mlflow has missed 3 steps" in caplog.text
     board = EventAccumulator(str(mlflow_folder / "tb"))
@@ -157,7 +157,7 @@ def test_a_tracker_that_does_not_start_ends_a_new_run_but_no_running_one(
     resumed = Trackers(["mlflow"], folder, after_step=1)
     resumed.log({"policy/loss": 1.0}, step=2)
     resumed.close()
-    assert "mlflow does not start" in caplog.text and "Training goes on without it" in caplog.text
+    assert "mlflow does not start" in caplog.text and "Training continues without it" in caplog.text
     (folder.parent / "new").mkdir()
     with pytest.raises(ConfigError, match=r"trainer.trackers: mlflow does not start: .*or leave it out"):
         Trackers(["mlflow"], folder.parent / "new", after_step=0)

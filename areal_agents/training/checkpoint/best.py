@@ -1,6 +1,6 @@
-"""What a checkpoint is one of the best by (`trainer.keep_best`): its held-out reward, or any metric.
+"""The score that ranks checkpoints for `trainer.keep_best`: the held-out reward, or any metric.
 
-The held-out reward of the weights of a step, as far as the store knows it yet.
+A held-out reward comes from the store, and is None until the evaluation of the step has ended.
 """
 
 from __future__ import annotations

@@ -173,7 +173,7 @@ class Checkpoints:
         try:
             facts = read_facts(self._folder / f"step-{step}")
         except TrainingError as error:  # an older one's damage is no reason to end a healthy run
-            log.warning("a checkpoint is not compared with the others: %s", error)
+            log.warning("a checkpoint cannot be compared with the others: %s", error)
             return None
         return self._score(step, facts)
 
@@ -236,12 +236,12 @@ def read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(file.read_text())
         if not {"step", "version", "position", "models", "files"} <= set(facts):
-            raise ValueError("it lacks an entry")
+            raise ValueError("a required entry is missing")
         return dict(facts)
     except (OSError, ValueError, TypeError) as error:
         raise TrainingError(
-            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to go on from the one "
-            "before"
+            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to resume from the "
+            "previous one"
         ) from error
 
 

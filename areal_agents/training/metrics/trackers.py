@@ -1,8 +1,8 @@
-"""Copies of the metrics for looking at: TensorBoard, Weights & Biases, trackio, MLflow, by name.
+"""Sends copies of the metrics to trackers: TensorBoard, Weights & Biases, trackio, MLflow, by name.
 
 metrics.jsonl is the record. Each tracker is imported only when it is named and has a thread of its
 own, so training waits for none. This is the boundary where a tracker's failure ends: it is reported
-once, loudly, and the run goes on.
+once, at level error, and the run continues.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Trackers:
         if not used_before:
             self.close()
             raise ConfigError(f"{text}; set it up, or leave it out") from error
-        log.error("%s. Training goes on without it; metrics.jsonl has every step", text)
+        log.error("%s. Training continues without it; metrics.jsonl has every step", text)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -157,7 +157,7 @@ class _Outlet:
             self._missed += 1
             if self._missed == 1:
                 log.error(
-                    "tracker %s failed %s: %s: %s. Training goes on, metrics.jsonl has every step, and "
+                    "tracker %s failed %s: %s: %s. Training continues, metrics.jsonl has every step, and "
                     "further failures of this tracker are not reported",
                     self._name, when, type(error).__name__, error,
                 )  # fmt: skip

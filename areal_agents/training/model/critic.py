@@ -59,7 +59,7 @@ def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None 
     """
     options = options or ModelOptions()
     if options.lora is not None:
-        raise ValueError("a critic learns by all of its weights, got options with adapters (lora)")
+        raise ValueError("a critic trains all of its weights; expected options without lora, got lora")
 
     def root(model: PreTrainedModel, _: torch.dtype) -> Critic:
         critic = Critic(model)

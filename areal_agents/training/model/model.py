@@ -168,7 +168,7 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """
     vision = sees_images(model.config)
     if batch.images is not None and not vision:
-        raise ValueError(f"{type(model).__name__} takes no images")
+        raise ValueError(f"{type(model).__name__} takes no images, got a micro-batch with images")
     if batch.context_group is not None and (vision or batch.routed_experts is not None):
         raise ValueError("context_parallel supports neither vision models nor recorded routing")
     inputs: dict[str, Any]
@@ -252,7 +252,7 @@ def load_sharded(
 def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
     """Whether the ranks of a context can share the model: known now, not with the first batch."""
     if sees_images(model.config):
-        raise TrainingError(f"{folder}: context_parallel does not support vision models; use 1")
+        raise TrainingError(f"{folder}: context_parallel does not support vision models; set it to 1")
     for call in attention_calls(model):  # layers may differ, as in Laguna
         try:
             check_heads(call.heads, call.kv_heads, count)

@@ -1,6 +1,6 @@
-"""The models that a run's algorithm needs, and what trains them.
+"""Loads the models that a run's algorithm needs, with the optimizers of those that are trained.
 
-The reference policy: a frozen model that the trained one is held near. It is never written to.
+The reference policy is a frozen model that the policy is kept close to; it is never written to.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Only the adapter is published, under a fresh name: engines load it beside the ones that are in use.
+"""Publishes the adapter alone, under a new name; engines load it beside the adapters that are in use.
 
 No engine pauses. Running generations end with what they sampled, and the proxy continues them under the
-new adapter; with `drain` they go on under their own.
+new adapter; with `drain` they continue under their own.
 
-Adapters of versions that are no longer kept are unloaded beside the trainer, which waits for none.
-
-An engine unloads an adapter when the generations that use it have ended, which with `drain` takes as long as
-they do; a real SGLang loads no other adapter meanwhile.
+Adapters of versions that are no longer kept are unloaded in the background; the trainer never waits for it.
+An engine unloads an adapter when the generations that use it have ended; with `drain` these run to their
+end, and SGLang loads no other adapter meanwhile.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
             await engine.unload_adapter(name)
         except EngineRejected:  # it has no such adapter: that was not what it minded
             raise error from None
-        log.warning("%s had an adapter %s already, which is loaded anew", engine.base_url, name)
+        log.warning("%s already had an adapter %s; it is loaded again", engine.base_url, name)
         await engine.load_adapter(name, str(path))
 
 
@@ -117,7 +116,7 @@ async def _unload(engine: Engine, due: deque[int]) -> None:
             log.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
         except EngineError as error:
             log.warning(
-                "%s did not unload the adapter of version %d, and is asked again after the next version: %s",
+                "%s did not unload the adapter of version %d, retrying after the next version: %s",
                 engine.base_url, due[0], error,
             )  # fmt: skip
             return

@@ -111,7 +111,7 @@ class BroadcastSender:
         )
         for failure in left:
             if isinstance(failure, BaseException):
-                log.info("the weight group %s was not left: %s", self._name, failure)
+                log.info("leaving the weight group %s failed: %s", self._name, failure)
         if group is not None:
             await _leave(group)
 
@@ -194,6 +194,6 @@ def _own_address(urls: Sequence[str]) -> str:
                 route.connect(target)  # sends nothing
                 addresses.append(str(route.getsockname()[0]))
         except OSError as error:
-            raise EngineError(f"there is no way to the engine at {url}: {error}") from error
+            raise EngineError(f"cannot resolve or route to the engine at {url}: {error}") from error
     remote = [a for a in addresses if not (a.startswith("127.") or a == "::1")]
     return (remote or addresses)[0]

@@ -1,4 +1,4 @@
-"""Engines read the version's folder: beside serving where they can, so that the pause is only the swap."""
+"""Engines read the version's folder, while serving if they can, so that the pause is only the swap."""
 
 from __future__ import annotations
 

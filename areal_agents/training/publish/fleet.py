@@ -47,7 +47,7 @@ class EventLoopThread:
 class Fleet:
     """The engines that are to take a version. One that fails is left out, unless no other is left.
 
-    Whoever routes requests brings it to the version before it serves again: the folder is there.
+    The process that routes requests updates it from the folder before it serves again.
     """
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
@@ -80,6 +80,6 @@ class Fleet:
 
     def leave_out(self, engine: Engine, error: EngineError) -> None:
         """Go on without it."""
-        log.warning("version %d: %s is left out: %s", self.version, engine.base_url, error)
+        log.warning("version %d is published without the engine %s: %s", self.version, engine.base_url, error)
         self.engines.remove(engine)
         self.left_out.append(engine.base_url)

@@ -1,4 +1,4 @@
-"""Weights that are written into the served ones bucket by bucket, while the next bucket is gathered.
+"""Replaces the served weights bucket by bucket, while the next bucket is gathered.
 
 An engine is paused from before its first bucket to after its last. One that missed a bucket takes the
 version from its folder before it samples again, or stays paused: it never samples from half a version.
@@ -144,5 +144,7 @@ class Delivery:
         except EngineError as error:
             log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
             raise failure from error
-        log.warning("%s took %s in place of what was sent: %s", engine.base_url, self._path, failure)
+        log.warning(
+            "%s loaded %s because sending the weights failed: %s", engine.base_url, self._path, failure
+        )
         self.repaired.append(engine.base_url)

@@ -1,6 +1,6 @@
-"""Before a version is delivered the engines are met: which are there, and whether they serve the model.
+"""Checks before a delivery which engines answer, and whether they serve the model that is trained.
 
-Where none is, the version waits: whoever started them starts them again.
+If no engine answers, the version waits until the process that started the engines has restarted one.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> M
     async def one(engine: Engine) -> int:
         info = await engine.model_info()
         if fault := _other_model(info, trained):
-            raise EngineError(f"{engine.base_url} serves another model than is trained: {fault}")
+            raise EngineError(f"{engine.base_url} does not serve the model that is trained: {fault}")
         return info.workers
 
     while True:

@@ -1,4 +1,4 @@
-"""One function behind which every transport sits, on every rank: folder, row, swap, comparison."""
+"""Publishes a version by any transport, on every rank: write the folder, record the row, swap, compare."""
 
 from __future__ import annotations
 
@@ -84,7 +84,9 @@ class Publisher:
         keep: int,
     ) -> None:
         if (store is None) == ranks.is_first or bool(engines) != ranks.is_first:
-            raise ValueError("the first rank, and no other, publishes: it needs a store and an engine")
+            raise ValueError(
+                "expected a store and at least one engine on the first rank, and neither on any other rank"
+            )
         self._config, self._policy, self._ranks = config, policy, ranks
         self._store, self._engines = store, tuple(engines)
         self._model_path, self._keep = model_path, keep
@@ -197,7 +199,7 @@ class Publisher:
         try:
             busy = await fleet.each(lambda engine: engine.busy_s())
         except EngineError as error:  # the version is served: an engine that is lost now is for the next one
-            log.warning("after version %d no engine answers: %s", fleet.version, error)
+            log.warning("no engine answers after version %d was published: %s", fleet.version, error)
             return None
         known = [seconds for seconds in busy if seconds is not None]
         return sum(known) / len(known) if len(known) == len(self._engines) else None
@@ -215,7 +217,7 @@ class Publisher:
         try:
             self._sleep_or_wake(wake, kinds)
         except EngineError as error:
-            log.warning("an engine did not take its memory again: %s", error)
+            log.warning("an engine did not wake and take its memory back: %s", error)
 
     def _together(self, call: Callable[[], T]) -> T:
         return together(self._ranks, call)

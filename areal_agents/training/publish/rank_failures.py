@@ -34,5 +34,5 @@ def together(ranks: Ranks, call: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if lost:
-        raise EnginesLost("no engine answers the first rank; its log says why")
-    raise TrainingError("the first rank could not publish a version; its log says why")
+        raise EnginesLost("no engine answers the first rank; see its log")
+    raise TrainingError("another rank failed while a version was published; see its log")

@@ -1,6 +1,6 @@
 """Engines that share the trainer's GPUs give their memory back while a step is trained.
 
-Generation is held meanwhile, and goes on afterwards on recomputed keys and values: nothing is lost.
+Generation is paused meanwhile and continues on recomputed keys and values, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Hold generation and free the memory of `kinds`. EngineError if an engine refuses."""
+    """Pause generation and free the memory of `kinds`. EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.pause("retract")
@@ -26,7 +26,7 @@ async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) ->
 
 
 async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Take the memory again and go on generating. EngineError if an engine refuses."""
+    """Take the memory back and continue generating. EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.resume_memory(kinds)
@@ -42,7 +42,7 @@ async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[No
         try:
             await call(engine)
         except EngineUnavailable as error:
-            log.warning("an engine is not there to share memory with: %s", error)
+            log.warning("an engine does not answer and is not asked to free or take memory: %s", error)
 
     # All of them, whatever one says: none may still fall asleep when the caller wakes them after an error.
     results = await asyncio.gather(*(tolerant(engine) for engine in engines), return_exceptions=True)

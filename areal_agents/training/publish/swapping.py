@@ -1,7 +1,7 @@
-"""A recorded version becomes the one that engines serve; engines that are lost on the way are waited for.
+"""Swaps a recorded version into the engines, and waits for engines that are lost during the swap.
 
-One of several that is lost is left out: whoever routes requests brings it to the version before it serves
-again. Only when all of them are lost does the version wait for one to be back, and is delivered once more.
+If some engines are lost, the version is delivered without them; the process that routes requests updates them
+before they serve again. If all are lost, the version waits until one is back and is delivered again.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Swapper:
                 return
             _raise_difference(checks)
             self._loop.run(patience.wait(pause_s, lost))
-            log.warning("the version is delivered once more, for engines were lost: %s", lost)
+            log.warning("engines were lost, delivering the version again: %s", lost)
 
         together(self._ranks, wait)
 

@@ -1,4 +1,4 @@
-"""The ways of a version into the engines: by its folder, or in buckets that all ranks gather."""
+"""Weight transports: engines read a version's folder, or receive buckets that all ranks gather."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class BucketTransport:
         delivery: Delivery | None = None
         if self._loop is not None and self._sender is not None:
             pause = self._config.pause
-            assert pause != "drain", "refused by the config"
+            assert pause != "drain", "PublishConfig refuses drain with bucket transports"
             delivery = Delivery(self._loop, fleet, self._sender, path=path, pause=pause, check=check)
         together(self._ranks, lambda: delivery.begin(met.workers) if delivery else None)
         together(self._ranks, lambda: self._gather(weights, shapes, delivery))

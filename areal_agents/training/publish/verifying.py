@@ -1,4 +1,4 @@
-"""Whether an engine holds the current version's weights, asked on demand, beside a trainer that may go on."""
+"""Compares on demand the weights that an engine holds with the current version, while training continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
     for _ in range(_ATTEMPTS):
         current = store.latest_version()
         if current is None:
-            raise ConfigError("nothing was published yet; verify a run that has begun to train")
+            raise ConfigError("no version has been published yet; verify a run that has started training")
         wanted = current.version
         served = (await engine.model_info()).version
         if served == wanted:
@@ -52,4 +52,4 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
                 if (await engine.model_info()).version == served:
                     return Verified(served, agreement)
         await asyncio.sleep(_PAUSE_S)
-    raise EngineError(f"{engine.base_url} serves version {served}, and {wanted} is current")
+    raise EngineError(f"{engine.base_url} serves version {served}, expected the current version {wanted}")

@@ -1,10 +1,7 @@
-"""The folder that every version leaves: written while the next weight is gathered from the shards.
+"""Writes the folder of each version on a background thread while the next weight is gathered.
 
-Calls that run one after the other in a thread, behind a caller who goes on.
-
-The share of weights that a version changed: bit for bit, in the type that they are published in.
-
-Compared with the folder of the version before, which is kept anyway, so that it costs no memory.
+Each weight is compared, bit for bit in the published type, with the folder of the version before, which is
+kept anyway; the share of changed weights therefore costs no memory.
 """
 
 from __future__ import annotations
@@ -170,14 +167,15 @@ def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
         try:
             shutil.rmtree(folders[old])
         except OSError as error:
-            log.warning("the folder of version %d is not removed yet: %s", old, error)
+            log.warning("the folder of version %d could not be removed yet: %s", old, error)
         else:
             forgotten.append(old)
     return forgotten
 
 
 class Behind:
-    """One thread of work. After a failure nothing more is run, and `finish` raises it.
+    """Runs submitted calls one at a time on a background thread. After a failure no more calls run, and
+    `finish` raises it.
 
     Args:
         limit: bytes that may wait for the thread; a call that is larger by itself waits alone.

@@ -1,4 +1,4 @@
-"""What training a batch came to: what the metrics are made of."""
+"""Results of training a batch, from which the metrics are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_agents.training.step.scoring import Scores
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """What training the critic on a batch came to.
+    """The result of training the critic on a batch.
 
     Attributes:
         loss: mean over the minibatches of the value loss.
@@ -35,7 +35,7 @@ class CriticResult:
 
 @dataclass(frozen=True, slots=True)
 class DpoResult:
-    """What DPO made of a batch, each a mean over the minibatches, with the weights before each.
+    """The result of DPO on a batch: means over the minibatches, each under the weights before its step.
 
     Attributes:
         loss: −log σ(margin); accuracy: share of pairs with a positive margin.
@@ -49,7 +49,7 @@ class DpoResult:
 
 @dataclass(frozen=True, slots=True)
 class ObservationResult:
-    """What training on observations came to.
+    """The result of training on observations.
 
     Attributes:
         loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan
@@ -63,7 +63,7 @@ class ObservationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What training a batch came to, summed over its minibatches and ranks.
+    """The result of training a batch, summed over its minibatches and ranks.
 
     Attributes:
         statistics: of the losses.

@@ -121,7 +121,7 @@ def score_batch(
     Args:
         check_stop: raises on every rank if one of them should stop; asked before every micro-batch.
         stopping: whether this rank should stop; asked while a teacher's engine is waited for.
-        seed: of what a trust region draws at random; the same on every rank.
+        seed: of what a trust region samples at random; the same on every rank.
     """
 
     def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -168,7 +168,7 @@ def _teacher_targets(
         targets = teacher.score(plan.data.samples, stopping=stopping)
         if targets is None:
             check_stop()
-            raise AssertionError("a rank that was asked to stop takes that back")
+            raise AssertionError("a stop was requested on the first rank, but check_stop() did not raise")
         return targets
     ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
     logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)

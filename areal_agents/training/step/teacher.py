@@ -52,7 +52,9 @@ class HeldTeacher:
         self._policy.requires_grad_(False)
         head = self._policy.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise TrainingError(f"{path}: a teacher needs a plain output layer, got {type(head).__name__}")
+            raise TrainingError(
+                f"{path}: the output layer of a teacher must be nn.Linear, got {type(head).__name__}"
+            )
         self._weight = _whole(head.weight).to(options.dtype)
         self._bias = None if head.bias is None else _whole(head.bias).to(options.dtype)
         if len(self._weight) != vocab_size:
@@ -202,7 +204,7 @@ class EngineTeacher:
                 if (sample.temperatures[scored] != 1).any():
                     raise TeacherError(
                         f"group {sample.group_id}, episode {sample.episode_id}: tokens were sampled "
-                        "at another temperature than 1, and a teacher's engine scores at 1; pin the "
+                        "at a temperature other than 1, but a teacher's engine scores at 1; pin the "
                         "temperature, or use a teacher that the trainer holds (teacher: model)"
                     )
                 ids = sample.token_ids[: scored[-1] + 1]
@@ -251,7 +253,7 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except EngineUnavailable as error:
-            log.warning("the teacher's engine does not answer, asking again: %s", error)
+            log.warning("the teacher's engine does not answer, retrying: %s", error)
             await asyncio.sleep(_RETRY_S)
 
 
