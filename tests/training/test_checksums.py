@@ -78,7 +78,7 @@ async def test_what_cannot_be_compared_is_not_called_equal(
 ) -> None:
     held = {name: cpu_hash(tensor) for name, tensor in served(model_folder).items()}
     some = dict(list(held.items())[:3])
-    with pytest.raises(EngineError, match="the weights that .* serve lack model"):
+    with pytest.raises(EngineError, match="the weights that .* serves lack model"):
         await Checksums(model_folder).check(Serving(some))
     packed = {**some, "model.packed": "0" * 16}
     comparison = EngineComparison(model_folder)

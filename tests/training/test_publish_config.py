@@ -33,7 +33,7 @@ def test_a_bare_off_of_yaml_is_off() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"publish": {"transport": "lora"}}, "publishes adapters, and none are trained"),
+        ({"publish": {"transport": "lora"}}, "publishes adapters, but none are trained"),
         ({"lora": {}, "publish": {"pause": "in_place"}}, "another adapter's keys and values"),
         (
             {"publish": {"transport": "tensor", "pause": "drain"}},

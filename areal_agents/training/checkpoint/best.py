@@ -18,7 +18,7 @@ HELDOUT = "heldout"
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """The figure that checkpoints are compared by; more is better.
+    """The metric by which checkpoints are compared; larger is better.
 
     Attributes:
         name: of a metric, or "heldout".
@@ -37,7 +37,7 @@ class BestMetric:
             )
 
     def score(self, step: int, facts: Mapping[str, Any]) -> float | None:
-        """That of the checkpoint of `step`, whose metric is "score" in `facts`; None where there is none."""
+        """The score of the checkpoint `step`, whose metric is "score" in `facts`; None if there is none."""
         if self.name == HELDOUT and self.store is not None:
             return heldout_reward(self.store, step)
         score = facts["score"]

@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the policy of a checkpoint to `out`, on the CPU; which checkpoint it was.
+    """Write the policy of a checkpoint to `out`, on the CPU; return the checkpoint's path.
 
     Args:
         source: a checkpoint, or a run, whose latest is taken.

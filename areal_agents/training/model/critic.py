@@ -1,7 +1,7 @@
 """The critic of PPO: the value of the state before each trained token, from a model of its own.
 
-It is the backbone of a Hugging Face folder with a scalar head that begins at zero: a critic that has
-learned nothing says 0 everywhere. It shares no weight with the policy and has its own optimizer.
+It is the backbone of a Hugging Face folder with a scalar head that starts at zero: an untrained
+critic returns 0 everywhere. It shares no weight with the policy and has its own optimizer.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _replaying(router: Any) -> Any:
 
 
 def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> Weigh:
-    """How a router weighs the experts that it chooses: as the formula does that comes to its own `weights`.
+    """The formula by which a router weighs the experts that it chooses: the one that reproduces `weights`.
 
     Whatever else decides the choice (a bias, groups of experts), the weights of a choice are its scores,
     which may be divided by their sum, and scaled.

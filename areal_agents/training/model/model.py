@@ -1,7 +1,7 @@
 """The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
 
 Everything that touches weights, the chunked head included, runs inside the forward of the root, where
-the weights of no block are whole; no rank ever holds all of them, but where they are asked for whole.
+the weights of no block are whole; no rank ever holds all of them, except in `full_state_dict`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class ModelOptions:
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of the N scored tokens of a micro-batch, each [N].
+    """The policy's results for the N scored tokens of a micro-batch, each [N].
 
     Attributes:
         logprobs: differentiable.
-        entropies: detached unless asked otherwise.
+        entropies: detached unless `entropy_gradient`.
         divergence: from a teacher, differentiable; None without one.
     """
 
@@ -108,7 +108,7 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         teacher: TopTargets | FullTargets | None = None,
     ) -> PolicyOutput:
-        """What the policy says of the micro-batch's scored tokens.
+        """Compute the results for the micro-batch's scored tokens.
 
         Args:
             entropy_gradient: whether the entropies are differentiable.

@@ -37,7 +37,7 @@ class Models:
 
     @property
     def parts(self) -> Parts:
-        """What a checkpoint holds: all that is trained. The reference is as its folder has it."""
+        """The trained models, which a checkpoint holds. The reference is loaded from its folder."""
         parts: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] = {
             "policy": (self.policy, self.optimizer)
         }
@@ -46,7 +46,7 @@ class Models:
         return parts
 
     def set_rate(self, step: int, config: TrainerConfig) -> float:
-        """Use the learning rates of batch `step`, counted from 0; the policy's."""
+        """Set the learning rates of batch `step`, counted from 0; return the policy's."""
         factor = rate_factor(step, config)
         set_learning_rate(self.optimizer, config.lr * factor)
         if self.critic is not None:
@@ -55,7 +55,7 @@ class Models:
 
 
 def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path, ranks: Ranks) -> Models:
-    """Load what `algorithm` needs; a model without a folder of its own begins as the policy does.
+    """Load what `algorithm` needs; a model without a folder of its own starts from the policy's folder.
 
     Raises:
         TrainingError: a folder cannot be loaded.

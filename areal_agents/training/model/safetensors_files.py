@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, read by rows: what is not asked for stays on the disk."""
+"""The safetensors files of a Hugging Face folder, read by rows; only the requested rows are read."""
 
 from __future__ import annotations
 

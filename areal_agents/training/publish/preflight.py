@@ -48,7 +48,7 @@ class Patience:
         return self._deadline is not None
 
     async def wait(self, pause_s: float, lost: Exception) -> None:
-        """Before the engines are tried again. Raises `lost` if their time is over."""
+        """Wait before the engines are tried again. Raises `lost` if their time is over."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._limit_s
@@ -60,8 +60,8 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """The engines that are there.
+class Reachable:
+    """The engines that answer.
 
     Attributes:
         workers: the tensor-parallel processes of each.
@@ -72,8 +72,8 @@ class Met:
     were_lost: bool = False
 
 
-async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> Met:
-    """Meet all engines of `fleet`, and leave out those that are not there or serve another model.
+async def check_engines(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> Reachable:
+    """Check all engines of `fleet`, and leave out those that do not answer or serve another model.
 
     Raises:
         EngineUnavailable: none was there in time.
@@ -92,7 +92,7 @@ async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> M
         except EngineUnavailable as error:
             await patience.wait(_LOOK_S, error)
         else:
-            return Met(dict(zip(fleet.engines, workers, strict=True)), patience.is_used)
+            return Reachable(dict(zip(fleet.engines, workers, strict=True)), patience.is_used)
 
 
 def _other_model(info: ModelInfo, trained: PretrainedConfig) -> str | None:

@@ -36,7 +36,7 @@ async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
 
 
 async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """All at once. One that is not there holds no memory, and is brought up to date when it returns."""
+    """Call all engines at once. One that does not answer holds no memory; it is updated on its return."""
 
     async def tolerant(engine: Engine) -> None:
         try:

@@ -17,7 +17,7 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """An engine that holds `version`; agreement is None where its weights have no checksum here."""
+    """An engine that serves `version`; agreement is None where its weights have no checksum here."""
 
     version: int
     agreement: Agreement | None

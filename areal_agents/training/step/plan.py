@@ -64,7 +64,7 @@ class Load:
         microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
             would be without shared prefixes.
         scored_tokens: with a logprob.
-        fill: model tokens / room in the micro-batches that train something.
+        fill: model tokens / token capacity of the micro-batches that train something.
         imbalance: FLOPs of the busiest rank / mean − 1, where a minibatch ends for all at once.
         rank_tokens: model tokens by data rank.
         forward_flops: of one forward pass over the batch.

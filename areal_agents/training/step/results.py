@@ -74,7 +74,7 @@ class StepResult:
             without shared prefixes.
         critic: of the critic, observation: of the observations, dpo: of the pairs, where the algorithm has
             them.
-        packing_fill: model tokens / room in the micro-batches that were not mere fillers.
+        packing_fill: model tokens / token capacity of the micro-batches that train something.
         rank_imbalance: FLOPs of the busiest rank / mean over the ranks − 1.
         rank_tokens: model tokens by data rank.
         flops: of all passes over all ranks, without what activation checkpointing recomputes.
@@ -103,7 +103,7 @@ class StepResult:
 
 
 def critic_result(learner: Learner, sums: Tensor, scores: Scores, trained: Tensor) -> CriticResult:
-    """The critic's part.
+    """Compute the critic's result.
 
     Args:
         trained: [M] bool, the tokens that are trained.

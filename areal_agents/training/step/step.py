@@ -77,7 +77,7 @@ def train_batch(
         version: the version of the weights as they are now.
         seed: of the order of minibatches, and of what a trust region samples at random.
         critic, reference, teacher: each exactly if the algorithm needs one.
-        stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
+        stopping: called before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
 
     Raises:
@@ -146,7 +146,7 @@ def _check(
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch in training on one rank: what is trained, and what has come out so far."""
+    """A batch in training on one rank: what is trained, and the results so far."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -219,7 +219,7 @@ class _Batch:
                 self.value_sums += sums
 
     def result(self, plan: BatchPlan, scores: Scores) -> StepResult:
-        """What came out, over all ranks. Collective."""
+        """The result of the batch, over all ranks. Collective."""
         policy, load = self.learners[0], plan.load
         critic = observation = None
         if self.critic is not None:

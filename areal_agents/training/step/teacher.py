@@ -1,6 +1,6 @@
 """Teachers of distillation: the models whose distributions the policy is trained towards.
 
-A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
+A teacher that the trainer holds runs with the policy in every micro-batch. An engine, and the policy itself
 after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers
 are one array per batch, complete and equal on every rank.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _CONCURRENCY = 32  # sequences that an engine scores at the same time
 _RETRY_S = 2.0
-_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
+_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is queried
 _SCORING_ROOM = 7  # tokens by which a sequence that SGLang 0.5.21 scores must be shorter than its context
 
 
@@ -73,7 +73,7 @@ class HeldTeacher:
 
 @dataclass(frozen=True, slots=True)
 class EngineTeacher:
-    """A model behind an engine, asked for its k most likely tokens by the first rank.
+    """A model served by an engine, queried for its k most likely tokens by the first rank.
 
     Attributes:
         connect: makes a client, on the first rank; it is closed after each batch.
@@ -91,7 +91,7 @@ class EngineTeacher:
         """Wait for the engine's first answer and check that its model can be the teacher. Collective.
 
         Args:
-            stopping: asked on the first rank while it waits for the engine.
+            stopping: called on the first rank while it waits for the engine.
 
         Returns:
             The largest number of tokens that a sequence may have; None on every rank if the first rank was
@@ -113,7 +113,7 @@ class EngineTeacher:
         """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
 
         Args:
-            stopping: asked on the first rank while it waits for the engine.
+            stopping: called on the first rank while it waits for the engine.
 
         Returns:
             The tokens with their logprobs; None on every rank if the first rank was asked to stop while it
