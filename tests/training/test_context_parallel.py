@@ -72,7 +72,7 @@ def test_heads_come_and_go_exactly_also_where_keys_have_fewer_than_ranks(spawned
 def test_a_rank_alone_keeps_its_micro_batch_and_a_missing_group_is_refused() -> None:
     (batch,) = pack([make_sample([1, 2, 3], [2], rng=np.random.default_rng(0))], token_budget=8)
     assert local_share(batch, 0, 1, None) is batch
-    with pytest.raises(ValueError, match="process group of the 2 ranks"):
+    with pytest.raises(ValueError, match="process group of 2 ranks"):
         local_share(batch, 0, 2, None)
 
 
