@@ -22,11 +22,11 @@ class LoraConfig(BaseModel):
     targets: str | tuple[str, ...] = Field(
         default="all-linear",
         min_length=1,
-        description="Names of the linear layers that get one; all-linear means each but the head.",
+        description="Names of the linear layers that get an adapter; all-linear: all except the head.",
     )
     dropout: Literal[0] = Field(
         default=0,
-        description="Only 0: with dropout the ratio would differ from 1 on-policy.",
+        description="Must be 0: with dropout the ratio would differ from 1 on-policy.",
     )
 
 
@@ -43,16 +43,17 @@ class TrainerConfig(BaseModel):
     lr: float = Field(default=1e-6, ge=0, description="Peak learning rate.")
     warmup_steps: int = Field(default=0, ge=0, description="Batches over which the rate rises linearly.")
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="What the rate does after the warm-up, until `steps`."
+        default="constant",
+        description="How the learning rate changes from the end of the warm-up until `steps`.",
     )
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Where linear and cosine end, × lr.")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Final rate of linear and cosine, × lr.")
     weight_decay: float = Field(default=0.0, ge=0, description="Decoupled decay, matrices only.")
     beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's first-moment decay.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's second-moment decay.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's momentum (Nesterov).")
     offload_optimizer: bool = Field(
-        default=False, description="Keep the optimizer's state and its step in the memory of the host."
+        default=False, description="Keep the optimizer's state in host memory between steps."
     )
     grad_clip: float = Field(default=1.0, gt=0, description="Largest gradient norm.")
     microbatch_tokens: int = Field(
@@ -66,7 +67,7 @@ class TrainerConfig(BaseModel):
         default="off", description="off, full, or n: recompute the activations of every n-th block."
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Compute type; master weights are float32 always."
+        default="float32", description="Compute type; master weights are always float32."
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one.")
     ranks: int = Field(default=1, ge=1, description="Processes that share the training, under torchrun.")
@@ -99,10 +100,12 @@ class TrainerConfig(BaseModel):
         default=600.0, gt=0, description="Longest wait for the teacher's engine in one batch."
     )
     checkpoint_every: int = Field(default=20, ge=1, description="Batches between checkpoints.")
-    async_checkpoints: bool = Field(default=True, description="Train on while a checkpoint is written.")
-    keep_checkpoints: int = Field(default=2, ge=1, description="How many checkpoints are kept.")
+    async_checkpoints: bool = Field(
+        default=True, description="Continue training while a checkpoint is written."
+    )
+    keep_checkpoints: int = Field(default=2, ge=1, description="How many of the latest checkpoints are kept.")
     keep_best: int = Field(
-        default=0, ge=0, description="How many checkpoints are kept besides, for their best_metric."
+        default=0, ge=0, description="How many more checkpoints are kept, those with the best best_metric."
     )
     best_metric: str = Field(
         default="",
@@ -148,7 +151,7 @@ class TrainerConfig(BaseModel):
             )
         if self.publish.transport == "lora" and self.lora is None:
             raise ValueError(
-                "publish: transport: lora publishes adapters, and none are trained; give trainer.lora, or "
+                "publish: transport: lora publishes adapters, but none are trained; set trainer.lora, or "
                 "use transport: disk"
             )
         if self.publish.backend == "nccl" and self.device == "cpu":

@@ -34,8 +34,7 @@ from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, load_policy
-from areal_agents.training.publish import preflight as meeting
-from areal_agents.training.publish import swapping
+from areal_agents.training.publish import preflight, swapping
 from areal_agents.training.run import run
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.step import StepOptions, Stopped, train_batch
@@ -112,7 +111,7 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
     """By transport, how far the engine's logprobs are from the policy's after it is published, though it was
     lost on the way; and how it ends where the engine is not there."""
     results: dict[str, float] = {}
-    meeting._LOOK_S = swapping._FIRST_PAUSE_S = 0.02
+    preflight._LOOK_S = swapping._FIRST_PAUSE_S = 0.02
     for number, transport in enumerate((*WHOLE, "lora"), 1):
         lora = LoraOptions(rank=2) if transport == "lora" else None
         policy = load_policy(folder, group, options=ModelOptions(lora=lora))

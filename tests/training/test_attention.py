@@ -255,5 +255,5 @@ def test_gpu_attention_and_its_gradients_equal_dense_attention(
 def test_segments_that_do_not_cover_the_rows_are_refused() -> None:
     tree = make_tree()
     (batch,) = pack([make_sample([1, 2, 3], [2], rng=np.random.default_rng(0))], token_budget=8)
-    with pytest.raises(ValueError, match=f"segments of {len(tree.token_ids)} rows, and 2 rows on 1 ranks"):
+    with pytest.raises(ValueError, match=f"cover {len(tree.token_ids)} rows, expected 1 × 2 "):
         plan(replace(batch, segments=tree.segments))

@@ -143,7 +143,7 @@ def test_without_the_damaged_checkpoint_the_one_before_is_gone_on_from(
     assert [line["step"] for line in metrics_of(run_dir)] == [1, 2]
 
 
-@pytest.mark.parametrize(("damage", "said"), [("cut", "a broken safetensors file"), ("nan", "not finite")])
+@pytest.mark.parametrize(("damage", "said"), [("cut", "not a valid safetensors file"), ("nan", "not finite")])
 def test_a_model_with_a_corrupted_shard_is_refused_by_file(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path, tmp_path: Path, damage: str, said: str
 ) -> None:

@@ -72,23 +72,23 @@ def test_heads_come_and_go_exactly_also_where_keys_have_fewer_than_ranks(spawned
 def test_a_rank_alone_keeps_its_micro_batch_and_a_missing_group_is_refused() -> None:
     (batch,) = pack([make_sample([1, 2, 3], [2], rng=np.random.default_rng(0))], token_budget=8)
     assert local_share(batch, 0, 1, None) is batch
-    with pytest.raises(ValueError, match="process group of the 2 ranks"):
+    with pytest.raises(ValueError, match="process group of 2 ranks"):
         local_share(batch, 0, 2, None)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
     check_heads(16, 8, 16)
     check_heads(16, 2, 4)
-    with pytest.raises(ValueError, match="3 ranks cannot share 16 heads with 8"):
+    with pytest.raises(ValueError, match="3 ranks cannot share 16 query heads and 8"):
         check_heads(16, 8, 3)
-    with pytest.raises(ValueError, match="8 ranks cannot share 12 heads with 3"):
+    with pytest.raises(ValueError, match="8 ranks cannot share 12 query heads and 3"):
         check_heads(12, 3, 8)
 
 
 def test_a_model_that_a_context_cannot_share_is_refused_when_it_is_loaded(
     model_folder: Path, group: Ranks
 ) -> None:
-    with pytest.raises(TrainingError, match=r"3 ranks cannot share 4 heads with 2 of keys") as caught:
+    with pytest.raises(TrainingError, match=r"3 ranks cannot share 4 query heads and 2 key heads") as caught:
         load_policy(model_folder, replace(group, context_count=3))
     assert str(model_folder) in str(caught.value)
 
@@ -96,5 +96,5 @@ def test_a_model_that_a_context_cannot_share_is_refused_when_it_is_loaded(
 def test_the_heads_of_every_layer_count(tmp_path: Path, group: Ranks) -> None:
     config = tiny_config("laguna")
     config.num_attention_heads_per_layer = [4, 6]
-    with pytest.raises(TrainingError, match=r"4 ranks cannot share 6 heads with 2 of keys"):
+    with pytest.raises(TrainingError, match=r"4 ranks cannot share 6 query heads and 2 key heads"):
         load_policy(build_tiny(config, tmp_path), replace(group, context_count=4))

@@ -263,7 +263,7 @@ def test_an_engine_that_is_not_the_teacher_is_refused(
     with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
         teacher(vocab=100).score([sample])
     hot = make_sample(range(2, 12), range(5, 10), rng=rng, temperature=0.7)
-    with pytest.raises(TrainingError, match="another temperature than 1"):
+    with pytest.raises(TrainingError, match="a temperature other than 1"):
         teacher().score([hot])
     with pytest.raises(TrainingError, match=r"did not score 1 sequences within 0\.5 s"):
         teacher("http://127.0.0.1:9", timeout_s=0.5).score([sample])

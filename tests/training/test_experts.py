@@ -206,7 +206,7 @@ def test_recorded_routing_without_a_router_that_replays_is_refused(tmp_path: Pat
 def test_the_routing_of_another_model_is_refused(folder: Path, group: Ranks) -> None:
     policy = load_policy(folder, group)
     batch = [replace(s, routed_experts=np.zeros((len(s), 3, CHOSEN + 1), np.int16)) for s in samples()]
-    with pytest.raises(TrainingError, match="recorded routing of shape .* serves another model"):
+    with pytest.raises(TrainingError, match="recorded routing of shape .* serves a different model"):
         packed(policy, batch)
     mixed = [batch[0], replace(batch[1], routed_experts=np.zeros((len(batch[1]), 2, 2), np.int16))]
     with pytest.raises(ValueError, match="several shapes"):

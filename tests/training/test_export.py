@@ -99,6 +99,6 @@ def test_what_cannot_be_exported_is_named(source: Path, tmp_path: Path, group: R
     with pytest.raises(TrainingError, match=f"is damaged: .*{shard.name}"):
         export(tmp_path / "run", tmp_path / "out")
     (source / "config.json").unlink()
-    with pytest.raises(ConfigError, match="which is not there any more"):
+    with pytest.raises(ConfigError, match="which no longer exists"):
         export(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()

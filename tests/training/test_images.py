@@ -104,7 +104,7 @@ def test_bfloat16_and_recomputed_blocks(folder: Path, group: Ranks) -> None:
 def test_images_that_do_not_fit_are_refused(folder: Path, group: Ranks, tmp_path: Path) -> None:
     policy = load_policy(folder, group)
     first = samples_with_images()[1]
-    with pytest.raises(ValueError, match="images of 0 tokens for 6 image tokens"):
+    with pytest.raises(ValueError, match="expected images for 6 image tokens, got images of 0 tokens"):
         packed(policy, [replace(first, images=())])
     text = load_policy(build_model(tmp_path / "text"), group)
     with pytest.raises(ValueError, match="takes no images"):

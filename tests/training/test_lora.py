@@ -109,7 +109,7 @@ def test_experts_and_the_vision_tower_have_no_adapters(tmp_path: Path, group: Ra
         weights = policy.full_state_dict()
         changed = {n.split(".")[-2] for n, t in original.items() if not torch.equal(weights[n], t)}
         assert weights.keys() == original.keys() and changed == want
-    with pytest.raises(TrainingError, match="Qwen3MoeExperts, not a linear layer"):
+    with pytest.raises(TrainingError, match="Qwen3MoeExperts, expected a linear layer"):
         lora = LoraOptions(targets=("gate_proj", "up_proj", "down_proj"))
         load_policy(folders[0], group, options=ModelOptions(lora=lora))
 
@@ -117,8 +117,8 @@ def test_experts_and_the_vision_tower_have_no_adapters(tmp_path: Path, group: Ra
 def test_unusable_targets_are_refused(model_folder: Path, group: Ranks) -> None:
     for targets, message in (
         (("nowhere",), "nowhere"),
-        (("embed_tokens",), "not a linear layer"),
-        (("q_proj", "lm_head"), "the head takes no adapter"),
+        (("embed_tokens",), "expected a linear layer"),
+        (("q_proj", "lm_head"), "the head cannot have an adapter"),
     ):
         with pytest.raises(TrainingError, match=rf"trainer\.lora\.targets: .*{message}"):
             load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(targets=targets)))

@@ -72,7 +72,7 @@ def test_a_version_waits_for_the_only_engine(
         published = out.publish(version=1, step=1)
     assert published is not None and (published.left_out, published.repaired) == (0, 0)
     assert engine.asked.count("/model_info") == 4 and dies_at in engine.asked
-    assert "is delivered once more, for engines were lost" in caplog.text
+    assert "engines were lost, delivering the version again" in caplog.text
     assert_serves(engine_url, policy, 1, adapters=lora is not None)
 
 

@@ -33,12 +33,15 @@ def test_a_bare_off_of_yaml_is_off() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"publish": {"transport": "lora"}}, "publishes adapters, and none are trained"),
+        ({"publish": {"transport": "lora"}}, "publishes adapters, but none are trained"),
         ({"lora": {}, "publish": {"pause": "in_place"}}, "another adapter's keys and values"),
-        ({"publish": {"transport": "tensor", "pause": "drain"}}, "drain cannot go with transport: tensor"),
+        (
+            {"publish": {"transport": "tensor", "pause": "drain"}},
+            "drain cannot be used with transport: tensor",
+        ),
         ({"publish": {"transport": "broadcast", "pause": "drain"}}, "would sample between two buckets"),
-        ({"publish": {"backend": "gloo"}}, "belong to transport: broadcast, not to disk"),
-        ({"publish": {"address": "10.0.0.1"}}, "belong to transport: broadcast"),
+        ({"publish": {"backend": "gloo"}}, "apply only to transport: broadcast, got disk"),
+        ({"publish": {"address": "10.0.0.1"}}, "apply only to transport: broadcast"),
         (
             {"publish": {"transport": "broadcast", "backend": "nccl"}, "device": "cpu"},
             "needs a trainer on GPUs",

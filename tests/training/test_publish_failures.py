@@ -94,8 +94,10 @@ def test_of_several_engines_the_others_take_the_version_when_one_dies(
             assert published is not None
             assert (published.left_out, published.repaired) == (left_out, repaired)
             assert_serves(engine_url, policy, version)
-    assert f"{second.url} is left out" in caplog.text
-    assert f"{engine_url} took {run_dir / 'weights' / 'v0'} in place of what was sent" in caplog.text
+    assert f"is published without the engine {second.url}" in caplog.text
+    assert (
+        f"{engine_url} loaded {run_dir / 'weights' / 'v0'} because sending the weights failed" in caplog.text
+    )
 
 
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
@@ -205,7 +207,7 @@ def test_an_engine_of_another_model_is_refused_before_it_is_paused(
     faults = ["a vocabulary of 128, not 96", "hidden_size 64, not 32", "rope_parameters .*12345"]
     with publisher(policy, group, store, [Foreign(engine_url)], run_dir, model_folder) as out:
         for version, fault in enumerate(faults):
-            with pytest.raises(EngineError, match=f"another model than is trained: {fault}"):
+            with pytest.raises(EngineError, match=f"does not serve the model that is trained: {fault}"):
                 out.publish(version=version, step=0)
             changes.pop(0)
 
@@ -227,7 +229,7 @@ def test_an_engine_without_checksums_is_served_and_said_to_be_not_compared(
     with publisher(policy, group, store, [Mute(engine_url)], run_dir, model_folder) as out:
         published = out.publish(version=0, step=0)
     assert published is not None and published.agreement is None
-    assert "are not compared: 404" in caplog.text
+    assert "cannot be compared: 404" in caplog.text
 
 
 def test_an_engine_that_comes_later_is_compared_when_it_has_come(

@@ -132,7 +132,7 @@ def test_an_error_of_one_rank_reaches_both(folders: dict[str, Path], results: li
     tied, broken = folders["tied"], folders["broken"] / "model.safetensors"
     assert results[0]["errors"] == [wrong, f"TrainingError: {tied}: another rank could not load the model"]
     assert results[1]["errors"][0] == wrong
-    assert results[1]["errors"][1].startswith(f"TrainingError: {broken}: a broken safetensors file")
+    assert results[1]["errors"][1].startswith(f"TrainingError: {broken} is not a valid safetensors file")
 
 
 @pytest.mark.parametrize("setting", ["full", 1, 2])

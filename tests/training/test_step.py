@@ -232,5 +232,5 @@ def test_what_a_step_cost_is_reported(model_folder: Path, group: Ranks) -> None:
 
 
 def test_no_samples_is_an_error(model_folder: Path, group: Ranks) -> None:
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(ValueError, match="expected at least one sample"):
         step(model_folder, group, [])

@@ -1,6 +1,6 @@
-"""Ranks checkpoints for `trainer.keep_best`, by held-out reward or by any metric.
+"""The score that ranks checkpoints for `trainer.keep_best`: the held-out reward, or any metric.
 
-The held-out reward of the weights of a step, as far as the store knows it yet.
+A held-out reward comes from the store, and is None until the evaluation of the step has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELDOUT = "heldout"
 
 @dataclass(frozen=True, slots=True)
 class BestMetric:
-    """The figure that checkpoints are compared by; more is better.
+    """The metric by which checkpoints are compared; larger is better.
 
     Attributes:
         name: of a metric, or "heldout".
@@ -37,7 +37,7 @@ class BestMetric:
             )
 
     def score(self, step: int, facts: Mapping[str, Any]) -> float | None:
-        """The score of the checkpoint of `step`, which is "score" in `facts`; None where there is none."""
+        """The score of the checkpoint `step`, whose metric is "score" in `facts`; None if there is none."""
         if self.name == HELDOUT and self.store is not None:
             return heldout_reward(self.store, step)
         score = facts["score"]

@@ -1,4 +1,4 @@
-"""Writes and reads checkpoints: one folder with all that a resumed trainer needs, written in the background.
+"""Everything that a resumed trainer needs, in one folder per checkpoint, written in the background.
 
 A folder gets its name only when all of it is there and on the disk, so any folder named step-<n> can be
 resumed from, after a loss of power too. Weights and optimizer state are sharded DCP state: another number
@@ -49,7 +49,7 @@ Tensors = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TrainingProgress:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
         step: batches trained; version: what the last one yielded.
@@ -69,7 +69,7 @@ class Checkpoints:
         folder: holds a folder step-<n> for each.
         facts: written into each, for `export`: which model it belongs to.
         keep: how many of the last are kept.
-        keep_best: how many of the best are kept besides. `score` gives a checkpoint's, None where it
+        keep_best: how many of the best are kept as well. `score` gives a checkpoint's, None where it
             has none; it is called on the first rank only.
         written: called on the first rank when a checkpoint has its name.
         wait: whether `save` returns only then.
@@ -126,7 +126,7 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Return when nothing is being written any more. TrainingError if the disk refused."""
+        """Wait until nothing is being written. TrainingError if the disk refused."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
@@ -173,7 +173,7 @@ class Checkpoints:
         try:
             facts = read_facts(self._folder / f"step-{step}")
         except TrainingError as error:  # an older one's damage is no reason to end a healthy run
-            log.warning("a checkpoint is not compared with the others: %s", error)
+            log.warning("a checkpoint cannot be compared with the others: %s", error)
             return None
         return self._score(step, facts)
 
@@ -236,12 +236,12 @@ def read_facts(path: Path) -> dict[str, Any]:
     try:
         facts = json.loads(file.read_text())
         if not {"step", "version", "position", "models", "files"} <= set(facts):
-            raise ValueError("it lacks an entry")
+            raise ValueError("a required entry is missing")
         return dict(facts)
     except (OSError, ValueError, TypeError) as error:
         raise TrainingError(
-            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to continue from the one "
-            "before"
+            f"the checkpoint {path} is damaged: {file}: {error}; remove the folder to resume from the "
+            "previous one"
         ) from error
 
 

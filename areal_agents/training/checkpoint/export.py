@@ -1,6 +1,6 @@
-"""Exports a checkpoint as a plain Hugging Face folder, with adapters merged into the weights.
+"""Exports the policy of a checkpoint, or of a finished run, as a plain Hugging Face folder.
 
-What a finished run leaves: the trained model as a Hugging Face folder, and beside it an adapter.
+Adapters are merged into the weights; a finished run also writes its adapter to a folder of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: int = SHARD_BYTES) -> Path:
-    """Write the policy of a checkpoint to `out`, on the CPU; which checkpoint it was.
+    """Write the policy of a checkpoint to `out`, on the CPU; return the checkpoint's path.
 
     Args:
         source: a checkpoint, or a run, whose latest is taken.
@@ -37,12 +37,12 @@ def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: in
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and is not an empty folder; choose another")
+        raise ConfigError(f"{out} exists and is not an empty folder; choose another path")
     checkpoint = find_checkpoint(source)
     facts = read_facts(checkpoint)
     model = Path(facts["model_path"])
     if not (model / "config.json").is_file():
-        raise ConfigError(f"{checkpoint} belongs to the model {model}, which is not there any more")
+        raise ConfigError(f"{checkpoint} belongs to the model {model}, which no longer exists")
     with ranks("cpu") as alone:
         policy = load_policy(model, alone, options=ModelOptions(lora=lora_options(facts["lora"])))
         load_weights(checkpoint, policy, alone)
@@ -58,7 +58,7 @@ def find_checkpoint(source: Path) -> Path:
         return source
     found = latest_checkpoint(source / "checkpoints")
     if found is None:
-        raise ConfigError(f"{source} is neither a checkpoint (step-<n>) nor the folder of a run with one")
+        raise ConfigError(f"{source} is neither a checkpoint (step-<n>) nor the folder of a run that has one")
     return found
 
 

@@ -62,8 +62,8 @@ def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) ->
             fault = fault or f"{path / name} is not what was written (CRC-32)"
     if ranks.any(bool(fault)):
         raise TrainingError(
-            f"the checkpoint {path} is damaged: {fault or 'another rank names the file'}; remove the folder "
-            "to continue from the one before"
+            f"the checkpoint {path} is damaged: {fault or 'the log of another rank names the file'}; remove "
+            "the folder to resume from the previous one"
         )
 
 

@@ -50,7 +50,7 @@ def resume(
             store.commit_checkpoint(progress.step)  # it may have died between the folder and the row
         returned = store.return_leases(progress.step)
         if returned:
-            log.info("%d groups that later steps had taken are complete again", returned)
+            log.info("%d groups leased by later steps are complete again", returned)
         if publishes:
             # Above the checkpoint's too, in case the store is another: 0 is what engines start with.
             trained = version if path is not None else -1

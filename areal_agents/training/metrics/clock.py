@@ -12,7 +12,7 @@ import torch
 class Clock:
     """Adds up the time spent in each named part.
 
-    On a GPU a part ends when its work is done there, not when it has been requested.
+    On a GPU a part ends when its work is complete, not when it has been launched.
     """
 
     def __init__(self, device: torch.device) -> None:

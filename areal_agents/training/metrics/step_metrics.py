@@ -1,7 +1,7 @@
 """Writes one line of metrics per batch to metrics.jsonl and to the trackers; docs/metrics.md names them.
 
 A line is written whole and flushed; a resumed run first removes the lines of steps that it will
-take again. A figure that does not exist is null, never 0.
+repeat. A figure that does not exist is null, never 0.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class MetricsWriter:
     """Appends to `<run>/metrics.jsonl`, and hands every number to the trackers.
 
     Args:
-        after_step: the step that the run continues from.
+        after_step: the step after which the run resumes, 0 for a new one.
         trackers: by name, see `trackers.py`.
         config: settings of the run, for trackers that show them. No keys or addresses.
 
@@ -148,7 +148,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
 
 
 def queue_metrics(batch: Batch) -> dict[str, Any]:
-    """What stood between rollout and training."""
+    """The metrics of the queue between rollout and training."""
     return {
         "wait_s": batch.wait_s,
         "stale_groups_dropped": batch.stale_groups,
@@ -297,7 +297,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 def _idle(last: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
     """The share of the time between two steps in which the engine sampled nothing.
 
-    None where it does not count its time, for the first step of a process run, and where nothing can
+    None where it does not count its time, for the first step after the trainer starts, and where nothing can
     be said: an engine was started again and counts from 0, or the clock was set back.
     """
     busy, busy_before = now.get("engine_busy_s"), last.get("engine_busy_s")

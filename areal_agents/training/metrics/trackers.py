@@ -1,8 +1,8 @@
-"""Sends metrics to TensorBoard, Weights & Biases, trackio and MLflow.
+"""Sends copies of the metrics to trackers: TensorBoard, Weights & Biases, trackio, MLflow, by name.
 
 metrics.jsonl is the record. Each tracker is imported only when it is named and has a thread of its
 own, so training waits for none. This is the boundary where a tracker's failure ends: it is reported
-once, loudly, and the run continues.
+once, at level error, and the run continues.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrackedRun:
-    """What a tracker is told about a run.
+    """The description of a run that a tracker receives.
 
     Attributes:
         folder: of the run; its name is the run's name, and what trackers write locally goes into it.
-        after_step: the step that the run continues from, 0 for a new one.
+        after_step: the step after which the run resumes, 0 for a new one.
         id: names the run in the tracker; None if the run was not tracked there before.
         config: settings to show beside the metrics.
     """
@@ -59,7 +59,7 @@ class TrackedRun:
 
 
 class Trackers:
-    """The trackers of one run. A resumed run continues in the tracker's same run: its id is kept in the
+    """The trackers of one run. A resumed run continues the same run of the tracker: its id is kept in the
     run's folder.
 
     Raises:
@@ -167,7 +167,7 @@ class _TensorBoard:
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # Steps that a resumed run takes again replace those that were logged before.
+        # Steps that the run repeats replace those that were logged before it was restarted.
         self._writer = SummaryWriter(str(run.folder / "tb"), purge_step=run.after_step + 1)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:

@@ -96,7 +96,9 @@ def plan(batch: MicroBatch) -> AttentionPlan:
     ranks = 1 if group is None else dist.get_world_size(group)
     rows, covered = len(batch.input_ids) * ranks, batch.segments[-1].end
     if rows != covered:
-        raise ValueError(f"segments of {covered} rows, and {rows} rows on {ranks} ranks")
+        raise ValueError(
+            f"the segments cover {covered} rows, expected {ranks} × {rows} (ranks × rows per rank)"
+        )
     device = batch.input_ids.device
     gpu = gpu_plan(batch.segments, device) if device.type == "cuda" else None
     return AttentionPlan(batch.segments, gpu, group)
@@ -297,8 +299,8 @@ def _attention_forward(
     """What transformers calls; returns [1, T, H, D]. Arguments that would change the result are refused."""
     if segments is None:
         raise TrainingError(
-            f"{type(module).__name__} gets no keyword arguments from its model, and so not the plan of the "
-            "packed rows; choose a model of another family"
+            f"{type(module).__name__} receives no keyword arguments from its model, so it does not receive "
+            "the plan of the packed rows; choose a model of another family"
         )
     _check_call(module, query, key, value, attention_mask, s_aux, kwargs)
     if isinstance(segments, AttentionProbe):

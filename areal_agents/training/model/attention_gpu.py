@@ -28,7 +28,7 @@ LEAST_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuPlan:
-    """What a kernel is told about one micro-batch; made once for all layers.
+    """The kernel arguments of one micro-batch, made once for all layers.
 
     Attributes:
         documents: [documents + 1] int32, where each starts and the last ends; None for a tree.

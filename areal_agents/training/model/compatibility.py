@@ -46,15 +46,16 @@ def check_layers(model: PreTrainedModel) -> None:
     convolves = any(isinstance(module, nn.Conv1d) for module in decoder.modules())
     if kinds - SUPPORTED_LAYERS or convolves or not model._supports_attention_backend:
         raise TrainingError(
-            f"packed samples would meet in the layers of {name} "
-            f"({', '.join(sorted(kinds)) or 'with attention of their own'}); only models with full or "
-            "sliding-window attention, through transformers' attention interface, can train"
+            f"packed samples would influence each other in the layers of {name} "
+            f"({', '.join(sorted(kinds)) or 'with their own attention implementation'}); only "
+            "models with full or "
+            "sliding-window attention, through transformers' attention interface, can be trained"
         )
     rotary = _rope_types(getattr(text, "rope_parameters", None) or {}) & {"dynamic", "longrope"}
     if rotary:
         raise TrainingError(
             f"rotary frequencies of type {', '.join(rotary)} depend on the longest sample of a micro-batch, "
-            "and would make one sample depend on another; choose a fixed type, such as yarn"
+            "so one sample would depend on another; choose a fixed type, such as yarn"
         )
     blocks = getattr(decoder, "layers", None)
     if not isinstance(blocks, nn.ModuleList):
@@ -64,7 +65,8 @@ def check_layers(model: PreTrainedModel) -> None:
         )
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         raise TrainingError(
-            f"the decoder of {name} takes no position_ids: the positions of packed samples would be wrong"
+            f"the decoder of {name} takes no position_ids, so the positions of packed samples would be "
+            "wrong; choose a model of another family"
         )
     calls = attention_calls(model)
     for index, block in enumerate(blocks):
@@ -101,8 +103,8 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
         raise
     except Exception as error:  # whatever the code of some model raises for inputs that it cannot take
         raise TrainingError(
-            f"the forward pass of {type(decoder).__name__} could not be followed without weights "
-            f"({type(error).__name__}: {error}), so that it is not known whether packed samples stay apart; "
+            f"the forward pass of {type(decoder).__name__} failed without weights "
+            f"({type(error).__name__}: {error}), so it is not known whether packed samples stay independent; "
             "choose a model of another family"
         ) from error
     return probe.calls
@@ -127,8 +129,8 @@ def _check_block(text: Any, index: int, calls: list[AttentionCall], name: str) -
     if not calls:
         raise TrainingError(
             f"block {index} of {name} does not call transformers' attention interface: the rows of packed "
-            "samples would meet in another kind of layer, such as a recurrent one; choose a model with "
-            "attention in every block"
+            "samples would influence each other in another kind of layer, such as a recurrent one; choose a "
+            "model with attention in every block"
         )
     kinds = getattr(text, "layer_types", None)
     size = getattr(text, "sliding_window", None)
@@ -138,7 +140,7 @@ def _check_block(text: Any, index: int, calls: list[AttentionCall], name: str) -
     if windows != expected:
         raise TrainingError(
             f"block {index} of {name} passes the sliding window {_named(windows)} to attention, and the "
-            f"configuration says {_named(expected)}: which rows attend to which would differ from the model's"
+            f"configuration says {_named(expected)}: rows would attend to other rows than in the model"
         )
 
 
@@ -182,8 +184,9 @@ def logit_scale(model: PreTrainedModel) -> float:
         ) from error
     if len(received) != 1 or before is None or after is None or (head.bias is not None and before != 1):
         raise TrainingError(
-            f"the logits of {name} are not a multiple of what its output layer makes of the last hidden "
-            "states (for example because they are softcapped), which is not supported; choose another model"
+            f"the logits of {name} are not a constant multiple of its output layer's result for the last "
+            "hidden states (for example because they are softcapped), which is not supported; "
+            "choose another model"
         )
     return before * after
 

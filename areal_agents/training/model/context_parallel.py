@@ -33,7 +33,9 @@ def local_share(
     if context_count == 1:
         return batch
     if group is None or dist.get_world_size(group) != context_count:
-        raise ValueError(f"expected the process group of the {context_count} ranks of a context, got {group}")
+        raise ValueError(
+            f"context_parallel: expected the process group of {context_count} ranks, got {group}"
+        )
     padded = _pad(batch, -len(batch.input_ids) % context_count)
     size = len(padded.input_ids) // context_count
     start = context_rank * size
@@ -80,8 +82,9 @@ def check_heads(heads: int, kv_heads: int, context_count: int) -> None:
     repeats = context_count // math.gcd(kv_heads, context_count)
     if heads % context_count or heads % (kv_heads * repeats):
         raise ValueError(
-            f"context_parallel: {context_count} ranks cannot share {heads} heads with {kv_heads} of keys; "
-            f"expected a number that divides {heads}"
+            f"context_parallel: {context_count} ranks cannot share {heads} query heads and "
+            f"{kv_heads} key heads; "
+            f"expected a divisor of {heads}"
         )
 
 

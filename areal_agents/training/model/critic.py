@@ -1,7 +1,7 @@
 """The critic of PPO: a model of its own that estimates the value of the state before each trained token.
 
-It is the backbone of a Hugging Face folder with a scalar head that begins at zero: a critic that has
-learned nothing says 0 everywhere. It shares no weight with the policy and has its own optimizer.
+It is the backbone of a Hugging Face folder with a scalar head that starts at zero: an untrained
+critic returns 0 everywhere. It shares no weight with the policy and has its own optimizer.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None 
     """
     options = options or ModelOptions()
     if options.lora is not None:
-        raise ValueError("a critic learns by all of its weights, got options with adapters (lora)")
+        raise ValueError("a critic trains all of its weights; expected options without lora, got lora")
 
     def root(model: PreTrainedModel, _: torch.dtype) -> Critic:
         critic = Critic(model)

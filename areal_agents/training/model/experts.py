@@ -1,6 +1,6 @@
 """Mixture-of-experts models: routing in float32, and replay of the routing that the engine chose.
 
-A token that the engine sent through other experts has another behavior policy than its logprobs say.
+A token that the engine routed to other experts has a behavior policy that differs from its logprobs.
 Where the engine returned its choice, the policy takes it, with its own current weights for those
 experts (rollout routing replay, arXiv 2510.11370), so that gradients still reach the router.
 """
@@ -76,7 +76,7 @@ def _replaying(router: Any) -> Any:
         if router.recorded.shape != chosen.shape:
             raise TrainingError(
                 f"recorded routing of shape {tuple(router.recorded.shape)}, expected {tuple(chosen.shape)}: "
-                "the engine serves another model"
+                "the engine serves a different model"
             )
         weigh = weigh or _weighing(router, logits, weights, chosen)
         chosen = torch.where(router.recorded >= 0, router.recorded, chosen)
@@ -86,7 +86,7 @@ def _replaying(router: Any) -> Any:
 
 
 def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> Weigh:
-    """How a router weighs the experts that it chooses: by the formula that reproduces its own `weights`.
+    """The formula by which a router weighs the experts that it chooses: the one that reproduces `weights`.
 
     Whatever else decides the choice (a bias, groups of experts), the weights of a choice are its scores,
     which may be divided by their sum, and scaled.
@@ -103,8 +103,8 @@ def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> W
     rounding = max(1e-5, 2 * torch.finfo(weights.dtype).eps) * max(scales)
     if best is None or not errors[best] <= rounding:
         raise TrainingError(
-            f"{type(router).__name__}: recorded routing cannot be replayed by this model, which weighs its "
-            "experts otherwise; leave engine.routed_experts off"
+            f"{type(router).__name__}: recorded routing cannot be replayed, because this model weighs its "
+            "experts by an unknown formula; leave engine.routed_experts off"
         )
     return best
 

@@ -1,6 +1,6 @@
 """Writes weights as a Hugging Face folder that transformers, SGLang and vLLM load: complete or not at all.
 
-It is written tensor by tensor, so that the weights are never in memory all at once. The files are those that
+It is written tensor by tensor, so that no process needs all the weights at once. The files are those that
 safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.
 """
 
@@ -78,7 +78,7 @@ class ModelFolder:
         self._missing.discard(name)
 
     def finish(self) -> None:
-        """Give the folder its name."""
+        """Rename the complete folder to its final name."""
         assert not self._missing, f"not written: {sorted(self._missing)[:3]}"
         try:
             if self.path.exists():
@@ -88,7 +88,7 @@ class ModelFolder:
             raise self._failed(error) from error
 
     def discard(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything that was written."""
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _failed(self, error: OSError) -> TrainingError:
@@ -171,14 +171,14 @@ def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dic
 def _shards(shapes: Mapping[str, Shape], item_bytes: int, shard_bytes: int) -> list[list[str]]:
     """Names, in order, in runs of at most `shard_bytes`; a tensor larger than that is one by itself."""
     shards: list[list[str]] = [[]]
-    room = shard_bytes
+    bytes_left = shard_bytes
     for name, shape in shapes.items():
         size = prod(shape) * item_bytes
-        if size > room and shards[-1]:
+        if size > bytes_left and shards[-1]:
             shards.append([])
-            room = shard_bytes
+            bytes_left = shard_bytes
         shards[-1].append(name)
-        room -= size
+        bytes_left -= size
     return shards
 
 

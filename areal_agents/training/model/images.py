@@ -51,7 +51,9 @@ def vision_inputs(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     is_image = batch.input_ids == config.image_token_id
     count = int(is_image.sum())
     if count != (0 if blank else len(flat)):
-        raise ValueError(f"images of {0 if blank else len(flat)} tokens for {count} image tokens")
+        raise ValueError(
+            f"expected images for {count} image tokens, got images of {0 if blank else len(flat)} tokens"
+        )
     embedded = embedded + 0 * flat.sum() if blank else embedded.masked_scatter(is_image[None, :, None], flat)
     grids = [] if blank else grid.tolist()
     positions = rope_positions(is_image.tolist(), batch.segments, grids, merge=merge)

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face folder as a sharded model: weights go from the files straight into the shards.
+"""Loads a Hugging Face folder into a sharded model; weights are read from the files directly into the shards.
 
 A rank reads only the rows that it holds, one tensor after the other, in the files' own type. Names and
 layouts go through transformers' own conversion mapping, in both directions: a published checkpoint has
@@ -57,7 +57,7 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
             cannot train, see `compatibility`.
     """
     if not folder.is_dir():
-        raise TrainingError(f"{folder}: cannot load the model: not a folder")
+        raise TrainingError(f"{folder}: cannot load the model: there is no such folder")
     attention.register()
     try:
         config = AutoConfig.from_pretrained(folder)
@@ -67,7 +67,7 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
         if sees_images(config):
             if config.model_type not in SUPPORTED:
                 raise ValueError(
-                    f"{config.model_type} takes images; of such models only {SUPPORTED} can train"
+                    f"{config.model_type} takes images; of such models only {SUPPORTED} can be trained"
                 )
             kind = AutoModelForImageTextToText if head else AutoModel
             kernels = {"text_config": attention.NAME, "vision_config": "sdpa"}
@@ -76,10 +76,11 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise TrainingError(
-                f"{folder}: cannot load the model: no {error} in its configuration"
+                f"{folder}: cannot load the model: its configuration lacks {error}"
             ) from error
         raise TrainingError(  # the family chooses among attention classes of its own by this name
-            f"{folder}: packed samples would meet in the layers of {config.model_type}, whose attention does "
+            f"{folder}: packed samples would influence each other in {config.model_type}, whose "
+            "attention does "
             "not go through transformers' attention interface; choose a model of another family"
         ) from error
     except Exception as error:  # transformers raises types of several libraries for a bad folder
@@ -247,7 +248,9 @@ def _convert(
     try:
         made = converter.convert(name, model=model, config=model.config)
     except (RuntimeError, ValueError) as error:
-        raise TrainingError(f"{recipe.files}: cannot make {name} of what is there: {error}") from error
+        raise TrainingError(
+            f"{recipe.files}: cannot convert the stored weights to {name}: {error}"
+        ) from error
     return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
 
 
@@ -255,7 +258,7 @@ def _copy(made: Tensor, local: Tensor, recipe: _Recipe) -> None:
     if made.shape != local.shape:
         raise TrainingError(
             f"{recipe.files}: mismatched weights for {recipe.targets[0]}: "
-            f"they make {tuple(made.shape)}, expected {tuple(local.shape)}"
+            f"got shape {tuple(made.shape)}, expected {tuple(local.shape)}"
         )
     local.copy_(made)
 

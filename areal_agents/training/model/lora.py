@@ -46,7 +46,7 @@ class LoraOptions:
         if self.rank < 1:
             raise ValueError(f"expected a LoRA rank of at least 1, got {self.rank}")
         if not self.targets:
-            raise ValueError("expected at least one LoRA target")
+            raise ValueError("expected at least one LoRA target, got none")
 
 
 def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
@@ -69,9 +69,9 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     for name, module in model.named_modules():
         if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             kind = type(module.get_base_layer()).__name__
-            raise TrainingError(f"trainer.lora.targets: {name} is {kind}, not a linear layer")
+            raise TrainingError(f"trainer.lora.targets: {name} is {kind}, expected a linear layer")
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):  # logprobs are taken from its weight alone
-        raise TrainingError("trainer.lora.targets: the head takes no adapter; leave its name out")
+        raise TrainingError("trainer.lora.targets: the head cannot have an adapter; leave its name out")
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:

@@ -1,7 +1,7 @@
 """The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
 
 Everything that touches weights, the chunked head included, runs inside the forward of the root, where
-the weights of no block are whole; no rank ever holds all of them, but where they are requested whole.
+the weights of no block are whole; no rank ever holds all of them, except in `full_state_dict`.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class ModelOptions:
 
 
 class PolicyOutput(NamedTuple):
-    """What a policy says of the N scored tokens of a micro-batch, each [N].
+    """The policy's results for the N scored tokens of a micro-batch, each [N].
 
     Attributes:
         logprobs: differentiable.
-        entropies: detached unless requested otherwise.
+        entropies: detached unless `entropy_gradient`.
         divergence: from a teacher, differentiable; None without one.
     """
 
@@ -108,7 +108,7 @@ class Policy(nn.Module):
         entropy_gradient: bool = False,
         teacher: TopTargets | FullTargets | None = None,
     ) -> PolicyOutput:
-        """What the policy says of the micro-batch's scored tokens.
+        """Compute the results for the micro-batch's scored tokens.
 
         Args:
             entropy_gradient: whether the entropies are differentiable.
@@ -168,7 +168,7 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """
     vision = sees_images(model.config)
     if batch.images is not None and not vision:
-        raise ValueError(f"{type(model).__name__} takes no images")
+        raise ValueError(f"{type(model).__name__} takes no images, got a micro-batch with images")
     if batch.context_group is not None and (vision or batch.routed_experts is not None):
         raise ValueError("context_parallel supports neither vision models nor recorded routing")
     inputs: dict[str, Any]
@@ -252,7 +252,7 @@ def load_sharded(
 def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
     """Whether the ranks of a context can share the model: known now, not with the first batch."""
     if sees_images(model.config):
-        raise TrainingError(f"{folder}: context_parallel does not support vision models; use 1")
+        raise TrainingError(f"{folder}: context_parallel does not support vision models; set it to 1")
     for call in attention_calls(model):  # layers may differ, as in Laguna
         try:
             check_heads(call.heads, call.kv_heads, count)

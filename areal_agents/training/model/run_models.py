@@ -1,6 +1,6 @@
-"""The models that a run's algorithm needs, and the learners that train them.
+"""Loads the models that a run's algorithm needs, with the optimizers of those that are trained.
 
-The reference policy: a frozen model that the trained one is held near. It is never written to.
+The reference policy is a frozen model that the policy is kept close to; it is never written to.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Models:
 
     @property
     def parts(self) -> Parts:
-        """What a checkpoint holds: all that is trained. The reference is as its folder has it."""
+        """The trained models, which a checkpoint holds. The reference is loaded from its folder."""
         parts: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] = {
             "policy": (self.policy, self.optimizer)
         }
@@ -46,7 +46,7 @@ class Models:
         return parts
 
     def set_rate(self, step: int, config: TrainerConfig) -> float:
-        """Use the learning rates of batch `step`, counted from 0; the policy's."""
+        """Set the learning rates of batch `step`, counted from 0; return the policy's."""
         factor = rate_factor(step, config)
         set_learning_rate(self.optimizer, config.lr * factor)
         if self.critic is not None:
@@ -55,7 +55,7 @@ class Models:
 
 
 def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path, ranks: Ranks) -> Models:
-    """Load what `algorithm` needs; a model without a folder of its own begins as the policy does.
+    """Load what `algorithm` needs; a model without a folder of its own starts from the policy's folder.
 
     Raises:
         TrainingError: a folder cannot be loaded.

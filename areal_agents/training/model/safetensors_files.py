@@ -1,4 +1,4 @@
-"""Reads rows of the safetensors files of a Hugging Face folder; all other rows stay on the disk."""
+"""The safetensors files of a Hugging Face folder, read by rows; only the requested rows are read."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Checkpoint:
                 held = set(opened.keys())
                 for name in sorted(held) if names is None else names:
                     if name not in held:
-                        raise TrainingError(f"{file}: lacks {name}, which the index places in it")
+                        raise TrainingError(f"{file} lacks {name}, which the index places in it")
                     piece = opened.get_slice(name)
                     if piece.get_dtype() not in _FLOATS:
                         raise TrainingError(
@@ -57,7 +57,7 @@ class Checkpoint:
                         )
                     self.tensors[name] = Stored(file, name, tuple(piece.get_shape()))
             except (SafetensorError, OSError) as error:
-                raise TrainingError(f"{file}: a broken safetensors file: {error}") from error
+                raise TrainingError(f"{file} is not a valid safetensors file: {error}") from error
 
     def read(self, stored: Stored, start: int = 0, end: int | None = None) -> Tensor:
         """Rows [start, end) of a tensor, in the file's type; a scalar is read whole.
@@ -89,7 +89,7 @@ def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
             for name, file in placed:
                 files.setdefault(folder / file, []).append(name)
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise TrainingError(f"{index}: a broken index of weights: {error!r}") from error
+            raise TrainingError(f"{index} is not a valid index of weights: {error!r}") from error
         return dict(files)
     found = sorted(folder.glob("*.safetensors"))
     if not found:

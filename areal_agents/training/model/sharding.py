@@ -1,4 +1,4 @@
-"""Shards a model without weights into FSDP2 units, then allocates float32 memory for the shards.
+"""Divides a model without weights into FSDP2 units, then allocates float32 shards on every rank.
 
 The order is fixed: adapters, activation checkpointing, units, memory, buffers, weights. Computation is
 in the compute type, gradients are reduced in float32, and buffers (the rotary frequencies) stay float32.

@@ -1,12 +1,11 @@
-"""Publishes only the adapter, under a new name: engines load it beside the adapters in use.
+"""Publishes the adapter alone, under a new name; engines load it beside the adapters that are in use.
 
 No engine pauses. Running generations end with what they sampled, and the proxy continues them under the
 new adapter; with `drain` they continue under their own.
 
-Adapters of versions that are no longer kept are unloaded beside the trainer, which waits for none.
-
-An engine unloads an adapter when the generations that use it have ended, which with `drain` takes as long as
-they do; a real SGLang loads no other adapter meanwhile.
+Adapters of versions that are no longer kept are unloaded in the background; the trainer never waits for it.
+An engine unloads an adapter when the generations that use it have ended; with `drain` these run to their
+end, and SGLang loads no other adapter meanwhile.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from areal_agents.training.publish.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-_OTHERS_S = 0.5  # for which another caller that loaded an adapter may take to name the version
+_OTHERS_S = 0.5  # that another process that has loaded the adapter may take to set the version
 
 
 async def deliver(
@@ -36,7 +35,7 @@ async def deliver(
 
     Args:
         may_be_there: whether an engine that serves the version may have it from `path` already: engines were
-            lost since it was recorded; the caller that finds one that is back loads it.
+            lost since it was recorded, and another process may load it into an engine that is back.
     """
 
     async def one(engine: Engine) -> float:
@@ -60,14 +59,14 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
         # Versions are never used twice in a run, so that an adapter of this name is another run's.
         try:
             await engine.unload_adapter(name)
-        except EngineRejected:  # it has no such adapter: that was not what it minded
+        except EngineRejected:  # it has no such adapter, so the load was refused for another reason
             raise error from None
-        log.warning("%s had an adapter %s already, which is loaded again", engine.base_url, name)
+        log.warning("%s already had an adapter %s; it is loaded again", engine.base_url, name)
         await engine.load_adapter(name, str(path))
 
 
 async def _is_served(engine: Engine, version: int) -> bool:
-    """Whether the version is named, or is soon, by the caller that has loaded its adapter."""
+    """Whether the engine serves the version soon, because another process has loaded its adapter."""
     await asyncio.sleep(_OTHERS_S)
     return (await engine.model_info()).version == version
 
@@ -76,9 +75,9 @@ _END_S = 5.0  # longest wait, when closing, for what is under way
 
 
 class OldAdapters:
-    """What each engine is still to unload, one after the other. Used in the event loop.
+    """The adapters that each engine still has to unload, one at a time. Used in the event loop.
 
-    An engine that does not do it in its client's time, or is not there, is asked again at the next `forget`.
+    The request is repeated at the next `forget` for an engine that times out or does not answer.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -98,7 +97,7 @@ class OldAdapters:
                 self._under_way[engine] = asyncio.create_task(_unload(engine, due))
 
     async def aclose(self) -> None:
-        """Wait a little for what is under way, and give the rest up."""
+        """Wait a few seconds for unloads in progress, and abandon the rest."""
         tasks = list(self._under_way.values())
         if not tasks:
             return
@@ -109,7 +108,7 @@ class OldAdapters:
 
 
 async def _unload(engine: Engine, due: deque[int]) -> None:
-    """All that are due, the oldest first; what fails stays due."""
+    """Unload all adapters that are due, oldest first; one that fails stays due."""
     while due:
         try:
             await engine.unload_adapter(adapter_name(due[0]))
@@ -117,7 +116,7 @@ async def _unload(engine: Engine, due: deque[int]) -> None:
             log.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
         except EngineError as error:
             log.warning(
-                "%s did not unload the adapter of version %d; it is tried again after the next version: %s",
+                "%s did not unload the adapter of version %d, retrying after the next version: %s",
                 engine.base_url, due[0], error,
             )  # fmt: skip
             return

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 2.0  # after a broadcast has failed, until the engine that is to blame says so itself
+GRACE_S = 2.0  # after a broadcast has failed, for the engine that caused it to report its own error
 
 
 class BroadcastSender:
@@ -111,7 +111,7 @@ class BroadcastSender:
         )
         for failure in left:
             if isinstance(failure, BaseException):
-                log.info("the weight group %s was not left: %s", self._name, failure)
+                log.info("leaving the weight group %s failed: %s", self._name, failure)
         if group is not None:
             await _leave(group)
 
@@ -125,7 +125,7 @@ class BroadcastSender:
 
 
 async def _leave(group: dist.ProcessGroup) -> None:
-    """Not for longer than a moment: where a broadcast is stuck the thread ends with it, in its time."""
+    """Leave the group, waiting only briefly: if a broadcast is stuck, its thread ends when it times out."""
     try:
         await asyncio.wait_for(_in_thread(lambda: leave_group(group)), GRACE_S)
     except (TimeoutError, RuntimeError) as failure:
@@ -165,7 +165,7 @@ def _at(group: WeightGroup, offset: int) -> WeightGroup:
 
 
 def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call that cannot be interrupted. Nothing waits for its thread, not even the process's end."""
+    """Run a call that cannot be interrupted on a thread that the end of the process does not wait for."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -179,7 +179,7 @@ def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     waiting = asyncio.wrap_future(future)
     waiting.add_done_callback(
         lambda done: None if done.cancelled() else done.exception()
-    )  # seen, whoever waits
+    )  # marks the exception as retrieved
     return waiting
 
 
@@ -194,6 +194,6 @@ def _own_address(urls: Sequence[str]) -> str:
                 route.connect(target)  # sends nothing
                 addresses.append(str(route.getsockname()[0]))
         except OSError as error:
-            raise EngineError(f"there is no way to the engine at {url}: {error}") from error
+            raise EngineError(f"cannot resolve or route to the engine at {url}: {error}") from error
     remote = [a for a in addresses if not (a.startswith("127.") or a == "::1")]
     return (remote or addresses)[0]

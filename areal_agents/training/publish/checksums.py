@@ -1,11 +1,10 @@
 """Checks whether an engine holds exactly the weights of a published folder.
 
-Both sides hash every tensor, by the engine's definition: it fuses matrices, and holds them in its own type
-and on its own device. The folder's weights are put in that form: fused, and rounded to float32, bfloat16
-or float16 as the engine's loading rounds them. A tensor agrees if it has the engine's hash in one of these
-types, so that a wrong weight never agrees and a type chosen by the engine is no error.
-
-The two hashes by which engines say what a tensor in their memory holds, bit for bit.
+Both sides hash every tensor, bit for bit, by the engine's definition (`cpu_hash` or `gpu_hash`): it fuses
+matrices, and holds them in its own type and on its own device. The folder's weights are put in that form:
+fused, and rounded to float32, bfloat16 or float16 as the engine's loading rounds them. A tensor agrees if
+it has the engine's hash in one of these types, so that a wrong weight never agrees and a type chosen by the
+engine is no error.
 """
 
 from __future__ import annotations
@@ -84,19 +83,19 @@ class Checksums:
         unknown = held.keys() - self._parts.keys()
         missing = sorted(n for n in self._parts.keys() - held.keys() if not n.endswith(_COMPUTED))
         if missing and not unknown:
-            raise EngineError(f"{url} serves weights without {missing[0]}, which was published")
+            raise EngineError(f"the weights that {url} serves lack {missing[0]}, which was published")
         common = sorted(self._parts.keys() & held.keys(), key=self._rows)  # the smallest show the form
         if not common:
-            raise EngineError(f"{url} serves another model: it has none of the published weights")
+            raise EngineError(f"{url} serves a different model: it has none of the published weights")
         for name in common:
             if not self._agrees(name, held[name]):
                 raise EngineError(
-                    f"{url} serves other weights than were published: {name} differs (its checksum is "
-                    f"{held[name]}, in none of float32, bfloat16 and float16 is it that of the folder)"
+                    f"{url} serves other weights than those published: {name} differs (its checksum is "
+                    f"{held[name]}, which matches the folder in none of float32, bfloat16 and float16)"
                 )
         if unknown:
             log.warning(
-                "%s: %d of %d weights have a form of the engine's own and are not compared, such as %s",
+                "%s: %d of %d weights have an engine-specific form and are not compared, such as %s",
                 url, len(unknown), len(held), min(unknown),
             )  # fmt: skip
         return Agreement(len(common), len(held))
@@ -150,9 +149,9 @@ class EngineComparison:
         try:
             agreement = await self._checksums.check(engine)
         except EngineUnavailable as error:
-            log.warning("the weights of %s are not compared now: %s", engine.base_url, error)
+            log.warning("the weights of %s cannot be compared now: %s", engine.base_url, error)
         except EngineRejected as error:  # it will not learn to
-            log.warning("the weights of %s are not compared: %s", engine.base_url, error)
+            log.warning("the weights of %s cannot be compared: %s", engine.base_url, error)
             self.compared.add(engine.base_url)
         except EngineError as error:
             self._difference = self._difference or error

@@ -1,4 +1,4 @@
-"""Settings of the transport of new weights. They import no torch, and refuse what cannot work."""
+"""Settings of how new weights reach the engines. Invalid combinations raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -23,18 +23,20 @@ class PublishConfig(BaseModel):
 
     transport: Transport = Field(
         default="disk",
-        description="disk: engines read the folder of the version. tensor: weights go in HTTP requests. "
-        "broadcast: over gloo or NCCL. lora: only the adapter's folder; the default with trainer.lora.",
+        description="disk: engines read the folder of the version. tensor: weights are sent in "
+        "HTTP requests. "
+        "broadcast: weights are sent over gloo or NCCL. lora: engines read only the adapter's folder; the "
+        "default with trainer.lora.",
     )
     pause: Pause = Field(
         default="retract",
-        description="Running generations at a swap. retract: they continue, with keys and values recomputed. "
-        "in_place: they continue on the old ones. abort: they end, and the proxy continues them. drain: they "
-        "finish before the swap.",
+        description="What running generations do at a swap. retract: continue on recomputed keys and values. "
+        "in_place: continue on the old ones. abort: end, and the proxy continues them. drain: finish before "
+        "the swap.",
     )
     folder: str = Field(
         default="",
-        description="Where the folders of versions lie, such as /dev/shm/areal; empty: in the run's folder.",
+        description="Where version folders are written, such as /dev/shm/areal; empty: in the run's folder.",
     )
     bucket_mb: int = Field(
         default=256, ge=1, description="MB (10^6 bytes) of weights that tensor and broadcast send at a time."
@@ -42,28 +44,31 @@ class PublishConfig(BaseModel):
     verify: Verify = Field(
         default="first",
         description="When an engine's checksum of its weights is compared with that of what was published. "
-        "first: after the first version that it takes after a start of the trainer. On demand: areal-agents "
-        "verify.",
+        "first: after the first version that the engine takes since the trainer started. On demand: "
+        "areal-agents verify.",
     )
     backend: Backend = Field(
         default="auto",
-        description="Of broadcast. auto: nccl for a trainer on GPUs, else gloo. nccl needs engines on GPUs.",
+        description="Backend of broadcast. auto: nccl if the trainer is on GPUs, else gloo. "
+        "nccl needs engines on GPUs.",
     )
     address: str = Field(
         default="",
-        description="Of broadcast: where engines reach the trainer; empty: its address on the way to them.",
+        description="Address at which engines reach the trainer for broadcast; empty: that of "
+        "its route to them.",
     )
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Longest wait for an engine to take a folder (with drain, for what runs to end), for one "
-        "bucket, or for the engines to join a group.",
+        description="Longest wait for an engine to load a folder (with drain: after running "
+        "generations finish), "
+        "to receive one bucket, or to join the process group.",
     )
 
     engine_wait_s: float = Field(
         default=180.0,
         ge=0,
-        description="Longest wait of a version for an engine, when none answers or all were lost on the way.",
+        description="Longest time that a version waits for an engine when none answers or all were lost.",
     )
 
     @field_validator("verify", mode="before")
@@ -75,17 +80,17 @@ class PublishConfig(BaseModel):
     def _check(self) -> PublishConfig:
         if self.transport in _PIECEWISE and self.pause == "drain":
             raise ValueError(
-                f"publish: pause: drain cannot go with transport: {self.transport}: an engine that is not "
-                "paused would sample between two buckets; use transport: disk, or another pause"
+                f"publish: pause: drain cannot be used with transport: {self.transport}, because an engine "
+                "that is not paused would sample between two buckets; use transport: disk, or another pause"
             )
         if self.transport == "lora" and self.pause == "in_place":
             raise ValueError(
-                "publish: pause: in_place would continue over another adapter's keys and values, which no "
-                "engine does; use retract, abort or drain with transport: lora"
+                "publish: pause: in_place would continue on another adapter's keys and values, which no "
+                "engine supports; use retract, abort or drain with transport: lora"
             )
         if self.transport != "broadcast" and (self.backend != "auto" or self.address):
             raise ValueError(
-                f"publish: backend and address belong to transport: broadcast, not to {self.transport}"
+                f"publish: backend and address apply only to transport: broadcast, got {self.transport}"
             )
         return self
 

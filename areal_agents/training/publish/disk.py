@@ -1,4 +1,4 @@
-"""Publishes by disk: engines read the version's folder while they serve; only the swap is a pause."""
+"""Engines read the version's folder, while serving if they can, so that the pause is only the swap."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ async def swap(
 ) -> float:
     """Replace the served weights; seconds that it took.
 
-    The engine resumes whatever fails; if it refuses the weights, then with the old ones. Only after a
-    failed `check` it stays paused: nothing is sampled from unknown weights.
+    The engine resumes after any failure; if it refuses the weights, it resumes with the old ones. Only after
+    a failed `check` does it stay paused, so that nothing is sampled from unknown weights.
     """
     started = time.monotonic()
     if pause == "drain":  # without a pause an update waits for what runs, and what comes waits for it
@@ -42,7 +42,9 @@ async def swap(
             await check(engine)
         return time.monotonic() - started
     try:
-        await engine.pause(pause)  # within: an engine whose answer was lost has paused all the same
+        await engine.pause(
+            pause
+        )  # inside the try block: an engine whose answer was lost has paused all the same
         await engine.update_weights_from_disk(path, version)
     except BaseException:
         await resume_anyway(engine)
@@ -54,7 +56,7 @@ async def swap(
 
 
 async def resume_anyway(engine: Engine) -> None:
-    """Resume after a failure, whose error says more than one of this."""
+    """Resume after a failure; an error of resuming is only logged, since the first error says more."""
     try:
         await engine.resume()
     except EngineError as error:

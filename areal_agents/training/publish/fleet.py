@@ -26,11 +26,11 @@ class EventLoopThread:
         self._thread.start()
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Run it beside the caller."""
+        """Start the coroutine on the loop without waiting for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it and wait. A caller who is interrupted cancels it."""
+        """Run the coroutine and wait for its result. It is cancelled if the caller is interrupted."""
         future = self.start(work)
         try:
             return future.result()
@@ -38,16 +38,16 @@ class EventLoopThread:
             future.cancel()  # nothing, once it is done
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the loop and end the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
 
 class Fleet:
-    """The engines that are to take a version. One that fails is left out, unless no other is left.
+    """The engines that are to take a version. An engine that fails is left out, unless it is the last.
 
-    The pool that routes requests brings it to the version before it serves again: the folder is there.
+    The process that routes requests updates it from the folder before it serves again.
     """
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
@@ -59,8 +59,8 @@ class Fleet:
         """Call all engines at once; the results of those that did not fail.
 
         Raises:
-            EngineUnavailable: every one failed, and one is not there: it may come back.
-            EngineError: every one failed.
+            EngineUnavailable: every engine failed, and at least one does not answer: it may come back.
+            EngineError: every engine failed.
         """
         engines = list(self.engines)
         results = await asyncio.gather(*(call(engine) for engine in engines), return_exceptions=True)
@@ -79,7 +79,7 @@ class Fleet:
         return [r for r in results if not isinstance(r, BaseException)]
 
     def leave_out(self, engine: Engine, error: EngineError) -> None:
-        """Leave an engine out from now on."""
-        log.warning("version %d: %s is left out: %s", self.version, engine.base_url, error)
+        """Remove the engine from the fleet, and record that it did not take the version."""
+        log.warning("version %d is published without the engine %s: %s", self.version, engine.base_url, error)
         self.engines.remove(engine)
         self.left_out.append(engine.base_url)

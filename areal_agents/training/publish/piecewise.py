@@ -1,4 +1,4 @@
-"""Writes weights into the served ones bucket by bucket, while the next bucket is gathered.
+"""Replaces the served weights bucket by bucket, while the next bucket is gathered.
 
 An engine is paused from before its first bucket to after its last. One that missed a bucket takes the
 version from its folder before it samples again, or stays paused: it never samples from half a version.
@@ -45,7 +45,7 @@ class Sender(Protocol):
 
 
 class Delivery:
-    """One version's way into the engines, on the first rank: `begin`, `send`, `end`.
+    """The delivery of one version to the engines, on the first rank: `begin`, `send`, `end`.
 
     Args:
         path: the version's folder, complete.
@@ -69,7 +69,7 @@ class Delivery:
         self.repaired: list[str] = []
 
     def begin(self, workers: Mapping[Engine, int]) -> None:
-        """Pause the engines. EngineError if none did; all then resume with the old weights."""
+        """Pause the engines. EngineError if none did; all then continue with the old weights."""
         self._loop.run(self._begin(workers))
 
     def send(
@@ -80,7 +80,7 @@ class Delivery:
         dtype: torch.dtype,
         bucket_bytes: int,
     ) -> None:
-        """Send every weight, gathered by `weights` meanwhile. What fails is for `end` to mend."""
+        """Send every weight, gathered by `weights` meanwhile. `end` repairs what fails."""
         pending: Future[None] | None = None
         for bucket in packed(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes):
             if pending is not None:
@@ -90,10 +90,10 @@ class Delivery:
             pending.result()
 
     def end(self) -> float:
-        """Resume the engines; returns how long they were paused, in seconds.
+        """Resume the engines; return how long they were paused, in seconds.
 
         Raises:
-            EngineUnavailable: no engine took the version, and one is not there.
+            EngineUnavailable: no engine took the version, and at least one does not answer.
             EngineError: no engine took the version.
         """
         self._loop.run(self._fleet.each(self._end))
@@ -134,7 +134,7 @@ class Delivery:
         await engine.resume()
 
     async def _repair(self, engine: Engine, failure: EngineError) -> None:
-        """Load the folder in place of what came of it. `failure` is raised if it refuses that too."""
+        """Load the folder into an engine that missed a bucket. Raises `failure` if that fails too."""
         with suppress(EngineError):  # it refuses an update that is not whole, and closes it all the same
             await engine.end_weight_update()
         try:
@@ -144,5 +144,7 @@ class Delivery:
         except EngineError as error:
             log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
             raise failure from error
-        log.warning("%s took %s in place of what was sent: %s", engine.base_url, self._path, failure)
+        log.warning(
+            "%s loaded %s because sending the weights failed: %s", engine.base_url, self._path, failure
+        )
         self.repaired.append(engine.base_url)

@@ -1,6 +1,6 @@
-"""Checks the engines before a version is delivered: which ones answer, and whether they serve the model.
+"""Checks before a delivery which engines answer, and whether they serve the model that is trained.
 
-Where none is, the version waits until they are started again.
+If no engine answers, the version waits until the process that started the engines has restarted one.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Patience:
         return self._deadline is not None
 
     async def wait(self, pause_s: float, lost: Exception) -> None:
-        """Before the engines are tried again. Raises `lost` if their time is over."""
+        """Wait before the engines are tried again. Raises `lost` if their time is over."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._limit_s
@@ -60,8 +60,8 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
-    """The engines that are there.
+class Reachable:
+    """The engines that answer.
 
     Attributes:
         workers: the tensor-parallel processes of each.
@@ -72,8 +72,8 @@ class Met:
     were_lost: bool = False
 
 
-async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> Met:
-    """Meet all engines of `fleet`, and leave out those that are not there or serve another model.
+async def check_engines(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> Reachable:
+    """Check all engines of `fleet`, and leave out those that do not answer or serve another model.
 
     Raises:
         EngineUnavailable: none was there in time.
@@ -83,7 +83,7 @@ async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> M
     async def one(engine: Engine) -> int:
         info = await engine.model_info()
         if fault := _other_model(info, trained):
-            raise EngineError(f"{engine.base_url} serves another model than is trained: {fault}")
+            raise EngineError(f"{engine.base_url} does not serve the model that is trained: {fault}")
         return info.workers
 
     while True:
@@ -92,7 +92,7 @@ async def meet(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> M
         except EngineUnavailable as error:
             await patience.wait(_LOOK_S, error)
         else:
-            return Met(dict(zip(fleet.engines, workers, strict=True)), patience.is_used)
+            return Reachable(dict(zip(fleet.engines, workers, strict=True)), patience.is_used)
 
 
 def _other_model(info: ModelInfo, trained: PretrainedConfig) -> str | None:

@@ -1,4 +1,4 @@
-"""Publishes a version by any transport, on all ranks: folder, row, swap, and comparison."""
+"""Publishes a version by any transport, on every rank: write the folder, record the row, swap, compare."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from areal_agents.training.publish.adapters import OldAdapters
 from areal_agents.training.publish.checksums import EngineComparison
 from areal_agents.training.publish.config import PublishConfig, versions_folder
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
-from areal_agents.training.publish.rank_failures import together
+from areal_agents.training.publish.rank_failures import on_every_rank
 from areal_agents.training.publish.sleep import fall_asleep, wake
 from areal_agents.training.publish.swapping import Swapper
 from areal_agents.training.publish.transports import make_transport
@@ -41,7 +41,7 @@ class Published:
         publish_s: everything, in seconds; assemble_s: of it, gathering and writing the folder, while engines
             sample; pause_s: the longest that an engine did not.
         nbytes: of the weights in the folder.
-        density: the share of them that changed since the version before; None where there is none.
+        density: the share of weights that changed since the version before; None where there is none.
         agreement: of the weights that engines hold, the share that was compared and found to be those
             published; None where nothing was compared.
         left_out: engines that did not take it; repaired: those that took the folder after another transport
@@ -84,7 +84,9 @@ class Publisher:
         keep: int,
     ) -> None:
         if (store is None) == ranks.is_first or bool(engines) != ranks.is_first:
-            raise ValueError("the first rank, and no other, publishes: it needs a store and an engine")
+            raise ValueError(
+                "expected a store and at least one engine on the first rank, and neither on any other rank"
+            )
         self._config, self._policy, self._ranks = config, policy, ranks
         self._store, self._engines = store, tuple(engines)
         self._model_path, self._keep = model_path, keep
@@ -115,10 +117,10 @@ class Publisher:
         """
         started = time.monotonic()
         path = version_folder(self._weights, version)
-        written = self._together(lambda: self._write(version))
+        written = self._on_every_rank(lambda: self._write(version))
         assemble_s = time.monotonic() - started
-        checks = self._together(lambda: self._comparison(path))
-        self._together(lambda: self._record(version, step, path))
+        checks = self._on_every_rank(lambda: self._comparison(path))
+        self._on_every_rank(lambda: self._record(version, step, path))
         fleet, delivered = self._swapper.swap(version, path, checks)
         self._verified |= checks.compared if checks is not None else set()
         if self._loop is None or written is None:
@@ -139,23 +141,23 @@ class Publisher:
 
     @contextmanager
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
-        """For the length of a with-block, have the memory of `kinds` of every engine free. Collective.
+        """Keep the memory of `kinds` of every engine free within a with-block. Collective.
 
-        EngineError if an engine refuses; generation that was held resumes after the block in any case.
+        EngineError if an engine refuses; paused generations continue after the block in any case.
         """
         if not kinds:
             yield
             return
         try:
-            self._together(lambda: self._sleep_or_wake(fall_asleep, kinds))
+            self._on_every_rank(lambda: self._sleep_or_wake(fall_asleep, kinds))
             yield
         except BaseException:
             self._wake_anyway(kinds)
             raise
-        self._together(lambda: self._sleep_or_wake(wake, kinds))
+        self._on_every_rank(lambda: self._sleep_or_wake(wake, kinds))
 
     def close(self) -> None:
-        """Leave the process group, if there is one, and end the event loop."""
+        """Leave the process group, if there is one, and stop the event loop."""
         if self._loop is None:
             return
         self._transport.close()
@@ -164,7 +166,7 @@ class Publisher:
         self._loop.close()
 
     def _comparison(self, path: Path) -> EngineComparison | None:
-        """Compare engines with the folder of a version: all, or those not compared since the start."""
+        """The comparison with a version's folder, of every engine or of those not compared yet."""
         known = self._verified if self._config.verify == "first" else set()
         if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
             return None
@@ -185,19 +187,19 @@ class Publisher:
         )
 
     def _record(self, version: int, step: int, path: Path) -> None:
-        """Make it the current version: from here on engines that come back are brought to it."""
+        """Record it as the current version, to which engines that come back are updated from now on."""
         if self._store is not None:
             self._store.publish_version(version, step=step, path=str(path))
 
     async def _afterwards(self, fleet: Fleet) -> float | None:
-        """Forget old versions; the engines' seconds of sampling."""
+        """Remove old versions; return the engines' mean seconds of sampling."""
         forgotten = await asyncio.to_thread(forget_before, self._weights, fleet.version, keep=self._keep)
         if self._config.transport == "lora":
             self._old_adapters.forget(forgotten)
         try:
             busy = await fleet.each(lambda engine: engine.busy_s())
         except EngineError as error:  # the version is served: an engine that is lost now is for the next one
-            log.warning("after version %d no engine answers: %s", fleet.version, error)
+            log.warning("no engine answers after version %d was published: %s", fleet.version, error)
             return None
         known = [seconds for seconds in busy if seconds is not None]
         return sum(known) / len(known) if len(known) == len(self._engines) else None
@@ -215,10 +217,10 @@ class Publisher:
         try:
             self._sleep_or_wake(wake, kinds)
         except EngineError as error:
-            log.warning("an engine did not take its memory again: %s", error)
+            log.warning("an engine did not wake and take its memory back: %s", error)
 
-    def _together(self, call: Callable[[], T]) -> T:
-        return together(self._ranks, call)
+    def _on_every_rank(self, call: Callable[[], T]) -> T:
+        return on_every_rank(self._ranks, call)
 
 
 async def _close(engines: Sequence[Engine]) -> None:

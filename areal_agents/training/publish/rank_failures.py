@@ -1,4 +1,4 @@
-"""Runs a function on all ranks such that no rank waits for another one that has failed."""
+"""Makes a call on every rank; when it fails on one rank, no other rank waits for it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ T = TypeVar("T")
 
 
 class EnginesLost(TrainingError):
-    """An EngineUnavailable of the first rank, as the others see it: all ranks can continue from it."""
+    """An EngineUnavailable of the first rank, as the other ranks see it; all ranks can recover from it."""
 
 
-def together(ranks: Ranks, call: Callable[[], T]) -> T:
-    """Do it on every rank; if it fails on one, it does on all. Collective.
+def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> T:
+    """Make the call on every rank; if it fails on one rank, it fails on all. Collective.
 
     Raises:
         Exception: on a rank that failed, its own error.
@@ -34,5 +34,5 @@ def together(ranks: Ranks, call: Callable[[], T]) -> T:
     if failure is not None:
         raise failure
     if lost:
-        raise EnginesLost("no engine answers the first rank; its log says why")
-    raise TrainingError("the first rank could not publish a version; its log says why")
+        raise EnginesLost("no engine answers the first rank; see its log")
+    raise TrainingError("another rank failed while a version was published; see its log")

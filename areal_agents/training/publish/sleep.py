@@ -1,6 +1,6 @@
 """Lets engines that share the trainer's GPUs release their memory while a step is trained.
 
-Generation is held meanwhile, and continues afterwards on recomputed keys and values: nothing is lost.
+Generation is paused meanwhile and continues on recomputed keys and values, so nothing is lost.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Hold generation and free the memory of `kinds`. EngineError if an engine refuses."""
+    """Pause generation and free the memory of `kinds`. EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.pause("retract")
@@ -26,7 +26,7 @@ async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) ->
 
 
 async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Let engines take their memory again and resume. EngineError if an engine refuses."""
+    """Take the memory back and continue generating. EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.resume_memory(kinds)
@@ -36,13 +36,13 @@ async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
 
 
 async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """All at once. One that is not there holds no memory, and is brought up to date when it returns."""
+    """Call all engines at once. One that does not answer holds no memory; it is updated on its return."""
 
     async def tolerant(engine: Engine) -> None:
         try:
             await call(engine)
         except EngineUnavailable as error:
-            log.warning("an engine is not there to share memory with: %s", error)
+            log.warning("an engine does not answer and is not asked to free or take memory: %s", error)
 
     # All of them, whatever one says: none may still fall asleep when the caller wakes them after an error.
     results = await asyncio.gather(*(tolerant(engine) for engine in engines), return_exceptions=True)

@@ -1,7 +1,7 @@
-"""Swaps a recorded version into the engines, and waits for engines that are lost meanwhile.
+"""Swaps a recorded version into the engines, and waits for engines that are lost during the swap.
 
-One of several that is lost is left out: the pool brings it to the version before it serves
-again. Only when all of them are lost does the version wait for one to be back, and is delivered once more.
+If some engines are lost, the version is delivered without them; the process that routes requests updates them
+before they serve again. If all are lost, the version waits until one is back and is delivered again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from areal_agents.inference.engine import Engine
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.publish.checksums import EngineComparison
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
-from areal_agents.training.publish.preflight import Met, Patience, meet
-from areal_agents.training.publish.rank_failures import EnginesLost, together
+from areal_agents.training.publish.preflight import Patience, Reachable, check_engines
+from areal_agents.training.publish.rank_failures import EnginesLost, on_every_rank
 from areal_agents.training.publish.transports import Delivered, Transport
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Swapper:
         self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
 
     def swap(self, version: int, path: Path, checks: EngineComparison | None) -> tuple[Fleet, Delivered]:
-        """Have the version served whose folder is `path`; by which engines, and how. Collective.
+        """Swap in the version whose folder is `path`; return the engines that serve it, and how. Collective.
 
         Raises:
             EngineError: no engine took it, or one holds other weights than `checks` compares with.
@@ -67,34 +67,36 @@ class Swapper:
                 _raise_difference(checks)
                 raise
             else:
-                together(self._ranks, lambda: _raise_difference(checks))
+                on_every_rank(self._ranks, lambda: _raise_difference(checks))
                 return fleet, delivered
 
     def _attempt(
         self, fleet: Fleet, path: Path, patience: Patience, checks: EngineComparison | None
     ) -> Delivered:
-        met = together(
+        reachable = on_every_rank(
             self._ranks,
-            lambda: self._loop.run(meet(fleet, self._trained, patience)) if self._loop else Met(),
+            lambda: (
+                self._loop.run(check_engines(fleet, self._trained, patience)) if self._loop else Reachable()
+            ),
         )
-        return self._transport.deliver(fleet, path, met, checks)
+        return self._transport.deliver(fleet, path, reachable, checks)
 
     def _wait(
         self, patience: Patience, pause_s: float, checks: EngineComparison | None, lost: Exception
     ) -> None:
-        """Before another attempt; raises `lost` if there is to be none. Collective."""
+        """Wait before another attempt; raise `lost` if the time is over. Collective."""
 
         def wait() -> None:
             if self._loop is None:
                 return
             _raise_difference(checks)
             self._loop.run(patience.wait(pause_s, lost))
-            log.warning("the version is delivered once more, for engines were lost: %s", lost)
+            log.warning("engines were lost, delivering the version again: %s", lost)
 
-        together(self._ranks, wait)
+        on_every_rank(self._ranks, wait)
 
 
 def _raise_difference(checks: EngineComparison | None) -> None:
-    """It says more than that another engine was lost, or refused, beside."""
+    """Raise the difference first: it says more than that another engine was lost or refused the version."""
     if checks is not None:
         checks.raise_difference()

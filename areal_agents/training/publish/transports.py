@@ -1,4 +1,4 @@
-"""Weight transports: how a new version reaches the engines."""
+"""Weight transports: engines read a version's folder, or receive buckets that all ranks gather."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from areal_agents.training.publish.config import PublishConfig
 from areal_agents.training.publish.disk import Check
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 from areal_agents.training.publish.piecewise import Delivery, Sender
-from areal_agents.training.publish.preflight import Met
-from areal_agents.training.publish.rank_failures import together
+from areal_agents.training.publish.preflight import Reachable
+from areal_agents.training.publish.rank_failures import on_every_rank
 from areal_agents.training.publish.tensors import TensorSender
 from areal_agents.training.publish.version_folder import exhaust
 
@@ -39,7 +39,7 @@ class Delivered:
 class Transport(Protocol):
     """How a version is delivered: `FolderTransport`, `BucketTransport`. Every rank has one."""
 
-    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+    def deliver(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         """Have `fleet` serve the version, whose folder `path` is. Collective; only the first rank's
         arguments and answer count.
 
@@ -58,7 +58,7 @@ class Transport(Protocol):
 def make_transport(
     config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
 ) -> Transport:
-    """The transport that the config names. `loop` runs calls of engines, and is None but on the first rank.
+    """The transport that the config names. `loop` calls engines; it is None on all ranks but the first.
 
     Raises:
         TrainingError: it cannot be used with the trainer's device.
@@ -74,19 +74,19 @@ class FolderTransport:
     def __init__(self, config: PublishConfig, ranks: Ranks, loop: EventLoopThread | None) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
 
-    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+    def deliver(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         """See Transport.deliver."""
-        return together(self._ranks, lambda: self._load(fleet, path, met, check))
+        return on_every_rank(self._ranks, lambda: self._load(fleet, path, reachable, check))
 
     def close(self) -> None:
         """See Transport.close."""
 
-    def _load(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+    def _load(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         if self._loop is None:
             return Delivered()
         deliver = disk.deliver
         if self._config.transport == "lora":
-            deliver = partial(adapters.deliver, may_be_there=met.were_lost)
+            deliver = partial(adapters.deliver, may_be_there=reachable.were_lost)
         return Delivered(self._loop.run(deliver(fleet, path, pause=self._config.pause, check=check)))
 
 
@@ -99,10 +99,10 @@ class BucketTransport:
         self._config, self._policy, self._ranks, self._loop = config, policy, ranks, loop
         self._sender = _sender(config, ranks) if loop is not None else None
 
-    def deliver(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+    def deliver(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         """See Transport.deliver."""
         try:
-            return self._send(fleet, path, met, check)
+            return self._send(fleet, path, reachable, check)
         except EngineUnavailable:
             self.close()  # an engine that comes back is in no process group
             raise
@@ -112,17 +112,17 @@ class BucketTransport:
         if self._loop is not None and self._sender is not None:
             self._loop.run(self._sender.aclose())
 
-    def _send(self, fleet: Fleet, path: Path, met: Met, check: Check | None) -> Delivered:
+    def _send(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         weights = whole_weights(self._policy.model, self._policy.lora)
         shapes = published_shapes(self._policy.model)  # worked out before the pause, which it would lengthen
         delivery: Delivery | None = None
         if self._loop is not None and self._sender is not None:
             pause = self._config.pause
-            assert pause != "drain", "refused by the config"
+            assert pause != "drain", "PublishConfig refuses drain with bucket transports"
             delivery = Delivery(self._loop, fleet, self._sender, path=path, pause=pause, check=check)
-        together(self._ranks, lambda: delivery.begin(met.workers) if delivery else None)
-        together(self._ranks, lambda: self._gather(weights, shapes, delivery))
-        pause_s = together(self._ranks, lambda: delivery.end() if delivery else 0.0)
+        on_every_rank(self._ranks, lambda: delivery.begin(reachable.workers) if delivery else None)
+        on_every_rank(self._ranks, lambda: self._gather(weights, shapes, delivery))
+        pause_s = on_every_rank(self._ranks, lambda: delivery.end() if delivery else 0.0)
         return Delivered(pause_s, len(delivery.repaired) if delivery else 0)
 
     def _gather(

@@ -1,4 +1,4 @@
-"""Checks on demand whether an engine holds the current version's weights, even while the trainer runs."""
+"""Compares on demand the weights that an engine holds with the current version, while training continues."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """An engine that holds `version`; agreement is None where its weights have no checksum here."""
+    """An engine that serves `version`; agreement is None where its weights have no checksum here."""
 
     version: int
     agreement: Agreement | None
@@ -39,7 +39,7 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
     for _ in range(_ATTEMPTS):
         current = store.latest_version()
         if current is None:
-            raise ConfigError("nothing was published yet; verify a run that has begun to train")
+            raise ConfigError("no version has been published yet; verify a run that has started training")
         wanted = current.version
         served = (await engine.model_info()).version
         if served == wanted:
@@ -52,4 +52,4 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
                 if (await engine.model_info()).version == served:
                     return Verified(served, agreement)
         await asyncio.sleep(_PAUSE_S)
-    raise EngineError(f"{engine.base_url} serves version {served}, and {wanted} is current")
+    raise EngineError(f"{engine.base_url} serves version {served}, expected the current version {wanted}")

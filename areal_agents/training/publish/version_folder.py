@@ -1,10 +1,7 @@
-"""Writes the folder of each version while the next weight is gathered from the shards.
+"""Writes the folder of each version on a background thread while the next weight is gathered.
 
-Files are written one at a time on a background thread, while the caller continues.
-
-The share of weights that a version changed: bit for bit, in the type that they are published in.
-
-Compared with the folder of the version before, which is kept anyway, so that it costs no memory.
+Each weight is compared, bit for bit in the published type, with the folder of the version before, which is
+kept anyway; the share of changed weights therefore costs no memory.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ class Written:
 
 
 def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor], None] | None) -> None:
-    """Gather every weight, which is collective, whatever becomes of it here.
+    """Gather every weight, which is collective, even if `each` fails on this rank.
 
     A failure of `each` is raised when all are gathered: the other ranks are not left in a collective.
     """
@@ -99,7 +96,7 @@ def write_policy(
     failure: Exception | None = None
     folder: ModelFolder | None = None
     density = Density(before)
-    behind = Behind(WAITING_BYTES)
+    writing = BackgroundCalls(WAITING_BYTES)
 
     def write(name: str, tensor: Tensor) -> None:
         assert folder is not None
@@ -114,10 +111,10 @@ def write_policy(
         failure = error
     exhaust(
         weights,
-        None if folder is None else lambda name, t: behind.do(lambda: write(name, t), t.nbytes),
+        None if folder is None else lambda name, t: writing.submit(lambda: write(name, t), t.nbytes),
     )
     try:
-        behind.finish()
+        writing.finish()
         if folder is not None:
             folder.finish()
     except BaseException:
@@ -149,7 +146,7 @@ def write_policy_adapter(
 
 
 def version_folder(folder: Path, version: int) -> Path:
-    """The folder of one version, whether it exists or not."""
+    """The path of one version's folder, whether or not it exists."""
     return folder / f"v{version}"
 
 
@@ -160,7 +157,7 @@ def version_folders(folder: Path) -> dict[int, Path]:
 
 
 def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
-    """Remove all but the last `keep` versions up to `version`; which they were.
+    """Remove all but the last `keep` versions up to `version`; return those removed.
 
     One that the disk does not let go, as a network's may while an engine reads it, is tried again next time.
     """
@@ -170,14 +167,15 @@ def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
         try:
             shutil.rmtree(folders[old])
         except OSError as error:
-            log.warning("the folder of version %d is not removed yet: %s", old, error)
+            log.warning("the folder of version %d could not be removed yet: %s", old, error)
         else:
             forgotten.append(old)
     return forgotten
 
 
-class Behind:
-    """One thread of work. After a failure nothing more is run, and `finish` raises it.
+class BackgroundCalls:
+    """Runs submitted calls one at a time on a background thread. After a failure no more calls run, and
+    `finish` raises it.
 
     Args:
         limit: bytes that may wait for the thread; a call that is larger by itself waits alone.
@@ -185,13 +183,13 @@ class Behind:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="behind")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="version-folder")
         self._waiting: deque[tuple[Future[None], int]] = deque()
         self._bytes = 0
         self._failure: BaseException | None = None
 
-    def do(self, call: Callable[[], None], nbytes: int) -> None:
-        """Run `call`, which holds on to `nbytes`, after those before it. Waits for room."""
+    def submit(self, call: Callable[[], None], nbytes: int) -> None:
+        """Submit `call`, which holds `nbytes` in memory. Blocks while more than `limit` bytes would wait."""
         while self._waiting and self._bytes + nbytes > self._limit:
             self._take()
         if self._failure is None:

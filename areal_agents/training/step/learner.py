@@ -1,9 +1,7 @@
-"""A model in training: a sharded module with its optimizer, learning rate and gradient norms.
+"""A trained module with its optimizer, its learning rate schedule, and the norm of each gradient.
 
-A gradient that is not finite is thrown away with its step, and counted; policy and critic each judge
-their own.
-
-The learning rate as a function of the step: a resumed run continues its schedule by counting.
+A step whose gradient is not finite is skipped and counted, for policy and critic independently. The learning
+rate is a function of the step number, so a resumed run continues its schedule.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Logprobs and entropies of chosen tokens, without computing logits where there is no loss.
 
-Only the hidden rows that predict a trained token meet the output matrix, in chunks. The backward
+Only the hidden rows that predict a trained token are multiplied by the output matrix, in chunks. The backward
 pass computes each chunk's logits again and turns them into their own gradient in place, so that
 about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one
 array. Few logits are kept instead, and nothing is computed twice.
@@ -45,7 +45,7 @@ def token_logprobs(
         entropy_gradient: whether the entropies are differentiable too, for an entropy bonus.
 
     Returns:
-        Logprobs [N], differentiable; entropies [N], detached unless requested otherwise. Both float32,
+        Logprobs [N], differentiable; entropies [N], detached unless `entropy_gradient`. Both float32,
         or float64 if the logits are.
 
     Raises:
@@ -95,7 +95,7 @@ class _TokenLogprobs(torch.autograd.Function):
             parts.append((logprobs, entropies, normalizers if keep else normalizers + shift))
             if keep:
                 kept.append(scores)
-            del scores  # not beside the next chunk's
+            del scores  # frees it before the next chunk is computed
         logprobs, entropies, normalizers = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, entropies, normalizers, *kept)
         ctx.rows = rows

@@ -1,8 +1,7 @@
-"""The losses of one micro-batch, as shares that add up over micro-batches and ranks.
+"""The share of a minibatch's losses that one micro-batch contributes; the shares of all micro-batches add up.
 
-DPO's first pass: logprob sums by episode, and the coefficient that each token gets from them.
-
-The sums are whole before the second pass begins, so the pairs of a minibatch may lie anywhere among
+DPO needs a first pass, which sums logprobs by episode and derives the coefficient of each token from them.
+The sums are complete before the second pass begins, so the pairs of a minibatch may lie anywhere among
 its micro-batches and ranks.
 """
 

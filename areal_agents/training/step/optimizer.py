@@ -1,4 +1,4 @@
-"""AdamW or Muon over the sharded float32 master weights; their state can be kept in host memory.
+"""AdamW or Muon over the sharded float32 master weights, with the state in host memory if configured.
 
 The state has the names of the parameters, so a checkpoint does not depend on how the parameters
 were divided among optimizers, nor on where their state was kept.
@@ -121,7 +121,7 @@ def empty_state(
         if (moment == "momentum_buffer") != (id(parameters[name]) in by_muon):
             raise TrainingError(
                 f"the checkpoint holds {moment} of {name}, the state of another optimizer; leave "
-                "trainer.optimizer as it was, or begin a new run from the exported model"
+                "trainer.optimizer as it was, or start a new run from the exported model"
             )
         parameter = parameters[name].detach()
         if not len(shape):
@@ -129,7 +129,9 @@ def empty_state(
         elif tuple(shape) == tuple(parameter.shape):
             out[key] = torch.empty_like(parameter, device="cpu" if offload else parameter.device)
         else:
-            raise ValueError(f"the optimizer's {key} has shape {tuple(shape)}, not {tuple(parameter.shape)}")
+            raise ValueError(
+                f"the optimizer's {key} has shape {tuple(shape)}, expected {tuple(parameter.shape)}"
+            )
     return out
 
 

@@ -64,7 +64,7 @@ class Load:
         microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
             would be without shared prefixes.
         scored_tokens: with a logprob.
-        fill: model tokens / room in the micro-batches that train something.
+        fill: model tokens / token capacity of the micro-batches that train something.
         imbalance: FLOPs of the busiest rank / mean − 1, where a minibatch ends for all at once.
         rank_tokens: model tokens by data rank.
         forward_flops: of one forward pass over the batch.
@@ -86,7 +86,7 @@ class BatchPlan:
 
     Attributes:
         tokens: M.
-        with_demonstrations: this rank's micro-batches of the same tokens, each sample behind its
+        with_demonstrations: this rank's micro-batches of the same tokens, each sample after its
             demonstration; empty without self-distillation.
     """
 
@@ -130,7 +130,7 @@ def lay_out(
         ValueError: no samples.
     """
     if not data.samples:
-        raise ValueError("there is no sample to train on")
+        raise ValueError("expected at least one sample to train on, got none")
     count = algorithm.minibatches
     if isinstance(algorithm.policy_loss, DpoLoss):  # whole groups, since a pair lies within one
         count = min(count, len({sample.group_id for sample in data.samples}))

@@ -1,4 +1,4 @@
-"""The results of training on a batch, from which the metrics are computed."""
+"""Results of training a batch, from which the metrics are computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from areal_agents.training.step.scoring import Scores
 
 @dataclass(frozen=True, slots=True)
 class CriticResult:
-    """The results of training the critic on a batch.
+    """The result of training the critic on a batch.
 
     Attributes:
         loss: mean over the minibatches of the value loss.
@@ -35,7 +35,7 @@ class CriticResult:
 
 @dataclass(frozen=True, slots=True)
 class DpoResult:
-    """What DPO made of a batch, each a mean over the minibatches, with the weights before each.
+    """The result of DPO on a batch: means over the minibatches, each under the weights before its step.
 
     Attributes:
         loss: −log σ(margin); accuracy: share of pairs with a positive margin.
@@ -49,7 +49,7 @@ class DpoResult:
 
 @dataclass(frozen=True, slots=True)
 class ObservationResult:
-    """The results of training on observations.
+    """The result of training on observations.
 
     Attributes:
         loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan
@@ -63,7 +63,7 @@ class ObservationResult:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """The results of training on a batch, summed over its minibatches and ranks.
+    """The result of training a batch, summed over its minibatches and ranks.
 
     Attributes:
         statistics: of the losses.
@@ -74,7 +74,7 @@ class StepResult:
             without shared prefixes.
         critic: of the critic, observation: of the observations, dpo: of the pairs, where the algorithm has
             them.
-        packing_fill: model tokens / room in the micro-batches that were not mere fillers.
+        packing_fill: model tokens / token capacity of the micro-batches that train something.
         rank_imbalance: FLOPs of the busiest rank / mean over the ranks − 1.
         rank_tokens: model tokens by data rank.
         flops: of all passes over all ranks, without what activation checkpointing recomputes.
@@ -103,7 +103,7 @@ class StepResult:
 
 
 def critic_result(learner: Learner, sums: Tensor, scores: Scores, trained: Tensor) -> CriticResult:
-    """The critic's part.
+    """Compute the critic's result.
 
     Args:
         trained: [M] bool, the tokens that are trained.

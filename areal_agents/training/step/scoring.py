@@ -1,4 +1,4 @@
-"""Passes without gradients over a whole batch, before its first optimizer step.
+"""Passes without gradients over a whole batch, before its first optimizer step, and their results.
 
 Proximal and reference logprobs and values are computed only where the algorithm needs them. Every
 result is whole and equal on every rank, so advantages and masks that are taken over the whole batch
@@ -43,7 +43,7 @@ class Scores:
         values, value_targets: [M], the critic's values and what they should have been.
         keep: [M] bool, the tokens that a trust region keeps; None: all.
         penalty: [M] float32, what a trust region charges, see `TokenChoice`; None: nothing.
-        teacher: [M, k] of a teacher that was asked before the step; None of one that runs beside the policy.
+        teacher: [M, k] of a teacher queried before the step; None for one that runs with the policy.
     """
 
     advantages: Tensor
@@ -116,12 +116,12 @@ def score_batch(
     stopping: Callable[[], bool],
     seed: int,
 ) -> Scores:
-    """Make the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
+    """Run the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
 
     Args:
-        check_stop: raises on every rank if one of them should stop; asked before every micro-batch.
-        stopping: whether this rank should stop; asked while a teacher's engine is waited for.
-        seed: of what a trust region draws at random; the same on every rank.
+        check_stop: raises on every rank if one of them should stop; called before every micro-batch.
+        stopping: whether this rank should stop; called while waiting for a teacher's engine.
+        seed: of what a trust region samples at random; the same on every rank.
     """
 
     def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -140,17 +140,24 @@ def score_batch(
     if critic is not None:
         with clock.part("values"):
             values = over(critic)
-    asked = None
+    teacher_targets = None
     if teacher is not None and not isinstance(teacher, HeldTeacher):
         with clock.part("teacher"):
-            asked = _teacher_targets(
+            teacher_targets = _teacher_targets(
                 plan, policy, teacher, ranks=ranks, check_stop=check_stop, stopping=stopping
             )
     with clock.part("credit"):
         advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
         choice = _choice(plan, algorithm, proximal, advantages, seed)
     return Scores(
-        advantages, proximal, reference_logprobs, values, targets, choice.keep, choice.penalty, asked
+        advantages,
+        proximal,
+        reference_logprobs,
+        values,
+        targets,
+        choice.keep,
+        choice.penalty,
+        teacher_targets,
     )
 
 
@@ -168,7 +175,7 @@ def _teacher_targets(
         targets = teacher.score(plan.data.samples, stopping=stopping)
         if targets is None:
             check_stop()
-            raise AssertionError("a rank that was told to stop takes that back")
+            raise AssertionError("a stop was requested on the first rank, but check_stop() did not raise")
         return targets
     ids = torch.zeros((plan.tokens, teacher.top), dtype=torch.int64, device=ranks.device)
     logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)
@@ -180,7 +187,7 @@ def _teacher_targets(
 
 
 def release(policy: Policy) -> None:
-    """Give back the whole weights that a sharded model holds between passes, where no backward does."""
+    """Free the gathered weights that a sharded model keeps after a pass without a backward."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

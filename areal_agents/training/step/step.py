@@ -40,7 +40,7 @@ __all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", 
 
 
 class Stopped(Exception):
-    """The run was told to stop before the first optimizer step of a batch. The weights are unchanged."""
+    """A stop was requested before the first optimizer step of a batch: the weights are as they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ def train_batch(
 
     Args:
         version: the version of the weights as they are now.
-        seed: of the order of minibatches, and of what a trust region draws at random.
+        seed: of the order of minibatches, and of what a trust region samples at random.
         critic, reference, teacher: each exactly if the algorithm needs one.
-        stopping: asked before every micro-batch of every pass; all ranks stop as soon as one of them
+        stopping: called before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
 
     Raises:
@@ -139,12 +139,14 @@ def _check(
             has, got = ("needs a" if needed else "has no"), ("one" if given else "none")
             raise ValueError(f"preset {algorithm.preset} {has} {name}, got {got}")
     whole = algorithm.looks_at_sequences or algorithm.looks_at_turns
-    assert ranks.context_count == 1 or not whole, "the tokens of a sequence lie on several ranks"
+    assert ranks.context_count == 1 or not whole, (
+        "the loss needs whole sequences, but context_parallel splits them over several ranks"
+    )
 
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch in training on one rank: what is trained, and what has come out so far."""
+    """A batch in training on one rank: what is trained, and the results so far."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -217,7 +219,7 @@ class _Batch:
                 self.value_sums += sums
 
     def result(self, plan: BatchPlan, scores: Scores) -> StepResult:
-        """What came out, over all ranks. Collective."""
+        """The result of the batch, over all ranks. Collective."""
         policy, load = self.learners[0], plan.load
         critic = observation = None
         if self.critic is not None:

@@ -1,6 +1,6 @@
 """Teachers of distillation: the models towards whose distributions the policy is trained.
 
-A teacher that the trainer holds runs beside the policy in every micro-batch. An engine, and the policy itself
+A teacher that the trainer holds runs with the policy in every micro-batch. An engine, and the policy itself
 after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers
 are one array per batch, complete and equal on every rank.
 """
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 _CONCURRENCY = 32  # sequences that an engine scores at the same time
 _RETRY_S = 2.0
-_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is asked
+_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is queried
 _SCORING_ROOM = 7  # tokens by which a sequence that SGLang 0.5.21 scores must be shorter than its context
 
 
@@ -52,7 +52,9 @@ class HeldTeacher:
         self._policy.requires_grad_(False)
         head = self._policy.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise TrainingError(f"{path}: a teacher needs a plain output layer, got {type(head).__name__}")
+            raise TrainingError(
+                f"{path}: the output layer of a teacher must be nn.Linear, got {type(head).__name__}"
+            )
         self._weight = _whole(head.weight).to(options.dtype)
         self._bias = None if head.bias is None else _whole(head.bias).to(options.dtype)
         if len(self._weight) != vocab_size:
@@ -71,7 +73,7 @@ class HeldTeacher:
 
 @dataclass(frozen=True, slots=True)
 class EngineTeacher:
-    """A model behind an engine, from which the first rank requests the k most likely tokens.
+    """A model served by an engine, queried for its k most likely tokens by the first rank.
 
     Attributes:
         connect: makes a client, on the first rank; it is closed after each batch.
@@ -89,7 +91,7 @@ class EngineTeacher:
         """Wait for the engine's first answer and check that its model can be the teacher. Collective.
 
         Args:
-            stopping: asked on the first rank while it waits for the engine.
+            stopping: called on the first rank while it waits for the engine.
 
         Returns:
             The largest number of tokens that a sequence may have; None on every rank if the first rank was
@@ -111,7 +113,7 @@ class EngineTeacher:
         """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
 
         Args:
-            stopping: asked on the first rank while it waits for the engine.
+            stopping: called on the first rank while it waits for the engine.
 
         Returns:
             The tokens with their logprobs; None on every rank if the first rank was told to stop while it
@@ -202,7 +204,7 @@ class EngineTeacher:
                 if (sample.temperatures[scored] != 1).any():
                     raise TeacherError(
                         f"group {sample.group_id}, episode {sample.episode_id}: tokens were sampled "
-                        "at another temperature than 1, and a teacher's engine scores at 1; pin the "
+                        "at a temperature other than 1, but a teacher's engine scores at 1; pin the "
                         "temperature, or use a teacher that the trainer holds (teacher: model)"
                     )
                 ids = sample.token_ids[: scored[-1] + 1]
@@ -251,7 +253,7 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except EngineUnavailable as error:
-            log.warning("the teacher's engine does not answer, asking again: %s", error)
+            log.warning("the teacher's engine does not answer, retrying: %s", error)
             await asyncio.sleep(_RETRY_S)
 
 
