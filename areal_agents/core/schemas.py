@@ -164,7 +164,20 @@ class _Document:
         if types is None:
             return f"the type {given!r} is not supported"
         reason = _of_string(schema) if "string" in types else None
-        return reason or (_of_object(schema) if "object" in types else None)
+        if reason is None and "object" in types:
+            reason = _of_object(schema) or self._of_names(schema)
+        return reason
+
+    def _of_names(self, schema: Schema) -> str | None:
+        """What is not enforced of `propertyNames`. xgrammar samples names that are no strings if it may."""
+        names = schema.get("propertyNames", {"type": "string"})
+        if isinstance(names, Mapping) and "type" not in names and not names.keys() & {*_BRANCHES, *_VALUES}:
+            strings_only = bool(_OF_TYPE["string"] & names.keys())
+        else:
+            strings_only = self._types(names) == {"string"}
+        if strings_only:
+            return None
+        return "the keyword propertyNames needs a schema of strings only; give it type: string"
 
     def _target(self, reference: Any) -> Schema | bool | None:
         """The target of a reference; None unless it is a part of this schema, in a supported form."""

@@ -25,6 +25,18 @@ from areal_agents.core.schemas import unenforced
             {"type": "string", "pattern": "a", "maxLength": 3},
             "the keyword maxLength is not supported beside pattern, at #",
         ),
+        *(
+            ({"type": "object", "propertyNames": names, "$defs": {"x": {"type": "integer"}}}, "strings only")
+            for names in (
+                {},
+                True,
+                {"title": "t"},
+                {"type": ["string", "integer"]},
+                {"enum": ["a", 1]},
+                {"$ref": "#/$defs/x"},
+                {"anyOf": [{"type": "string"}, {}]},
+            )
+        ),
         (
             {"type": ["string", "null"], "format": "date", "pattern": "a"},
             "pattern is not supported beside format",
@@ -46,6 +58,13 @@ def test_what_would_be_ignored_is_named(schema: dict[str, Any], reason: str) -> 
         {"$ref": "#/$defs/x", "description": "d", "default": 1, "$defs": {"x": {"type": "integer"}}},
         {"anyOf": [{"type": "string", "minLength": 1, "maxLength": 3}, {"type": "null"}], "title": "t"},
         {"type": "integer", "format": "int32", "minimum": 0, "exclusiveMaximum": 5},
+        {"type": "object", "propertyNames": {"maxLength": 3}},
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}},
+        {
+            "type": "object",
+            "propertyNames": {"anyOf": [{"$ref": "#/$defs/s"}]},
+            "$defs": {"s": {"type": "string"}},
+        },
         {"type": "array", "prefixItems": [{"type": "integer"}], "minItems": 1, "maxItems": 2},
     ],
 )

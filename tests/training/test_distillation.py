@@ -286,7 +286,9 @@ def test_a_teacher_that_cannot_be_met_ends_the_run_before_its_first_batch(
 
     with pytest.raises(TrainingError, match="a vocabulary of 96 tokens and the policy one of 100"):
         meet(engine_url, 100)
-    with pytest.raises(TrainingError, match=r"did not answer within 0\.5 s .*a server runs at trainer.teacher_url"):
+    with pytest.raises(
+        TrainingError, match=r"did not answer within 0\.5 s .*a server runs at trainer.teacher"
+    ):
         meet("http://127.0.0.1:9", VOCAB)
     with pytest.raises(TrainingError, match="the teacher's engine"):
         meet(engine_url + "/elsewhere", VOCAB)
