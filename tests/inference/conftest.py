@@ -15,9 +15,9 @@ from inference_support import (
     build_model,
     load_reference,
 )
+from real_sglang import running_sglang
 
 from areal_agents.inference import SGLangEngine, running_engine
-from areal_agents.inference.sglang.server import running_sglang
 
 
 @pytest.fixture(scope="session")

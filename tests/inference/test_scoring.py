@@ -23,6 +23,7 @@ from inference_support import (
     load_reference,
     prompt_of,
 )
+from real_sglang import running_sglang
 from transformers import PreTrainedModel
 
 from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
@@ -30,7 +31,6 @@ from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference import PromptScores, SGLangEngine, running_engine
 from areal_agents.inference.pool import EnginePool
 from areal_agents.inference.sglang.scoring import scores_from_wire, scoring_to_wire
-from areal_agents.inference.sglang.server import running_sglang
 
 ATOL = 1e-4  # every server computes in float32
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from real_sglang import running_sglang
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds, as_token_ids
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.sglang.server import running_sglang
 
 pytestmark = pytest.mark.sglang
 

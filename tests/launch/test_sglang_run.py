@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from real_sglang import running_sglang
 from test_train import EXAMPLE, finish, processes_of
 
 from areal_agents.config import load_config
 from areal_agents.errors import ConfigError
-from areal_agents.inference.sglang.server import running_sglang
 from areal_agents.launch.engines import check_running
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from real_sglang import running_sglang
 from training_support import add_tokenizer, build_model, put_back
 
 from areal_agents.inference import running_engine
-from areal_agents.inference.sglang.server import running_sglang
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks, ranks
 

@@ -9,17 +9,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.errors import ConfigError
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.engine_process import ServerProcess
-from areal_agents.inference.ports import reserved_ports
 
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 5, 21), "0.5.21"
@@ -190,27 +187,6 @@ class SGLangProcess(ServerProcess):
     def start(self) -> None:
         """See ServerProcess.start."""
         self._spawn(self._command, self._environment)
-
-
-@contextmanager
-def running_sglang(
-    python: str,
-    model: str | Path,
-    *arguments: str,
-    start_timeout_s: float = 600.0,
-    **options: Any,
-) -> Iterator[str]:
-    """One float32 server on `model`, on a GPU where there is one; yields its URL.
-
-    `arguments` are SGLang's own; `options` are those of `server_command`.
-    """
-    config = EngineConfig(kind="sglang", python=python, arguments=arguments)
-    (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)
-    with reserved_ports(1) as (port,):
-        command = server_command(config, model, placement, port=port, **options)
-        environment = server_environment(placement)
-        with SGLangProcess(command, environment, port=port, start_timeout_s=start_timeout_s) as server:
-            yield server.url
 
 
 def _device_arguments(config: EngineConfig, placement: GpuPlacement, *, lora: bool) -> list[str]:
