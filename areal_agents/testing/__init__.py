@@ -8,11 +8,11 @@ from areal_agents.testing.app import ScriptedApp
 from areal_agents.testing.invalid_answers import LIES, Lie
 from areal_agents.testing.script import Script, ScriptedCall, ScriptedReply, by_prompt, filler, repeat
 from areal_agents.testing.server import running, running_process
-from areal_agents.testing.session import Exchange
+from areal_agents.testing.session import ServedCall
 
 __all__ = [
     "LIES",
-    "Exchange",
+    "ServedCall",
     "Lie",
     "ScriptedReply",
     "Script",

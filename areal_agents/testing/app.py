@@ -27,7 +27,7 @@ from areal_agents.errors import RequestError
 from areal_agents.testing.invalid_answers import LIES
 from areal_agents.testing.sampling import ending_of, plan, seed_of
 from areal_agents.testing.script import Script, ScriptedCall, ScriptedReply
-from areal_agents.testing.session import Exchange, Gate, Generation
+from areal_agents.testing.session import Gate, Generation, ServedCall
 from areal_agents.testing.tokenizer import read_tokenizer
 from areal_agents.testing.wire import (
     ExpertsOf,
@@ -81,7 +81,7 @@ class ScriptedApp:
         experts_of: ExpertsOf | None = None,
     ) -> None:
         self.script = script
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[ServedCall] = []
         self.aborted: list[str] = []
         self._tokenizer = tokenizer
         self._stop_token_id = stop_token_id
@@ -238,7 +238,7 @@ class ScriptedApp:
         kept = {key: value for key, value in body.items() if key != "input_ids"}
         count = generation.sampled
         self.exchanges.append(
-            Exchange(
+            ServedCall(
                 rid=generation.rid,
                 input_ids=ids,
                 body=kept,

@@ -20,7 +20,7 @@ ABORTED = {"type": "abort", "message": "Aborted"}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Exchange:
+class ServedCall:
     """What one generation was asked and what was sent back for it.
 
     Attributes:

@@ -29,7 +29,7 @@ from openai import APIConnectionError, APIStatusError, OpenAI
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, ScriptedApp, ScriptedCall, ScriptedReply
+from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, ServedCall
 
 PROXY_ROLES = ("worker", "supervisor")
 TRIES = 14  # of each call, with the pauses of the OpenAI client between them: about 90 s
@@ -285,7 +285,7 @@ class ProxyCounts:
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
 
-def count(proxy: ChaosProxy, agents: Agents, exchanges: Sequence[Exchange]) -> ProxyCounts:
+def count(proxy: ChaosProxy, agents: Agents, exchanges: Sequence[ServedCall]) -> ProxyCounts:
     """Compare the notes, the store and the engine. The proxy and the agents have ended."""
     sampled = {(tuple(int(i) for i in exchange.input_ids), exchange.token_ids) for exchange in exchanges}
     found: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import ModelInfo, OnTokens
 from areal_agents.inference.pool import CurrentVersion, EnginePool, PoolLimits
-from areal_agents.testing import Exchange, ScriptedApp, ScriptedCall, ScriptedReply
+from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, ServedCall
 from areal_agents.testing.server import build_server, listen, url_of
 from areal_agents.testing.wire import version_spans
 
@@ -150,7 +150,7 @@ class ReplicaServer:
     def __init__(
         self, *, chunk_delay_s: float = 0.002, chunk_tokens: int = 1, spans: bool = False, **options: Any
     ) -> None:
-        self.exchanges: list[Exchange] = []  # of all its lives
+        self.exchanges: list[ServedCall] = []  # of all its lives
         self.chunk_delay_s = chunk_delay_s
         self._chunk_tokens = chunk_tokens
         self._spans = spans
@@ -309,7 +309,7 @@ def reached(pool: EnginePool, rid: str) -> int:
     return pool._drafts[rid][0].reached if rid in pool._drafts else 0
 
 
-def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Exchange]) -> None:
+def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[ServedCall]) -> None:
     """Every token of a completion was drawn by an engine after just the tokens that come before it there, and
     has the logprob and the version of that drawing."""
     ids = completion.token_ids.tolist()

@@ -28,7 +28,7 @@ from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, Script, ScriptedApp, ScriptedCall, ScriptedReply, running
+from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedReply, ServedCall, running
 
 INTEGRATIONS = Path(__file__).parents[2] / "integrations"
 # A turn that goes on from turn i is expected as i; a root as None if it is the first, else as its reason.
@@ -157,7 +157,7 @@ def in_order(replies: Sequence[str | ScriptedReply]) -> Script:
     return script
 
 
-def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[Exchange]) -> None:
+def check(case: Case, turns: Sequence[Mapping[str, Any]], sent: Sequence[ServedCall]) -> None:
     """Compare the recorded turns with the expected tree and with what the engine saw."""
     places = {turn["id"]: index for index, turn in enumerate(turns)}
     found = [

@@ -24,7 +24,7 @@ from record_support import check_trajectory
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.inference.sglang.client import RID_END
 from areal_agents.store import Store
-from areal_agents.testing import Exchange, ScriptedApp, ScriptedReply, running
+from areal_agents.testing import ScriptedApp, ScriptedReply, ServedCall, running
 
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "completions": "/v1/completions"}
 SERVE = """
@@ -92,7 +92,7 @@ def half_an_answer(proxy: RunningProxy, agent: Agent) -> Iterator[None]:
         raise AssertionError(text)
 
 
-def as_call(exchange: Exchange) -> EngineCall:
+def as_call(exchange: ServedCall) -> EngineCall:
     """What the engine says that it was sent and returned."""
     finish = exchange.finish["type"]
     versions = [int(version) if version.isdigit() else 0 for version in exchange.versions]
@@ -100,7 +100,7 @@ def as_call(exchange: Exchange) -> EngineCall:
     return EngineCall(exchange.rid.removesuffix(RID_END), exchange.input_ids, SamplingParams(1), completion)
 
 
-def check_record(store: Store, agent: Agent, exchanges: list[Exchange]) -> None:
+def check_record(store: Store, agent: Agent, exchanges: list[ServedCall]) -> None:
     """One path of all calls of an agent, exactly as the engine saw it."""
     episode = store.load_episode(agent.episode["id"])
     assert [turn.id for turn in episode.turns] == agent.received

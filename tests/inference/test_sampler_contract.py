@@ -1,0 +1,121 @@
+"""What `Sampler` promises, of each implementation: scripted, embedded, SGLang, and pools of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from inference_support import PATIENCE_S, VOCAB, prompt_of
+
+from areal_agents.core.completion import SamplingParams, TokenChunk
+from areal_agents.errors import EngineRejected, EngineUnavailable
+from areal_agents.inference import SGLangEngine, running_engine
+from areal_agents.inference.engine import Sampler
+from areal_agents.inference.pool import EnginePool
+from areal_agents.testing import ScriptedApp, filler, running
+from areal_agents.testing.tokenizer import read_tokenizer
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+LENGTH = 12
+PARAMS = SamplingParams(LENGTH, ignore_eos=True)
+SAMPLERS = [
+    "scripted",
+    "embedded",
+    "pool of scripted",
+    "pool of embedded",
+    pytest.param("sglang", marks=pytest.mark.sglang),
+]
+
+
+def scripted() -> ScriptedApp:
+    tokenizer, stop_token_id = read_tokenizer(MODEL)
+    script = filler(400, tokenizer, stop_token_id=stop_token_id, chunk_tokens=2, chunk_delay_s=0.001)
+    return ScriptedApp(tokenizer, script, stop_token_id=stop_token_id, context_length=512)
+
+
+@pytest.fixture(scope="module", params=SAMPLERS)
+def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[str]]:
+    """The servers behind one sampler; a pool has two."""
+    kind = request.param
+    if kind == "sglang":
+        yield [request.getfixturevalue("sglang_url")]
+        return
+    with ExitStack() as stack:
+        count = 2 if kind.startswith("pool") else 1
+        if kind.endswith("scripted"):
+            yield [stack.enter_context(running(scripted())) for _ in range(count)]
+        else:
+            options = {"threads": 1, "slots": 4, "max_context": 512}
+            yield [stack.enter_context(running_engine(model_folder, **options)) for _ in range(count)]
+
+
+@pytest.fixture
+async def sampler(urls: list[str]) -> AsyncIterator[Sampler]:
+    engines = [SGLangEngine(url, request_timeout_s=PATIENCE_S) for url in urls]
+    made: Sampler = engines[0] if len(engines) == 1 else EnginePool(engines, names=urls)
+    yield made
+    await made.aclose()
+
+
+async def test_a_completion_is_aligned_within_its_limit_and_of_the_served_version(sampler: Sampler) -> None:
+    info = await sampler.model_info()
+    done = await sampler.generate("a", prompt_of(20), PARAMS)
+    assert 1 <= len(done.token_ids) == len(done.logprobs) == len(done.versions) <= LENGTH
+    assert done.finish_reason == "length" and len(done.token_ids) == LENGTH
+    assert done.token_ids.min() >= 0 and done.token_ids.max() < info.vocab_size
+    assert np.isfinite(done.logprobs).all() and done.logprobs.max() <= 1e-4
+    assert set(done.versions.tolist()) == {info.version}
+
+
+async def test_the_pieces_of_a_stream_are_the_completion(sampler: Sampler) -> None:
+    pieces: list[TokenChunk] = []
+    done = await sampler.generate("s", prompt_of(20), PARAMS, pieces.append, affinity="episode")
+    assert [i for piece in pieces for i in piece.token_ids] == done.token_ids.tolist()
+    np.testing.assert_allclose([p for piece in pieces for p in piece.logprobs], done.logprobs)
+
+
+async def test_what_a_listener_raises_ends_the_call_and_the_sampler_serves_on(sampler: Sampler) -> None:
+    def refuse(piece: TokenChunk) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        await sampler.generate("r", prompt_of(20), PARAMS, refuse)
+    assert len((await sampler.generate("r2", prompt_of(20), PARAMS)).token_ids) == LENGTH
+
+
+async def test_a_cancelled_call_ends_and_the_sampler_serves_on(sampler: Sampler) -> None:
+    first: asyncio.Event = asyncio.Event()
+    call = asyncio.create_task(
+        sampler.generate("c", prompt_of(20), SamplingParams(300, ignore_eos=True), lambda _: first.set())
+    )
+    async with asyncio.timeout(PATIENCE_S):
+        await first.wait()
+    call.cancel()
+    await asyncio.wait([call], timeout=PATIENCE_S)
+    assert call.cancelled() or call.done()
+    assert len((await sampler.generate("c2", prompt_of(20), PARAMS)).token_ids) == LENGTH
+
+
+async def test_concurrent_calls_are_answered_each(sampler: Sampler) -> None:
+    calls = [sampler.generate(f"n{i}", prompt_of(10 + i), PARAMS, affinity=f"e{i % 3}") for i in range(8)]
+    done = await asyncio.gather(*calls)
+    assert [len(one.token_ids) for one in done] == [LENGTH] * 8
+
+
+async def test_a_prompt_that_cannot_be_served_is_refused_and_harms_nothing(sampler: Sampler) -> None:
+    info = await sampler.model_info()
+    with pytest.raises(EngineRejected):
+        await sampler.generate("w", np.array([3, info.vocab_size], np.int32), PARAMS)
+    with pytest.raises(EngineRejected):
+        await sampler.generate("l", prompt_of(info.max_context + 1), PARAMS)
+    await sampler.health()
+
+
+async def test_an_engine_that_is_not_there_is_unavailable() -> None:
+    async with SGLangEngine("http://127.0.0.1:9", request_timeout_s=1.0) as gone:
+        with pytest.raises(EngineUnavailable):
+            await gone.generate("g", prompt_of(VOCAB // 64), PARAMS)
