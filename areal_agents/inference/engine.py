@@ -193,13 +193,13 @@ class WeightsChecksum:
 class Sampler(Protocol):
     """Samples completions and scores tokens: one engine, or a pool of them.
 
-    All implementations promise the following (`tests/inference/test_sampler_contract.py`). A completion has at
-    most `max_new_tokens` ids, all of the vocabulary, and a logprob and a version for each. The pieces of a stream
-    are the completion. A call that is cancelled, or whose listener raises, is aborted in the engine and harms no
-    other call. A prompt that cannot be served is refused, not cut.
+    All implementations promise the following (`tests/inference/test_sampler_contract.py`). A completion has
+    at most `max_new_tokens` ids, all in the vocabulary, and a logprob and a version for each. The pieces of a
+    stream are the completion. A call that is cancelled, or whose listener raises, is aborted in the engine
+    and harms no other call. A prompt that cannot be served is refused, not cut.
 
-    Every method raises EngineUnavailable when the engine does not answer in time, EngineRejected when it refuses
-    the request, and EngineError when its answer cannot be trusted.
+    Every method raises EngineUnavailable when the engine does not answer in time, EngineRejected when it
+    refuses the request, and EngineError when its answer cannot be trusted.
     """
 
     async def generate(
