@@ -93,7 +93,7 @@ class RequestError(ArealAgentsError):
 
 
 class EngineError(ArealAgentsError):
-    """An inference engine that misbehaves: garbage, a wrong version, half a response."""
+    """An inference engine that misbehaves: an invalid answer, a wrong version, half a response."""
 
 
 class EngineUnavailable(EngineError):

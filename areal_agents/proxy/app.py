@@ -38,7 +38,7 @@ from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
 from areal_agents.proxy.status import StatusRoutes
-from areal_agents.proxy.workers.forwarding import WorkerDoor
+from areal_agents.proxy.workers.forwarding import WorkerRouting
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.ownership import Ownership
 from areal_agents.proxy.workers.placement import WorkerLookup
@@ -93,7 +93,7 @@ def create_worker_app(
         config=config,
         bodies=parts.bodies,
     )
-    door = WorkerDoor(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
+    door = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
     return BrowserGuard(door, config), placement.worker_of
 
 

@@ -95,7 +95,7 @@ async def test_no_lie_is_taken(
             with pytest.raises(EngineError) as caught:
                 await generation
             assert calls == 1 and not isinstance(caught.value, EngineUnavailable)
-        assert len(pool.replicas[0].garbage) == (form != "whole")  # a good answer clears it
+        assert len(pool.replicas[0].invalid_answers) == (form != "whole")  # a good answer clears it
         app.script = lambda call: TEXT
         again = await pool.generate("s", prompt("hello"), SAMPLING, lambda chunk: None)
         assert again.token_ids.tolist() == TRUTH and again.finish_reason == "stop"
@@ -261,7 +261,7 @@ async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[Scrip
     app.script = lambda call: TEXT
     async with pool_over(url) as pool:
         replica = pool.replicas[0]
-        replica.rest_after_garbage(60.0, "it gave invalid answers: one of them")
+        replica.rest_after_invalid_answers(60.0, "it gave invalid answers: one of them")
         await pool._watch.look(replica)
         assert (replica.state, replica.reason) == ("down", "it gave invalid answers: one of them")
 
@@ -284,4 +284,4 @@ async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[Scr
         assert replica.rests > 1
         app.script = lambda call: TEXT
         assert isinstance(await outcome(pool, "good", "hello", "episode 9"), float)
-        assert (replica.rests, replica.garbage) == (0, [])
+        assert (replica.rests, replica.invalid_answers) == (0, [])

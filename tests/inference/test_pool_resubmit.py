@@ -15,7 +15,7 @@ from areal_agents.core.completion import Completion, Grammar, SamplingParams, To
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.continuation import Decode, Draft
 from areal_agents.inference.pool import EnginePool
-from areal_agents.inference.pool.suspects import MOST_STALLS, rid_of
+from areal_agents.inference.pool.suspects import MOST_STALLS, attempt_rid
 
 PROMPT = prompt_of(1)
 TWENTY = SamplingParams(20, ignore_eos=True)
@@ -139,7 +139,7 @@ async def test_without_a_tokenizer_stop_strings_are_drawn_again_from_the_start()
 
 def drafted(*chunks: TokenChunk, sampling: SamplingParams = TWENTY, streamed: bool = True) -> Draft:
     draft = Draft(PROMPT, sampling, (lambda chunk: None) if streamed else None, text_of)
-    draft.begin(rid_of("r", 0))
+    draft.begin(attempt_rid("r", 0))
     for chunk in chunks:
         draft.take(chunk)
     return draft

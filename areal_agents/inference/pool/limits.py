@@ -19,7 +19,7 @@ class PoolLimits:
             suspect for its turn.
         load_again_s: before the second attempt to load weights into a late replica; it doubles up to
             `longest_pause_s`.
-        longest_pause_s: the longest pause between two attempts, and of one that answers garbage.
+        longest_pause_s: the longest pause between two attempts, and of one that answers invalidly.
         suspect_after: deaths of engines under a request after which it is a suspect, see `suspects`.
         most_deaths: deaths of engines under a request after which it is given up in any case.
     """

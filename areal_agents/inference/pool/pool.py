@@ -23,11 +23,18 @@ from areal_agents.inference.pool.balancing import Affinities
 from areal_agents.inference.pool.external_router import is_routable
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
-from areal_agents.inference.pool.suspects import Case, Suspects, has_arrived, is_garbage, rid_of, stalled
+from areal_agents.inference.pool.suspects import (
+    Suspect,
+    Suspects,
+    attempt_rid,
+    has_arrived,
+    is_invalid_answer,
+    pause_after_attempt,
+)
 from areal_agents.inference.pool.watching import ReplicaMonitor, WithoutTrainer, unavailable
 
-_NOTHING_SAMPLED = SamplingParams(1)  # what a case of scoring is told by: its tokens alone
-_MOST_GARBAGE = 3  # different requests in a row with invalid answers, after which a replica rests
+_NOTHING_SAMPLED = SamplingParams(1)  # identifies a scoring request: its tokens alone
+_MOST_INVALID = 3  # different requests in a row with invalid answers, after which a replica rests
 
 
 @dataclass(slots=True)
@@ -121,7 +128,7 @@ class EnginePool:
         draft = Draft(input_ids, sampling, on_tokens, self._decode)
         self._drafts[rid] = draft, None
         try:
-            return await self._drawn(rid, draft, self._suspects.case_of(input_ids, sampling), affinity)
+            return await self._sampled(rid, draft, self._suspects.suspect_of(input_ids, sampling), affinity)
         finally:
             del self._drafts[rid]
 
@@ -134,30 +141,30 @@ class EnginePool:
         for `limits.wait_s`, or several in a row are lost; EngineError if it is given up because replicas die
         of it. `abort` does not know it: cancel the call.
         """
-        case = self._suspects.case_of(input_ids, _NOTHING_SAMPLED)
+        suspect = self._suspects.suspect_of(input_ids, _NOTHING_SAMPLED)
         stalls, avoid = 0, None
         for attempt in itertools.count():
-            async with case.turn():
+            async with suspect.turn():
                 replica = await self._serving(partial(self._place, affinity, avoid=avoid))
                 began = asyncio.get_running_loop().time()
                 least = self._least_version(replica)
                 try:
                     async with replica.attempt():
                         scores = await replica.engine.score(
-                            rid_of(rid, attempt), input_ids, start=start, top=top, affinity=affinity
+                            attempt_rid(rid, attempt), input_ids, start=start, top=top, affinity=affinity
                         )
                     await self._check_versions(replica, [scores.version], least)
                     replica.answered()
                     return scores
                 except EngineError as error:
-                    if not await self._may_go_on(replica, error, case, affinity):
+                    if not await self._may_continue(replica, error, suspect, affinity):
                         raise
                     if await self._has_died(replica, error, began):
-                        case.died(0, error)
+                        suspect.died(0, error)
                     self.counts.failovers += 1
                     failure = error
             avoid = replica
-            stalls = await stalled(stalls, brought=0, cause=failure)
+            stalls = await pause_after_attempt(stalls, brought=0, cause=failure)
         raise AssertionError("an endless loop has ended")
 
     async def abort(self, rid: str) -> None:
@@ -204,28 +211,30 @@ class EnginePool:
         routed = [self._router] if self._router is not None else []
         await asyncio.gather(*(replica.sampler.aclose() for replica in [*self.replicas, *routed]))
 
-    async def _drawn(self, rid: str, draft: Draft, case: Case, affinity: str) -> Completion:
+    async def _sampled(self, rid: str, draft: Draft, suspect: Suspect, affinity: str) -> Completion:
         stalls, avoid = 0, None
         for attempt in itertools.count():
             before = draft.kept
-            async with case.turn():
+            async with suspect.turn():
                 replica = await self._serving(partial(self._route, affinity, draft, avoid))
                 self._drafts[rid] = draft, replica
-                whole, failure = await self._tried(replica, rid_of(rid, attempt), draft, case, affinity)
+                whole, failure = await self._tried(
+                    replica, attempt_rid(rid, attempt), draft, suspect, affinity
+                )
             if whole is not None:
                 return whole
             avoid = replica if failure is not None else None
             self.counts.resubmitted_tokens += draft.kept
-            stalls = await stalled(stalls, brought=draft.kept - before, cause=failure)
+            stalls = await pause_after_attempt(stalls, brought=draft.kept - before, cause=failure)
         raise AssertionError("an endless loop has ended")
 
     async def _tried(
-        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str
+        self, replica: Replica, rid: str, draft: Draft, suspect: Suspect, affinity: str
     ) -> tuple[Completion | None, EngineError | None]:
         """One attempt: the completion if that was all of it, and the error that broke the attempt off."""
         began, least = asyncio.get_running_loop().time(), self._least_version(replica)
         try:
-            completion = await self._attempt(replica, rid, draft, case, affinity, least)
+            completion = await self._attempt(replica, rid, draft, suspect, affinity, least)
             if completion.finish_reason != "abort" or draft.is_aborted:
                 return draft.finished(completion), None
             whole = draft.broken_off(completion)
@@ -234,13 +243,13 @@ class EnginePool:
         except StopString:
             return draft.stopped(), None
         except EngineError as error:
-            if draft.is_aborted or not await self._may_go_on(replica, error, case, affinity):
+            if draft.is_aborted or not await self._may_continue(replica, error, suspect, affinity):
                 raise
             await self._keep_trusted(replica, draft, error, least)
             died, reached = await self._has_died(replica, error, began), draft.reached
             whole = draft.broken_off(None)
             if died and whole is None:
-                case.died(reached, error)
+                suspect.died(reached, error)
             self.counts.failovers += 1
             return whole, error
 
@@ -249,7 +258,7 @@ class EnginePool:
 
         Raises the EngineError if some of them were already given to the caller.
         """
-        refuted = error if isinstance(error, OldVersion) or is_garbage(error) else None
+        refuted = error if isinstance(error, OldVersion) or is_invalid_answer(error) else None
         if refuted is None and draft.latest != UNSURE:
             try:
                 await self._check_versions(replica, [draft.latest], least)
@@ -262,15 +271,15 @@ class EnginePool:
         draft.discard()
 
     async def _attempt(
-        self, replica: Replica, rid: str, draft: Draft, case: Case, affinity: str, least: int
+        self, replica: Replica, rid: str, draft: Draft, suspect: Suspect, affinity: str, least: int
     ) -> Completion:
         draft.begin(rid, least_version=least)
         take = draft.take if self._streams or draft.streams else None
-        if case.is_tried:
+        if suspect.is_tried:
 
             def take(chunk: TokenChunk) -> None:
                 draft.take(chunk)
-                case.reached(draft.reached)
+                suspect.reached(draft.reached)
 
         async with replica.attempt():
             completion = await replica.sampler.generate(
@@ -345,7 +354,9 @@ class EnginePool:
         except TimeoutError:
             raise unavailable(self.replicas, self._limits.wait_s) from None
 
-    async def _may_go_on(self, replica: Replica, error: EngineError, case: Case, affinity: str) -> bool:
+    async def _may_continue(
+        self, replica: Replica, error: EngineError, suspect: Suspect, affinity: str
+    ) -> bool:
         """Whether a request may be sent again after a failure; notes what that says about the replica."""
         if replica is self._router:
             for other in self.replicas:
@@ -358,8 +369,10 @@ class EnginePool:
             replica.doubt(str(error))
             return True
         replica.wake.set()
-        if replica.is_serving and replica.garbled(affinity, case.asked) >= _MOST_GARBAGE:
-            replica.rest_after_garbage(self._limits.longest_pause_s, f"it gave invalid answers: {error}")
+        if replica.is_serving and replica.note_invalid_answer(affinity, suspect.asked) >= _MOST_INVALID:
+            replica.rest_after_invalid_answers(
+                self._limits.longest_pause_s, f"it gave invalid answers: {error}"
+            )
         return True
 
     async def _has_died(self, replica: Replica, error: EngineError, began: float) -> bool:

@@ -12,8 +12,8 @@ from typing import Literal
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.engine import Engine, ModelInfo, Sampler
 
-# new: has not answered yet; serving: gets requests; doubtful: a call failed, a look follows; late: serves
-# another version than the current; down: does not answer, or answers garbage; refused: serves another model.
+# new: has not answered yet; serving: gets requests; doubtful: a call failed and is checked; late: has another
+# version than the current; down: does not answer, or answers invalidly; refused: serves another model.
 State = Literal["new", "serving", "doubtful", "late", "down", "refused"]
 
 
@@ -46,7 +46,7 @@ class Replica:
         misses: looks in a row that it did not answer.
         gone_at: when a look last found it gone that was there before, or started again; by the event loop's
             clock.
-        garbage: (caller, request) of the invalid answers since the last valid one; no caller and no
+        invalid_answers: (caller, request) of the invalid answers since the last valid one; no caller and no
             request is in it twice.
         rests: how often in a row it was rested for invalid answers.
         rests_until: it gets no completions to sample before, by the event loop's clock.
@@ -70,7 +70,7 @@ class Replica:
     episodes: int = 0
     misses: int = 0
     gone_at: float = -inf
-    garbage: list[tuple[str, bytes]] = field(default_factory=list)
+    invalid_answers: list[tuple[str, bytes]] = field(default_factory=list)
     rests: int = 0
     rests_until: float = 0.0
     rests_for: str = ""
@@ -102,21 +102,21 @@ class Replica:
 
     def answered(self) -> None:
         """It gave a valid answer."""
-        self.garbage.clear()
+        self.invalid_answers.clear()
         self.rests = 0
 
-    def garbled(self, caller: str, asked: bytes) -> int:
+    def note_invalid_answer(self, caller: str, asked: bytes) -> int:
         """It gave an invalid answer to the request `asked` of `caller`, "" if the caller is not known.
 
         Returns how many different requests of different callers got one since its last valid answer. A
         request that always gets one is counted once, and so is a caller with many such requests.
         """
-        known = any(asked == other or (caller and caller == who) for who, other in self.garbage)
+        known = any(asked == other or (caller and caller == who) for who, other in self.invalid_answers)
         if not known:
-            self.garbage.append((caller, asked))
-        return len(self.garbage)
+            self.invalid_answers.append((caller, asked))
+        return len(self.invalid_answers)
 
-    def rest_after_garbage(self, longest_s: float, why: str) -> None:
+    def rest_after_invalid_answers(self, longest_s: float, why: str) -> None:
         """Send it no requests for 1 s, doubled for each rest in a row, at most `longest_s`.
 
         Health checks continue. It rests again only after as many different requests with invalid answers as
@@ -125,7 +125,7 @@ class Replica:
         self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
         self.state = "down"
         self.reason = self.rests_for = why
-        self.garbage.clear()
+        self.invalid_answers.clear()
         self.rests += 1
 
     def lose(self, why: str) -> None:

@@ -42,28 +42,28 @@ class Suspects:
         self.turn = asyncio.Lock()
         self._given_up: dict[bytes, tuple[float, str]] = {}  # until when and why, by what was asked
 
-    def case_of(self, input_ids: TokenIds, sampling: SamplingParams) -> Case:
-        """The case of a new request. EngineError if the same was given up a short while ago."""
-        case = Case(self, input_ids, sampling)
-        self.refuse_known(case)
-        return case
+    def suspect_of(self, input_ids: TokenIds, sampling: SamplingParams) -> Suspect:
+        """The suspect of a new request. EngineError if the same was given up a short while ago."""
+        suspect = Suspect(self, input_ids, sampling)
+        self.refuse_known(suspect)
+        return suspect
 
-    def give_up(self, case: Case, why: str) -> None:
+    def give_up(self, suspect: Suspect, why: str) -> None:
         """Refuse the same from now on: a retry, another attempt at the task, or the others of its group."""
-        self._given_up[case.asked] = time.monotonic() + _REFUSED_S, why
+        self._given_up[suspect.asked] = time.monotonic() + _REFUSED_S, why
 
-    def refuse_known(self, case: Case) -> None:
-        """EngineError if the same as in `case` was given up a short while ago."""
+    def refuse_known(self, suspect: Suspect) -> None:
+        """EngineError if the same as in `suspect` was given up a short while ago."""
         now = time.monotonic()
         self._given_up = {asked: known for asked, known in self._given_up.items() if known[0] > now}
-        if self._given_up and case.asked in self._given_up:
-            why = self._given_up[case.asked][1]
+        if self._given_up and suspect.asked in self._given_up:
+            why = self._given_up[suspect.asked][1]
             raise EngineError(
                 f"the same request was given up less than {_REFUSED_S / 60:g} minutes ago: {why}"
             )
 
 
-class Case:
+class Suspect:
     """What one request has seen.
 
     Attributes:
@@ -134,18 +134,18 @@ MOST_STALLS = 5  # attempts in a row that brought no token, after which a comple
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 
 
-def rid_of(rid: str, attempt: int) -> str:
+def attempt_rid(rid: str, attempt: int) -> str:
     """The name of an attempt: the engine may still know the one before."""
     return f"{rid}~{attempt}" if attempt else rid
 
 
-def is_garbage(error: Exception | None) -> bool:
+def is_invalid_answer(error: Exception | None) -> bool:
     """Whether an attempt failed because of an invalid answer, not because the engine was lost or behind."""
     others = EngineUnavailable | EngineRejected | OldVersion
     return isinstance(error, EngineError) and not isinstance(error, others)
 
 
-async def stalled(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
+async def pause_after_attempt(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
     """Count an attempt that ended early, and wait before the next one if it brought no token.
 
     EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was invalid.
@@ -154,7 +154,7 @@ async def stalled(stalls: int, *, brought: int, cause: Exception | None = None) 
         return 0
     if stalls >= MOST_STALLS:
         why = f"; the last time: {cause}" if cause is not None else ""
-        kind = EngineError if is_garbage(cause) else EngineUnavailable
+        kind = EngineError if is_invalid_answer(cause) else EngineUnavailable
         raise kind(
             f"the generation was broken off {stalls + 1} times in a row without a token{why}"
         ) from cause

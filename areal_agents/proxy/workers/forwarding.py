@@ -39,7 +39,7 @@ _OUR_OWN = frozenset(
 _ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # by aiohttp, unless told not to
 
 
-class WorkerDoor:
+class WorkerRouting:
     """An ASGI app of a worker that serves a request with `app`, or forwards it to its worker.
 
     Args:
@@ -72,7 +72,7 @@ class WorkerDoor:
         elif scope["type"] != "http" or scope["method"] == "HEAD" or self._placement.is_here(scope["path"]):
             await self._app(scope, receive, send)
         else:
-            request, body = Request(scope), KeptBody(receive, self._max_body_bytes)
+            request, body = Request(scope), ReplayableBody(receive, self._max_body_bytes)
             try:
                 answer = await self._answer(request, body, send)
             except Exception as error:
@@ -80,7 +80,7 @@ class WorkerDoor:
             if answer is not None:
                 await answer(scope, body.receive, send)
 
-    async def _answer(self, request: Request, body: KeptBody, send: Send) -> ASGIApp | None:
+    async def _answer(self, request: Request, body: ReplayableBody, send: Send) -> ASGIApp | None:
         """The app that answers a request; None if a sibling has answered it."""
         forwarded = self._is_forwarded(request)
         if forwarded and (address := request.headers.get(_ADDRESS)):
@@ -115,7 +115,7 @@ def _mark_as_retry(request: Request) -> None:
     request.scope["headers"] = headers
 
 
-class KeptBody:
+class ReplayableBody:
     """The body of a request, kept so that it can be forwarded, more than once, or served here."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
@@ -170,7 +170,7 @@ class Siblings:
         if self._session is not None:
             await self._session.close()
 
-    async def forward(self, index: int, request: Request, body: KeptBody, send: Send) -> bool:
+    async def forward(self, index: int, request: Request, body: ReplayableBody, send: Send) -> bool:
         """Forward a request to a sibling.
 
         Returns False if no byte of a response came, so that the sender should look up the owner again.
