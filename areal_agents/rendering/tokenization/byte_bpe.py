@@ -1,14 +1,14 @@
-"""Byte-level byte-pair encoding by `tiktoken`: several times as fast as the `tokenizers` library, same ids.
+"""Byte-level byte-pair encoding by `tiktoken`: the ids of the `tokenizers` library, several times as fast.
 
-Used only for a vocabulary on which the two provably agree (`proven_byte_bpe`), and only for texts on which
-they do: for any other text `encode` answers None, and the library has to encode it.
+It is used only for a vocabulary on which the two provably agree (`proven_byte_bpe`), and only for texts on
+which they agree: for any other text `encode` returns None, and the library has to encode it.
 
-Why they agree. Both merge, of all neighbours, the leftmost of the lowest rank first. The library merges the
-pairs that are listed; tiktoken any pair whose joined bytes are a token, and takes a piece that is a token as
-it stands. Bytes that end up as one token merge in the same order whatever stands around them, so a token is
-only ever made of one and the same pair. The two therefore differ in nothing if ids rise along the list of
-merges and either every token comes out of its own bytes, so that its pair is listed, or the library lists
-every split of every token and takes a piece that is a token as it stands too.
+Why they agree: both merge the leftmost of the neighbouring pairs with the lowest rank first. The library
+merges the pairs that are listed; tiktoken merges any pair whose joined bytes are a token, and takes a whole
+piece that is a token without merging. Bytes that become one token merge in the same order whatever surrounds
+them, so a token is always made of the same pair. The two are therefore equal if ids rise along the list of
+merges and one of two conditions holds: merging the bytes of every token gives that token, so that its pair is
+listed; or the library lists every split of every token and also takes a whole piece that is a token.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from areal_agents.rendering.tokenization.byte_bpe_patterns import SAMPLE, sample
 
 _MAX_CHARACTERS = 500_000  # longer texts go to the library: the regex of tiktoken has limits of its own
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ALL_NORMAL = "\u0300"  # below it every character is in normal form C, whatever stands beside it
+_ALL_NORMAL = "\u0300"  # below it every character is in normal form C, whatever its neighbours
 
 
 def _byte_letters() -> list[str]:
-    """The letter that stands for each byte: printable Latin-1 as itself, the rest from letter 256 on."""
+    """The letter that represents each byte: printable Latin-1 is itself, the rest starts at letter 256."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     rest = iter(range(256, 512))
     return [chr(byte) if byte in printable else chr(next(rest)) for byte in range(256)]
@@ -40,14 +40,14 @@ _BYTES = {letter: byte for byte, letter in enumerate(BYTE_LETTERS)}
 
 
 class ByteBpe:
-    """Texts to ids and back. Stateless after construction, so threads may share it."""
+    """Converts texts to ids and back. Stateless after construction, so threads may share it."""
 
     def __init__(self, encoding: tiktoken.Encoding, added: Mapping[str, int], *, composed: bool) -> None:
         """Wrap an encoding whose special tokens are `added`.
 
         Args:
-            added: texts that become one id wherever they stand, the longest first.
-            composed: whether the library brings texts into normal form C.
+            added: strings that become one id wherever they occur, the longest first.
+            composed: whether the library normalizes texts to form C.
         """
         self._encoding = encoding
         self._added = dict(added)
@@ -78,7 +78,7 @@ class ByteBpe:
         return None if self._drops_some and self._encoding.decode_bytes(ids) != plain.encode() else ids
 
     def decode(self, token_ids: Sequence[int]) -> str | None:
-        """The text of `token_ids`; None if one of them is no token."""
+        """The text of `token_ids`; None if one of them is not a token."""
         try:
             return self._encoding.decode_bytes(token_ids).decode("utf-8", errors="replace")
         except (KeyError, OverflowError):
@@ -88,21 +88,21 @@ class ByteBpe:
         return self._encoding.decode_bytes(self._encoding.encode_ordinary(text)) == text.encode()
 
     def _is_normal(self, text: str) -> bool:
-        """Whether normal form C, by any version of Unicode, leaves `text` as it is."""
+        """Whether normalization to form C leaves `text` unchanged in every version of Unicode."""
         if self._unsure is None or text.isascii() or max(text) < _ALL_NORMAL:
             return True
         return self._unsure.search(text) is None and unicodedata.is_normalized("NFC", text)
 
 
 class Tables(NamedTuple):
-    """What an encoding is made of.
+    """The tables of an encoding.
 
     Attributes:
-        pattern: how texts are cut into pieces.
-        composed: whether they are brought into normal form C first.
-        takes_whole: whether a piece that is a token is taken as it stands.
-        added: added tokens by text.
-        ranks: all other tokens by their bytes.
+        pattern: the regular expression that cuts texts into pieces.
+        composed: whether texts are normalized to form C first.
+        takes_whole: whether a whole piece that is a token is taken without merging.
+        added: the ids of added tokens by text.
+        ranks: the ids of all other tokens by their bytes.
     """
 
     pattern: str
@@ -113,9 +113,9 @@ class Tables(NamedTuple):
 
 
 def tables_of(data: Mapping[str, Any]) -> Tables | None:
-    """The tables in what a `tokenizer.json` holds; None if it has a part that tiktoken has not.
+    """The tables in the content of a `tokenizer.json`; None if it uses a feature that tiktoken lacks.
 
-    Best called before the library reads the same file: each takes much memory for a moment.
+    Call it before the library reads the same file, because both need much memory for a moment.
     """
     pattern = split_pattern(data.get("pre_tokenizer"))
     normalizer = (data.get("normalizer") or {}).get("type")
@@ -129,11 +129,11 @@ def tables_of(data: Mapping[str, Any]) -> Tables | None:
 
 
 def proven_byte_bpe(backend: tokenizers.Tokenizer, tables: Tables) -> ByteBpe | None:
-    """The fast equal of a tokenizer, None where it is not proven to be equal. About a second of work.
+    """The fast encoder that equals a tokenizer; None if it is not proven to be equal. Takes about a second.
 
     Args:
         backend: the library's tokenizer.
-        tables: of the same file. Their ranks are used up.
+        tables: the tables of the same file. Their ranks are cleared.
     """
     model = backend.model
     tokens = ("".join(BYTE_LETTERS[byte] for byte in raw) for raw in tables.ranks)
@@ -142,19 +142,19 @@ def proven_byte_bpe(backend: tokenizers.Tokenizer, tables: Tables) -> ByteBpe | 
     encoding = tiktoken.Encoding(
         "byte_bpe", pat_str=tables.pattern, mergeable_ranks=tables.ranks, special_tokens=tables.added
     )
-    tables.ranks.clear()  # it has tables of its own
+    tables.ranks.clear()  # frees memory: the encoding has its own copy
     fast = ByteBpe(encoding, tables.added, composed=tables.composed)
     return fast if _agree(fast, backend) else None
 
 
 def _added_tokens(tokens: Sequence[Mapping[str, Any]]) -> dict[str, int] | None:
-    """Added tokens by text; None if some are more than plain texts that are found in one go."""
+    """The ids of added tokens by text; None if some are not plain strings found in a single search."""
     if any(token.get(option) for token in tokens for option in ("lstrip", "rstrip", "single_word")):
         return None
     if len({token.get("normalized") for token in tokens}) > 1:
         return None
     added = {token["content"]: token["id"] for token in tokens}
-    # The library's decoder takes a text of nothing but the bytes' letters for those bytes.
+    # The library's decoder reads a string made only of the letters of bytes as those bytes.
     plain = all(text.isascii() or _raw(text) is None for text in added)
     normal = all(unicodedata.is_normalized("NFC", text) for text in added)
     unique = len(set(added.values())) == len(tokens)
@@ -187,12 +187,12 @@ def _ranks(model: Mapping[str, Any], added: Mapping[str, int]) -> dict[bytes, in
 
 
 def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
-    """The merges, which older files write as one text with a space."""
+    """The merges as pairs; older files write each as one string with a space."""
     return [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in merges]  # type: ignore[misc]
 
 
 def _rises(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:
-    """Whether all merges are of tokens, and their results' ids rise or stay along the list."""
+    """Whether all merges join tokens into tokens, and the ids of the results never fall along the list."""
     last = -1
     for pair in pairs:
         raws = [_raw(text) for text in (*pair, "".join(pair))]
@@ -206,13 +206,13 @@ def _rises(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool
 
 
 def _is_every_split(pairs: Sequence[tuple[str, str]], ranks: Mapping[bytes, int]) -> bool:
-    """Whether the merges are all splits of all tokens into two tokens. Each of them is one, see `_rises`."""
+    """Whether the merges are all splits of all tokens into two tokens; `_rises` checks that each is one."""
     splits = sum(raw[:i] in ranks and raw[i:] in ranks for raw in ranks for i in range(1, len(raw)))
     return splits == len(set(pairs)) == len(pairs)
 
 
 def _agree(fast: ByteBpe, backend: tokenizers.Tokenizer) -> bool:
-    """Whether both read and write the sample alike, as it is and in pieces."""
+    """Whether both encode and decode the sample equally, as a whole and in pieces."""
     for text in (SAMPLE, *SAMPLE.split("\n"), *SAMPLE.split(" ")):
         ids = backend.encode(text, add_special_tokens=False).ids
         if fast.encode(text) not in (None, ids):
@@ -224,7 +224,7 @@ def _agree(fast: ByteBpe, backend: tokenizers.Tokenizer) -> bool:
 
 
 def _raw(token: str) -> bytes | None:
-    """The bytes that a token's letters stand for, None if one stands for none."""
+    """The bytes that a token's letters represent; None if a letter represents none."""
     try:
         return bytes([_BYTES[letter] for letter in token])
     except KeyError:
@@ -232,9 +232,9 @@ def _raw(token: str) -> bytes | None:
 
 
 def _unsure_characters() -> re.Pattern[str]:
-    """Characters that a later Unicode than Python's may compose or reorder: those without a meaning here.
+    """Matches characters that a Unicode version after Python's may compose or reorder: the unassigned ones.
 
-    Beyond the first plane only emoji and Chinese characters, which nothing composes, are taken as sure.
+    Beyond the first plane, all characters match except emoji and Chinese characters, which nothing composes.
     """
     unassigned = [chr(c) for c in range(0x300, 0x10000) if unicodedata.category(chr(c)) == "Cn"]
     others = "\U00010000-\U0001efff\U0001fb00-\U0001ffff\U0002a6e0-\U0010ffff"

@@ -1,7 +1,7 @@
-"""The regular expressions that cut a text before byte-pair encoding, as far as two engines agree on them.
+"""The regular expressions that cut a text before byte-pair encoding and on which two engines agree.
 
-`tokenizers` and `tiktoken` run them on different engines. A pattern is taken only if it is made of the
-alternatives below, which tests compare on every character.
+`tokenizers` and `tiktoken` use different regular expression engines. A pattern is accepted only if it
+consists of the alternatives below, which tests compare on every character.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# The longer before the shorter ones that they begin with.
+# An alternative comes before the shorter ones that it begins with.
 ALTERNATIVES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",
     r"[^\r\n\p{L}\p{N}]?\p{L}+",
@@ -49,18 +49,18 @@ camelCaseWords SCREAMING_SNAKE
 """
 
 
-# Spaces, each of which a pattern may name, and one character of every class that patterns name.
+# All spaces, each of which a pattern may name, and one character of every class that patterns name.
 _SPACES = "\t\n\v\f\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 _CLASSES = "aAʰǅ字\u0301\u0903\u20dd1Ⅷ½$+^©_-(«!\x00\u200b\ue000\U0001f600\u0378"
 
 
 def samples_of_classes() -> list[str]:
-    """Every kind of character alone and before others: what is matched here is matched in any text."""
+    """Every kind of character alone and before others; a pattern that matches all these matches any text."""
     return [one + then for one in _SPACES + _CLASSES for then in ("", "a", " ", "\n", "$")]
 
 
 def split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
-    """The pattern by which a `tokenizer.json` cuts texts into pieces of bytes; None if it does otherwise."""
+    """The pattern by which a `tokenizer.json` cuts texts into pieces; None if it is not a known one."""
     if pre_tokenizer is None:
         return None
     if pre_tokenizer["type"] == "ByteLevel":
@@ -78,13 +78,13 @@ def split_pattern(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
 
 
 def _maps_bytes(part: Mapping[str, Any], *, use_regex: bool) -> bool:
-    """Whether a part only writes bytes as letters. Older files name no `use_regex`."""
+    """Whether a part only writes bytes as letters. Older files do not set `use_regex`."""
     plain = part["type"] == "ByteLevel" and part.get("add_prefix_space") is False
     return plain and part.get("use_regex", True) is use_regex
 
 
 def _is_known(pattern: str) -> bool:
-    """Whether a pattern is a list of known alternatives."""
+    """Whether a pattern consists of known alternatives."""
     while pattern:
         known = [one for one in ALTERNATIVES if pattern == one or pattern.startswith(one + "|")]
         if not known:

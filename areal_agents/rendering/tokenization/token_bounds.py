@@ -20,7 +20,7 @@ from areal_agents.rendering.tokenization.byte_bpe import BYTE_LETTERS
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 _ALL_BYTES = 256
-_SLICE = 65_536  # characters that are looked at in one step; other threads run between two steps
+_SLICE = 65_536  # characters examined in one step; other threads run between two steps
 _MOST_PATTERN = 16  # longest string, in characters, that a supported normalizer replaces or inserts
 # A normalizer that is given slices instead of the whole string can differ in the characters around a cut. A
 # composition joins at most four code points (Unicode's FAQ on normalization: no canonical decomposition is
@@ -175,7 +175,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _bytes_of(token: str, is_byte_level: bool) -> bytes:
-    """The bytes of the normalized string that a token of the vocabulary stands for."""
+    """The bytes of the normalized string that a token of the vocabulary represents."""
     if is_byte_level:
         return (
             token.translate(_LETTER_BYTES).encode("latin-1") if set(token) <= _LETTER_SET else token.encode()
