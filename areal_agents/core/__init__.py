@@ -1,1 +1,1 @@
-"""The types that every room shares. No torch, no HTTP, no import of ours but errors."""
+"""The types that every package shares. They use neither torch nor HTTP, and import only `errors` of ours."""
