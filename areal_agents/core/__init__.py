@@ -1,3 +1,1 @@
-"""The types that all packages share. They import neither torch nor HTTP libraries, and only `errors` of
-ours.
-"""
+"""The types that every package shares. They use neither torch nor HTTP, and import only `errors` of ours."""

@@ -1,8 +1,8 @@
-"""What an engine is requested to sample, and what it sampled.
+"""Sampling parameters, grammars and completions: the request to an engine and what the engine sampled.
 
 A completion's three arrays always have the same length: one behavior logprob and one policy
 version for every sampled token. The experts of a mixture-of-experts model are known for one token
-fewer: the last sampled token has been through no layer yet.
+fewer, because the last sampled token has not been through a layer yet.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy.typing as npt
 TokenIds = npt.NDArray[np.int32]
 Logprobs = npt.NDArray[np.float32]
 Versions = npt.NDArray[np.int32]
-Routing = npt.NDArray[np.int16]  # [R, layers, k] experts per token, -1 where they are not known
+Routing = npt.NDArray[np.int16]  # [R, layers, k] experts per token, -1 if unknown
 
 FinishReason = Literal["stop", "length", "abort"]
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 TopLogprobs = tuple[tuple[tuple[int, float], ...], ...]  # per token: (token id, logprob), best first
 
 MAX_SEED = 2**63 - 1
-UNSURE = -1  # the version of a token of a TokenChunk that is not known yet
+UNSURE = -1  # the version of a token in a TokenChunk while it is unknown
 MAX_TOP_K = 2**31 - 1
 
 
@@ -47,8 +47,11 @@ def _frozen(values: npt.ArrayLike, dtype: type) -> npt.NDArray:
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a completion must match: `text` is a JSON schema, a regular expression, an EBNF grammar, or
-    xgrammar's structural tag as JSON, as `kind` says."""
+    """A grammar that a completion must match.
+
+    `kind` says whether `text` is a JSON schema, a regular expression, an EBNF grammar, or xgrammar's
+    structural tag as JSON.
+    """
 
     kind: GrammarKind
     text: str
@@ -62,10 +65,10 @@ class Grammar:
 class SamplingParams:
     """How a completion is sampled. `temperature` 0 is greedy; `top_k` 0 means no top-k.
 
-    `top_logprobs` asks for that many best tokens at each position; they are answered, not recorded.
-    `routed_experts_from` asks for the experts of the prompt's tokens from that position on, and of what is
-    sampled after them; None asks for none.
-    ValueError for a value that an engine refuses, or that does not fit its tensors.
+    `top_logprobs` requests that many best tokens at each position; they are returned, not recorded.
+    `routed_experts_from` requests the experts of the prompt's tokens from that position on, and of the
+    sampled tokens; None requests none.
+    Raises ValueError for a value that an engine refuses, or that does not fit its tensors.
     """
 
     max_new_tokens: int
@@ -102,15 +105,17 @@ class SamplingParams:
         if not 0 <= self.top_logprobs <= 20:
             raise ValueError(f"top_logprobs must be in [0, 20], got {self.top_logprobs}")
         if self.routed_experts_from is not None and self.routed_experts_from < 0:
-            raise ValueError(f"routed_experts_from must be a position, got {self.routed_experts_from}")
+            raise ValueError(
+                f"routed_experts_from must be a position of at least 0, got {self.routed_experts_from}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """The next tokens of a completion that is being sampled: `token_ids` and `logprobs` are [N], N ≥ 1.
 
-    `top_logprobs` is [N] where they were requested, else empty. `versions` [N] are as in Completion, and
-    UNSURE where the engine will tell only at the end; empty if it tells of none before that.
+    `top_logprobs` is [N] if they were requested, else empty. `versions` [N] are as in Completion, and UNSURE
+    for a token whose version the engine reports only at the end; empty if it reports all of them at the end.
     """
 
     token_ids: tuple[int, ...]
@@ -124,15 +129,15 @@ class Completion:
     """Tokens sampled by the behavior policy.
 
     Attributes:
-        token_ids: [C] sampled ids, the stop token included where one was sampled.
+        token_ids: [C] sampled ids, including the stop token if one was sampled.
         logprobs: [C] behavior logprobs, after temperature.
         versions: [C] policy version of the forward pass that sampled each token.
         finish_reason: "stop" (a stop token or string), "length", or "abort".
-        top_logprobs: [C] the best tokens at each position where they were requested, else empty; for the
-            answer only, the store does not keep them.
-        routed_experts: [R, layers, k] what each token was sent through when the engine computed it, None
-            where nobody asked. Of R tokens in a row, prompt and completion taken together, that end with
-            the last but one: row R - C + j is of the token that sampled token j comes after. -1 is
+        top_logprobs: [C] the best tokens at each position if they were requested, else empty; for the
+            response only, the store does not keep them.
+        routed_experts: [R, layers, k] the experts that processed each token when the engine computed it; None
+            if they were not requested. The rows are those of R consecutive tokens of prompt and completion
+            that end with the last but one: row R - C + j belongs to the token before sampled token j. -1 is
             unknown.
     """
 
@@ -149,18 +154,19 @@ class Completion:
         object.__setattr__(self, "versions", as_token_ids(self.versions))
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
             raise ValueError(
-                f"{len(self.token_ids)} token ids, {len(self.logprobs)} logprobs and "
-                f"{len(self.versions)} versions: a completion has one of each per token"
+                f"a completion must have one logprob and one version per token, got {len(self.token_ids)} "
+                f"token ids, {len(self.logprobs)} logprobs and {len(self.versions)} versions"
             )
         if self.top_logprobs and len(self.top_logprobs) != len(self.token_ids):
             raise ValueError(
-                f"{len(self.top_logprobs)} top logprobs for {len(self.token_ids)} tokens: one list per token"
+                "a completion must have one list of top logprobs per token, got "
+                f"{len(self.top_logprobs)} for {len(self.token_ids)} tokens"
             )
         routed = self.routed_experts
         if routed is not None and (routed.ndim != 3 or len(routed) < len(self.token_ids)):
             raise ValueError(
-                f"routed experts of shape {routed.shape} for {len(self.token_ids)} sampled tokens: expected "
-                "[R, layers, k] with a row for the token before each"
+                "routed experts must have the shape [R, layers, k] with a row for the token before each "
+                f"sampled token, got {routed.shape} for {len(self.token_ids)} sampled tokens"
             )
         if self.finish_reason not in get_args(FinishReason):
             raise ValueError(
@@ -174,11 +180,11 @@ class Completion:
 
 
 def joined_routing(first: Completion, second: Completion) -> Routing | None:
-    """The routed experts of a completion in two parts, the second sampled after prompt and first part.
+    """The routed experts of a completion in two parts; the second was sampled after prompt and first part.
 
-    What the first part was sampled with stands, although the second computed those tokens again; it is
-    unknown where only the second recorded something. `second` must have been requested from the token that
-    comes before its own first one.
+    The experts recorded for the first part are kept, although the second part computed those tokens again;
+    they are unknown if only the second part recorded any. The request of `second` must have included the
+    token before its own first one.
     """
     if second.routed_experts is None:
         return first.routed_experts if not len(second) else None

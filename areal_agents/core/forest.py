@@ -1,7 +1,7 @@
-"""The turns of one episode, and the search for the recorded turn that a conversation continues.
+"""The turns of one episode, and the search for the turn that a conversation continues.
 
 A replayed reply is recognised by its meaning (see `Message.digest`), or by the handle or the tool-call ids
-that were minted for it. What a client says is a recorded reply but reads otherwise is never spliced: the
+that it got. A message that names a recorded reply but differs from it never continues that turn: the
 conversation branches there, as an edit.
 """
 
@@ -27,21 +27,21 @@ from areal_agents.core.trajectory import Continuation, Fork, ForkReason, Traject
 
 @dataclass(frozen=True, slots=True)
 class _Followed:
-    """What was found of a conversation's first messages, which a later request is likely to begin with."""
+    """The result of searching a conversation's first messages, with which a later request probably begins."""
 
     messages: tuple[Message, ...]
     tools_id: str
     digest: bytes
-    last: Turn | None = None  # recognised in them
-    parent: Turn | None = None  # whatever follows continues from it
-    reached: int = 0  # messages up to its reply
+    last: Turn | None = None  # the last turn recognised in them
+    parent: Turn | None = None  # the turn that following messages continue
+    reached: int = 0  # the number of messages through the parent's reply
     edited: Fork | None = None
 
 
 class Forest:
-    """The turns of one episode, indexed by the conversations they hold.
+    """The turns of one episode, indexed by their conversations.
 
-    Not thread-safe: one owner per episode records and searches.
+    Not thread-safe: a single owner records and searches.
     """
 
     def __init__(self, turns: Iterable[Turn] = ()) -> None:
@@ -50,9 +50,9 @@ class Forest:
         self._answering: dict[bytes, list[str]] = {}  # digest of a conversation → turns that answered it
         self._after_reply: dict[bytes, list[str]] = {}  # digest of conversation and reply → turn ids
         self._before: dict[str, bytes] = {}  # turn id → digest of the conversation that it answered
-        self._after: dict[str, bytes] = {}  # turn id → digest of that and its reply
+        self._after: dict[str, bytes] = {}  # turn id → digest of that conversation and the reply
         self._by_call: dict[str, str] = {}  # tool-call id → turn id
-        self._followed: _Followed | None = None  # all messages but one of the conversation followed last
+        self._followed: _Followed | None = None  # all messages but the last of the latest conversation
         self._end = b""  # digest of that conversation with its last message
         for turn in turns:
             self.record(turn)
@@ -74,24 +74,23 @@ class Forest:
     def record(self, turn: Turn) -> None:
         """Add a turn. ValueError if its id is taken, or its parent is unknown or has other tools."""
         if turn.id in self._turns:
-            raise ValueError(f"turn {turn.id} is recorded already")
+            raise ValueError(f"turn {turn.id} is already recorded")
         if turn.parent is None:
             digest = empty_history(turn.tools_id)
         elif turn.parent not in self._turns:
             raise ValueError(f"turn {turn.id} continues {turn.parent}, which is not recorded")
         elif self._turns[turn.parent].tools_id != turn.tools_id:
-            raise ValueError(f"turn {turn.id} offers other tools than its parent {turn.parent}")
+            raise ValueError(f"turn {turn.id} must offer the same tools as its parent {turn.parent}")
         else:
             digest = self._after[turn.parent]
             self._children[turn.parent] = self._children.get(turn.parent, 0) + 1
         last = self._turns.get(turn.parent or "")
-        for (
-            message
-        ) in turn.new_messages:  # as `continuation` reads them, or it would not find this turn again
+        # The messages are read as in `continuation`, which would otherwise not find this turn again.
+        for message in turn.new_messages:
             known = self._recognised(digest, message, last)
             last = known or last
             digest = extend_prompt(digest, message) if known is None else self._after[known.id]
-        if digest != self._end:  # a turn behind the end, with calls of its own, changes nothing before it
+        if digest != self._end:  # a turn that answers the latest conversation changes nothing in `_followed`
             self._followed = None
         after = extend_digest(digest, turn.reply)
         self._turns[turn.id] = turn
@@ -102,11 +101,11 @@ class Forest:
             self._by_call[call.id] = turn.id
 
     def continuation(self, messages: Sequence[Message], tools_id: str = "") -> Continuation:
-        """The recorded turn that `messages` continues from, or the reason why there is none.
+        """The recorded turn that `messages` continues, or the reason why there is none.
 
-        The longest recorded history wins. Among siblings whose replies read the same, the one that the
-        client names by its handle or its tool-call ids wins, then the latest. A reply whose calls are the
-        recorded ones, ids included, is recognised without its text, which some clients drop.
+        The longest recorded history wins. Among siblings with equal replies, the one that the client names by
+        its handle or its tool-call ids wins, then the latest. A reply whose calls are the recorded ones,
+        including their ids, is recognised without its text, which some clients drop.
         """
         known = self._known(messages, tools_id)
         digest, last, edited = known.digest, known.last, known.edited
@@ -130,7 +129,7 @@ class Forest:
         return Continuation(None, tuple(messages), edited or self._explain(messages, tools_id, digest))
 
     def answers(self, messages: Sequence[Message], tools_id: str = "") -> tuple[Turn, ...]:
-        """The turns that answered just this conversation, in the order of recording."""
+        """The turns that answered exactly this conversation, in the order of recording."""
         digest, last = empty_history(tools_id), None
         for message in messages:
             turn = self._recognised(digest, message, last)
@@ -152,7 +151,7 @@ class Forest:
         return Trajectory(tuple(reversed(turns)))
 
     def context(self, turn_id: str) -> TokenIds:
-        """[L] all that the model saw and sampled up to the end of a turn."""
+        """[L] all tokens that the model read and sampled up to the end of a turn."""
         parts: list[TokenIds] = []
         turn: Turn | None = self._turns[turn_id]
         while turn is not None:
@@ -166,7 +165,7 @@ class Forest:
         return context[: len(context) - len(self._turns[turn_id].completion)]
 
     def history(self, turn_id: str) -> tuple[Message, ...]:
-        """The messages that a turn answered, oldest first, its own reply not included."""
+        """The messages that a turn answered, oldest first, without its own reply."""
         turns = self.path(turn_id).turns
         earlier = [m for turn in turns[:-1] for m in (*turn.new_messages, turn.reply)]
         return (*earlier, *turns[-1].new_messages)
@@ -180,10 +179,10 @@ class Forest:
         return tuple(self.path(leaf.id) for leaf in self.leaves())
 
     def _known(self, messages: Sequence[Message], tools_id: str) -> _Followed:
-        """What is known of the beginning of `messages`, perhaps nothing; never of the last of them.
+        """The stored result for the beginning of `messages`, without the last; empty if there is none.
 
-        The proxy reads what an agent replays into the same objects at every call, so that comparing them is
-        cheap. Equal ones would not do: their handles may differ.
+        The proxy reads replayed messages into the same objects at every call, so comparing identities is
+        cheap. Equality would not suffice, because the handles of equal messages may differ.
         """
         known = self._followed
         if (
@@ -196,9 +195,9 @@ class Forest:
         return known
 
     def _recognised(self, before: bytes, message: Message, last: Turn | None) -> Turn | None:
-        """The turn whose reply a message is, after the conversation with digest `before`.
+        """The turn whose reply `message` is, after the conversation with digest `before`; None without one.
 
-        `last` is the turn that was recognised before it.
+        `last` is the turn recognised before this message.
         """
         if message.role != "assistant":
             return None
@@ -209,7 +208,7 @@ class Forest:
         return claimed if claimed is not None and _lost_only_text(message, claimed.reply) else None
 
     def _edited(self, before: bytes, message: Message, index: int) -> Fork | None:
-        """The fork at a message that claims to be a turn's reply, and reads otherwise."""
+        """The fork at a message that names a turn but differs from its reply; None if it names none."""
         claimed = self._claimed(before, message)
         return Fork(claimed.id, "edited", index) if claimed is not None else None
 
@@ -230,8 +229,8 @@ class Forest:
 
 
 def _choose(candidates: Sequence[Turn], replayed: Message, last: Turn | None) -> Turn | None:
-    """Which of several turns whose replies read the same: the one that is named, else of the branch."""
-    if len(candidates) == 1:  # nearly always, and at every reply of a conversation
+    """Choose among turns with equal replies: one that the message names, else one that continues `last`."""
+    if len(candidates) == 1:  # nearly always; this runs for every reply of a conversation
         return None if reasoning_conflicts(replayed, candidates[0].reply) else candidates[0]
     fitting = [turn for turn in candidates if not reasoning_conflicts(replayed, turn.reply)]
     named = [turn for turn in fitting if turn.id == replayed.handle]
@@ -244,7 +243,7 @@ def _choose(candidates: Sequence[Turn], replayed: Message, last: Turn | None) ->
 
 
 def _lost_only_text(replayed: Message, recorded: Message) -> bool:
-    """Whether a message is a recorded reply with calls that some client dropped the text of."""
+    """Whether a message is a recorded reply with calls whose text the client dropped."""
     if replayed.content.strip() or not recorded.tool_calls or reasoning_conflicts(replayed, recorded):
         return False
     without_text = Message("assistant", tool_calls=recorded.tool_calls)

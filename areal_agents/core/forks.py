@@ -1,4 +1,4 @@
-"""The reason why a conversation does not continue a recorded turn."""
+"""Determines why a conversation continues no recorded turn, as one of a few fixed reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_agents.core.trajectory import Fork, ForkReason, Trajectory, Turn
 def explain(trajectories: Sequence[Trajectory], messages: Sequence[Message], tools_id: str) -> Fork:
     """The fork of a conversation that continues none of the recorded ones.
 
-    It is measured against the recorded path with which it shares the longest beginning.
+    The conversation is compared with the recorded path with which it shares the longest prefix.
     """
     best, path, shared = None, trajectories[0], 0
     for trajectory in trajectories:
@@ -30,15 +30,15 @@ def explain(trajectories: Sequence[Trajectory], messages: Sequence[Message], too
 
 
 def _changed(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason:
-    """What became of the first recorded message that the conversation does not have."""
+    """The reason if nothing was moved: "edited" if the first unshared messages have the same role."""
     recorded = [message for turn in path.turns for message in (*turn.new_messages, turn.reply)][shared:]
     if recorded and messages[shared:] and recorded[0].role == messages[shared].role:
         return "edited"
-    return "unknown"  # something else is in its place
+    return "unknown"  # the recorded message is gone, and another one is in its place
 
 
 def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason | None:
-    """How the rest of a recorded path was moved within a conversation; None if little of it is there."""
+    """How the rest of a recorded path was moved within a conversation; None if too little of it remains."""
     recorded = _digests(path)[shared:]
     rest = [message.digest for message in messages[shared:]]
     places = {digest: index for index, digest in enumerate(recorded)}
@@ -49,9 +49,9 @@ def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkRe
         if len(recorded) == 1:
             return None
         in_order = all(before[0] < after[0] for before, after in pairwise(kept))
-        return "edited" if in_order else "reordered"  # something was put in between, or all was shuffled
+        return "edited" if in_order else "reordered"  # messages were inserted, or all were reordered
     if all(place > index for place, index in kept):
-        return "context compacted"  # later messages stand where dropped or summarised ones were
+        return "context compacted"  # later messages are in the place of dropped or summarised ones
     return "edited" if len(kept) > 1 else None
 
 
@@ -64,7 +64,7 @@ def _digests(path: Trajectory) -> list[bytes]:
 
 
 def _common_history(turns: Sequence[Turn], messages: Sequence[Message]) -> tuple[Turn, int]:
-    """The turn of a path that holds the last message shared with a conversation, and how many are shared."""
+    """The turn of a path with the last message shared with a conversation, and the number of shared ones."""
     reached, count = turns[0], 0
     for turn in turns:
         for recorded in (*turn.new_messages, turn.reply):

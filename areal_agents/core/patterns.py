@@ -1,4 +1,4 @@
-"""Finds the parts of a regular expression that constrained decoding does not enforce.
+"""Decides which regular expressions constrained decoding enforces.
 
 xgrammar reads ECMA-262 patterns, but it ignores lookaheads and anchors, reads an unknown escape as the letter
 itself, and matches the raw text of a JSON string, in which quotes, backslashes and control characters are
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-MOST_REPEATS = 128  # a repetition count, within JSON; xgrammar refuses more
-MOST_EXPANDED = 2_000  # characters with repetitions written out; far above, xgrammar admits quotes
-MOST_GROUPS = 32  # nested groups
+_MAX_REPETITION_IN_JSON = 128  # xgrammar refuses a larger count in a pattern of a JSON string
+_MAX_EXPANDED_LENGTH = 2_000  # characters with repetitions written out; far above, xgrammar admits quotes
+_MAX_GROUP_DEPTH = 32
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{(\d+)(?:,(\d*))?\})")
 _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
 _GROUPS = {
@@ -80,7 +80,7 @@ class _Reader:
                 self._quantifier()
 
     def _anchor(self, before: str, between: str) -> None:
-        """An anchor, which is redundant at either end of the pattern or of a top-level alternative."""
+        """Read an anchor, which is redundant at either end of the pattern or of a top-level alternative."""
         if self._depth or (before and not before.endswith(between)):
             raise _Unenforced(f"the anchor {self._text[self._at]!r} at {self._at}")
         self._at += 1
@@ -88,8 +88,8 @@ class _Reader:
     def _group(self) -> None:
         self._depth += 1
         self._sizes.append(0)
-        if self._depth > MOST_GROUPS:
-            raise _Unenforced(f"a depth of more than {MOST_GROUPS} groups")
+        if self._depth > _MAX_GROUP_DEPTH:
+            raise _Unenforced(f"a depth of more than {_MAX_GROUP_DEPTH} groups")
         self._at += 1
         if self._text[self._at : self._at + 1] != "?":
             return
@@ -113,7 +113,7 @@ class _Reader:
         self._at += 1
 
     def _character(self, *, in_class: bool, negated: bool) -> None:
-        """A literal or an escape. In classes, xgrammar itself excludes what a JSON string escapes."""
+        """Read a literal or an escape. In classes, xgrammar excludes what a JSON string escapes."""
         start = self._at
         char = self._text[start]
         self._at += 1
@@ -144,16 +144,16 @@ class _Reader:
         return char
 
     def _quantifier(self, size: int = 1) -> None:
-        """The quantifier, if any, after an item of `size` characters."""
+        """Read the quantifier, if any, after an item of `size` characters."""
         found = _QUANTIFIER.match(self._text, self._at)
         counts = [int(count[:6]) for count in found.groups() if count] if found is not None else []
         self._sizes[-1] += size * max([*counts, 1])
-        if self._in_json and self._sizes[-1] > MOST_EXPANDED:
-            raise _Unenforced(f"a length of more than {MOST_EXPANDED} characters")
+        if self._in_json and self._sizes[-1] > _MAX_EXPANDED_LENGTH:
+            raise _Unenforced(f"a length of more than {_MAX_EXPANDED_LENGTH} characters")
         if found is None:
             return
-        if self._in_json and any(count > MOST_REPEATS for count in counts):
-            raise _Unenforced(f"a count above {MOST_REPEATS} at {self._at}")
+        if self._in_json and any(count > _MAX_REPETITION_IN_JSON for count in counts):
+            raise _Unenforced(f"a count above {_MAX_REPETITION_IN_JSON} at {self._at}")
         self._at = found.end()
         if self._text[self._at : self._at + 1] == "?":  # lazy: matches the same strings
             self._at += 1

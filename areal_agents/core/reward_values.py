@@ -15,7 +15,7 @@ def checked_reward(value: Any) -> float | dict[str, float]:
     """`value` as a finite float, or a dict of them. AgentError for anything else."""
     if isinstance(value, Mapping):
         if not value:
-            raise AgentError("a reward dict must not be empty")
+            raise AgentError("a reward dict must have at least one name, got {}")
         return {str(key): _finite(item, f"reward {key!r}") for key, item in value.items()}
     return _finite(value, "a reward")
 

@@ -15,13 +15,13 @@ EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
 RewardScope = Literal["episode", "turn", "branch"]
 OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/staleness.py
 
-# Metadata of the episodes that our runner opened: restarted, it knows its own by that.
+# Metadata of the episodes that the runner opened, by which a restarted runner recognises its own.
 OPENED_BY_RUNNER: Mapping[str, str] = {"source": "rollout"}
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One thing to attempt. `input` is what the agent function is called with."""
+    """One task for an agent. `input` is the argument of the agent function."""
 
     id: str
     input: Mapping[str, Any]
@@ -34,8 +34,8 @@ class Reward:
     Attributes:
         scope: "episode", "turn" or "branch".
         target: the turn's id, or the id of the branch's leaf; "" for the episode.
-        name: which of several rewards; a function's return value is named "return".
-        value: finite.
+        name: distinguishes several rewards; a function's return value is named "return".
+        value: a finite number.
     """
 
     scope: RewardScope
@@ -47,7 +47,10 @@ class Reward:
         if not math.isfinite(self.value):
             raise ValueError(f"a reward must be a finite number, got {self.value} for {self.name!r}")
         if (self.scope == "episode") != (self.target == ""):
-            raise ValueError(f"a reward of scope {self.scope!r} cannot have the target {self.target!r}")
+            raise ValueError(
+                "a reward must have the target '' with scope 'episode' and the id of a turn with any other "
+                f"scope, got {self.target!r} with scope {self.scope!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +69,7 @@ class RecordedEpisode:
         for reward in self.rewards:
             if reward.target and reward.target not in self.forest:
                 raise ValueError(
-                    f"episode {self.id} has a reward for {reward.target}, which is no turn of it"
+                    f"episode {self.id} has a reward for {reward.target}, which is not one of its turns"
                 )
 
     @property
@@ -95,9 +98,14 @@ class RolloutGroup:
 
     def __post_init__(self) -> None:
         if not self.rollouts:
-            raise ValueError(f"group {self.id} is empty")
+            raise ValueError(f"group {self.id} must have at least one rollout, got none")
         for rollout in self.rollouts:
             if rollout.episode.status not in ("finished", "truncated"):
-                raise ValueError(f"group {self.id} has an episode with status {rollout.episode.status!r}")
+                raise ValueError(
+                    f"group {self.id}: every episode must be finished or truncated, got status "
+                    f"{rollout.episode.status!r}"
+                )
             if rollout.task.id != self.task.id:
-                raise ValueError(f"group {self.id} mixes the tasks {self.task.id} and {rollout.task.id}")
+                raise ValueError(
+                    f"group {self.id}: all rollouts must be of task {self.task.id}, got {rollout.task.id}"
+                )

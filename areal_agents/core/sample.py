@@ -1,4 +1,4 @@
-"""The input of training: one sample per trajectory, with all arrays aligned with its tokens."""
+"""The samples that the trainer consumes: one per trajectory, with every array aligned with its tokens."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class TrainingSample:
         temperatures: sampling temperature per token, 1 where not sampled.
         advantages: 0 where the mask is False.
         turn_index: the token's turn as an index into `Episode.turns`, -1 where not sampled.
-        episode_id, group_id: where it comes from, for errors and metrics.
+        episode_id, group_id: the origin of the sample, for errors and metrics.
         prefix_mask: True where the token is trained, by another sample that shares this prefix; set only
             where a loss or a correction looks at whole paths, else None.
         observation_mask: True where the environment wrote the token and its cross entropy is trained here;
             None if there is none.
         images: in the order of the image tokens.
-        routed_experts: [L, layers, k] the experts that the engine chose, None where it did not say.
+        routed_experts: [L, layers, k] the experts that the engine chose; None if it did not report them.
     """
 
     token_ids: TokenIds
@@ -89,26 +89,27 @@ class TrainingSample:
             names.append("routed_experts")
             if self.routed_experts.ndim != 3:
                 raise ValueError(
-                    f"{where}: routed experts of shape {self.routed_experts.shape}, not [L, layers, k]"
+                    f"{where}: routed experts must have the shape [L, layers, k], got "
+                    f"{self.routed_experts.shape}"
                 )
         lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1 or not lengths["token_ids"]:
-            raise ValueError(f"{where}: misaligned arrays {lengths}")
+            raise ValueError(f"{where}: all arrays must have one length of at least 1, got {lengths}")
         if self.prefix_mask is not None and (self.prefix_mask & self.loss_mask).any():
-            raise ValueError(f"{where}: a token that is trained both here and by another sample")
+            raise ValueError(f"{where}: a token is trained both here and by another sample")
         if (self.observed & self.policy_mask).any():
-            raise ValueError(f"{where}: an observation that the policy sampled")
+            raise ValueError(f"{where}: a token is both an observation and sampled by the policy")
         if self.observed.any() and not self.loss_mask[np.flatnonzero(self.observed)[-1] :].any():
-            raise ValueError(f"{where}: an observation that leads to no trained token")
+            raise ValueError(f"{where}: an observation is not followed by a trained token")
         for image in self.images:
             if self.observed[image.start : image.start + image.length].any():
                 raise ValueError(f"{where}: a token of an image cannot be predicted as an observation")
         if self.scored_mask[0]:
-            raise ValueError(f"{where}: the first token has no prediction to train")
+            raise ValueError(f"{where}: the first token cannot be trained, because nothing predicts it")
         if not np.isfinite(self.advantages).all() or not np.isfinite(self.behavior_logprobs).all():
-            raise ValueError(f"{where}: a non-finite advantage or logprob")
+            raise ValueError(f"{where}: every advantage and behavior logprob must be finite")
         if (self.turn_index[self.loss_mask] < 0).any():
-            raise ValueError(f"{where}: a trained token without a turn")
+            raise ValueError(f"{where}: a trained token belongs to no turn")
 
     def __len__(self) -> int:
         return len(self.token_ids)

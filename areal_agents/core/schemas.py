@@ -1,4 +1,4 @@
-"""Finds the parts of a JSON schema that constrained decoding does not enforce.
+"""Decides which JSON schemas constrained decoding enforces.
 
 xgrammar silently ignores some keywords, but an output under a schema must be valid; so each keyword is either
 enforced where it stands or refused, as the table in docs/engines.md says. Keywords that JSON Schema does not
@@ -29,7 +29,7 @@ _STRING_FORMATS = frozenset(
 )
 # xgrammar enforces only one of these on a string.
 _STRING_RULES = (("format",), ("pattern",), ("minLength", "maxLength"))
-# xgrammar ignores what stands beside one of these.
+# xgrammar ignores all keywords beside one of these.
 _BRANCHES = ("$ref", "anyOf", "oneOf", "allOf")
 _VALUES = ("const", "enum")
 _OF_TYPE = {
@@ -59,9 +59,9 @@ _ONE = (
 )
 _LISTS = ("allOf", "anyOf", "items", "oneOf", "prefixItems")
 _MAPS = ("$defs", "definitions", "patternProperties", "properties")
-_DEEPEST = 16  # levels of nested branches that are compared
-_MOST_LOOKS = 20_000  # comparisons in all
-_MOST_EXCLUSIVE = 64  # branches of a oneOf, each of which is compared with all others
+_MAX_DEPTH = 16  # levels of nested branches that are compared
+_MAX_COMPARISONS = 20_000  # in one schema
+_MAX_ONE_OF_BRANCHES = 64  # each of which is compared with all others
 
 
 def unenforced(schema: Any) -> str | None:
@@ -74,11 +74,11 @@ class _Document:
 
     def __init__(self, root: Any) -> None:
         self._root = root
-        self._looks = 0
+        self._comparisons = 0
 
     def unenforced(self) -> str | None:
         if not isinstance(self._root, Mapping | bool):
-            return "a schema must be an object or a boolean"
+            return f"a schema must be an object or a boolean, got {type(self._root).__name__}"
         for where, inner, names in self._subschemas():
             if (reason := self._reason(inner, where, names=names)) is not None:
                 return f"{reason}, at {where}"
@@ -133,7 +133,7 @@ class _Document:
         if name == "oneOf" and not self._exclusive(branches):
             return (
                 "the keyword oneOf is supported where the branches differ in type, or in the const or enum "
-                f"of a required property, and with {_MOST_EXCLUSIVE} branches at most; use anyOf"
+                f"of a required property, and with {_MAX_ONE_OF_BRANCHES} branches at most; use anyOf"
             )
         if "type" in schema:
             allowed, held = _named_types(schema["type"]), self._types({name: branches})
@@ -210,7 +210,7 @@ class _Document:
 
     def _exclusive(self, branches: list[Any]) -> bool:
         """Whether no value can match two of the branches."""
-        few = len(branches) <= _MOST_EXCLUSIVE
+        few = len(branches) <= _MAX_ONE_OF_BRANCHES
         return few and all(self._exclude(one, other) for one, other in combinations(branches, 2))
 
     def _exclude(self, one: Any, other: Any, depth: int = 0) -> bool:
@@ -242,12 +242,12 @@ class _Document:
 
     def _too_much(self, depth: int) -> bool:
         """Whether to stop comparing: nested branches can grow without bound."""
-        self._looks += 1
-        return depth > _DEEPEST or self._looks > _MOST_LOOKS
+        self._comparisons += 1
+        return depth > _MAX_DEPTH or self._comparisons > _MAX_COMPARISONS
 
     def _followed(self, schema: Any) -> Any:
         """The schema at the end of a chain of references."""
-        for _ in range(_DEEPEST):
+        for _ in range(_MAX_DEPTH):
             if not isinstance(schema, Mapping) or "$ref" not in schema:
                 return schema
             schema = self._target(schema["$ref"])
@@ -298,7 +298,7 @@ def _of_object(schema: Schema) -> str | None:
 
 
 def _named_types(given: Any) -> frozenset[str] | None:
-    """The types of a `type` keyword; a number may be an integer. None if it is no list of types."""
+    """The types of a `type` keyword; a number may be an integer. None if it names anything but types."""
     named = given if isinstance(given, list) else [given]
     if not named or not all(isinstance(name, str) and name in _TYPES for name in named):
         return None

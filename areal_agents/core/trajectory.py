@@ -1,8 +1,8 @@
-"""A model call (a turn), and the path of turns from a root to it.
+"""A recorded model call, and the path of calls that leads to it.
 
-Each turn stores only the tokens it adds; a root-to-leaf path is exactly what the model saw and
+Each turn stores only the tokens it adds; a root-to-leaf path is exactly what the model read and
 sampled. A child's prompt is its parent's prompt, plus its parent's completion, plus
-`new_prompt_ids`: true by construction, since nothing else is stored.
+`new_prompt_ids`; this holds by construction, because nothing else is stored.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ ForkReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Why a turn is a new root although the episode had turns already.
+    """Why a turn is a new root although the episode already had turns.
 
     Attributes:
-        turn: id of the recorded turn with the longest common history, None if nothing is shared.
+        turn: id of the recorded turn with the longest common history; None if nothing is shared.
         reason: why its tokens could not be continued.
         diverged_at: index of the first message that is not shared.
     """
@@ -53,15 +53,15 @@ class Fork:
 
     def __post_init__(self) -> None:
         if self.reason not in get_args(ForkReason):
-            raise ValueError(f"unknown fork reason {self.reason!r}")
+            raise ValueError(f"reason must be one of {get_args(ForkReason)}, got {self.reason!r}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """One call of the model: what was added to the prompt, and what was sampled.
+    """One model call: what was added to the prompt, and what was sampled.
 
     Attributes:
-        id: unique; also the id of the completion that the client got.
+        id: unique; also the id of the completion that the client received.
         parent: id of the turn whose tokens this one continues, None for a root.
         new_messages: the messages added since the parent's reply.
         new_prompt_ids: [P] prompt tokens added since the parent's completion (all, for a root).
@@ -69,18 +69,18 @@ class Turn:
         reply: the completion, parsed, as the client got it.
         sampling: the parameters it was sampled with.
         tools_id: digest of the tools that were offered.
-        label: who called, for example a sub-agent; "" for the main agent.
+        label: the caller, for example a sub-agent; "" for the main agent.
         session: the session header of the call, "" for none.
         forked_from: set on a root that is not the first conversation of its episode.
-        constrained: sampled under a grammar or with a sampling pin lifted (not trained by default).
+        constrained: whether it was sampled under a grammar or with a lifted pin (not trained by default).
         overrides: sampling fields of the request that were replaced by the pinned values.
         has_instructions: the first message is the `instructions` of a Responses call, which a response that
             continues this one does not inherit.
-        discarded: why the client never got this turn, so that it is not trained; "" for nearly all.
+        discarded: why the client never received this turn, so that it is not trained; "" for nearly all.
         recorded_before: how many turns of the episode were recorded when this turn's call began; None in
-            episodes of earlier releases, which did not note it.
-        special_tokens_as_text: how many special tokens the new messages, and the tools of a root, spell out
-            that the prompt has as plain text.
+            episodes of earlier releases, which did not record it.
+        special_tokens_as_text: the number of special tokens in the new messages, and in the tools of a root,
+            that the prompt contains as plain text.
     """
 
     id: str
@@ -104,28 +104,33 @@ class Turn:
     def __post_init__(self) -> None:
         object.__setattr__(self, "new_prompt_ids", as_token_ids(self.new_prompt_ids))
         if not self.id:
-            raise ValueError("a turn needs an id")
+            raise ValueError("a turn must have an id, got an empty string")
         if not self.new_messages:
-            raise ValueError(f"turn {self.id} adds no message to its conversation")
+            raise ValueError(f"turn {self.id} must add at least one message to its conversation")
         if self.parent is None and not len(self.new_prompt_ids):
-            raise ValueError(f"turn {self.id} is a root with an empty prompt")
+            raise ValueError(f"turn {self.id} is a root, so its prompt must have at least one token")
         if self.recorded_before is not None and self.recorded_before < 0:
-            raise ValueError(f"turn {self.id} began after {self.recorded_before} turns, expected 0 or more")
+            raise ValueError(
+                f"turn {self.id}: recorded_before must be at least 0, got {self.recorded_before}"
+            )
         if self.parent is not None and self.forked_from is not None:
             raise ValueError(f"turn {self.id} continues {self.parent}, so it cannot also be a fork")
         routed, added = self.completion.routed_experts, len(self.new_prompt_ids) + len(self.completion)
         if routed is not None and len(routed) > added - (self.parent is None):
             raise ValueError(
-                f"turn {self.id} adds {added} tokens and knows the experts of {len(routed)}: expected those "
-                "that it adds but for the last, and the one before them"
+                f"turn {self.id} adds {added} tokens, so it can have the routed experts of at most "
+                f"{added - (self.parent is None)}: of all that it adds except the last, and for a child of "
+                f"the token before them; got those of {len(routed)}"
             )
         if self.reply.role != "assistant":
-            raise ValueError(f"the reply of a turn is an assistant message, got role {self.reply.role!r}")
+            raise ValueError(
+                f"the reply of a turn must be an assistant message, got role {self.reply.role!r}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Where a conversation continues.
+    """The point at which a conversation continues.
 
     Attributes:
         parent: the recorded turn whose reply it continues, None for a new root.
@@ -146,10 +151,11 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not self.turns:
-            raise ValueError("a trajectory has at least one turn")
+            raise ValueError("a trajectory must have at least one turn, got none")
         for parent, turn in zip((None, *self.turns), self.turns, strict=False):
             if turn.parent != (parent.id if parent else None):
-                raise ValueError(f"turn {turn.id} does not follow its parent {turn.parent}")
+                follows = parent.id if parent else None
+                raise ValueError(f"turn {turn.id} has the parent {turn.parent}, but follows {follows}")
 
     @property
     def token_ids(self) -> TokenIds:
@@ -182,17 +188,20 @@ class Trajectory:
 
     @property
     def routed_experts(self) -> Routing | None:
-        """[L, layers, k] the experts that each token was sent through, -1 where they are not known (the
-        last token's never are); None if nothing is known of any turn.
+        """[L, layers, k] the experts that processed each token; None if no turn recorded any.
 
-        A turn knows them of the tokens that it adds but for the last, and of the token before them.
-        ValueError if the turns were sampled from models of several shapes.
+        They are -1 if unknown, as for the last token of the path. A turn records those of the tokens that it
+        adds except the last, and of the token before them. ValueError if the turns were sampled from models
+        of different shapes.
         """
         shapes = {r.shape[1:] for turn in self.turns if (r := turn.completion.routed_experts) is not None}
         if not shapes:
             return None
         if len(shapes) > 1:
-            raise ValueError(f"routed experts of several shapes [layers, k] in one episode: {sorted(shapes)}")
+            raise ValueError(
+                "the routed experts of an episode must have one shape [layers, k], got "
+                f"{', '.join(map(str, sorted(shapes)))}"
+            )
         ends = np.cumsum([len(turn.new_prompt_ids) + len(turn.completion) for turn in self.turns])
         routing = np.full((int(ends[-1]), *shapes.pop()), -1, np.int16)
         for turn, end in zip(self.turns, ends.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""Messages to token ids and back, in the model's own chat format, without torch and transformers."""
+"""Converts messages to token ids and back in the model's own chat format, without torch or transformers."""
 
 from areal_agents.rendering.chat import ChatRenderer
 from areal_agents.rendering.streaming import Delta, ReplyStream

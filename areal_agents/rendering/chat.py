@@ -1,7 +1,7 @@
-"""Renders a conversation as the exact prompt of a model, and reads a completion as a message.
+"""Renders a conversation as the exact prompt of a model, and parses a completion into a message.
 
-The one promise that training rests on: what `bridge` returns, appended to the previous prompt and
-completion, is a prompt in which every earlier token stands unchanged.
+Training relies on one invariant: the ids that `bridge` returns, appended to the previous prompt and
+completion, form a prompt in which every earlier token is unchanged.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from areal_agents.rendering.streaming import ReplyStream
 from areal_agents.rendering.templates.tails import tail_start
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-# Nearly all calls of an agent have the same tools, so these are marked once.
-_TOOLS_KEPT = 16
-_TOOLS_BYTES = 65_536  # larger lists are marked at every call
+# Nearly all calls of an agent have the same tools, so the marked tools are cached.
+_CACHED_TOOL_LISTS = 16
+_MAX_CACHED_TOOLS_BYTES = 65_536  # larger lists are marked at every call
 SpecialTokensInContent = Literal["text", "parse"]
 
 
 class ChatRenderer:
     """One model's chat format. Stateless after construction, so threads may share it.
 
-    Rendering is CPU-bound: the cost of a bridge or a parse follows the new text and the last reply, not
-    the history; a full render follows the whole conversation. An event loop hands long ones to a thread.
+    Rendering is CPU-bound. The cost of a bridge or a parse grows with the new text and the last reply, not
+    with the history; that of a full render grows with the whole conversation. An event loop should run long
+    ones in a thread.
 
     Attributes:
-        tokenizer: of the model folder.
+        tokenizer: the tokenizer of the model folder.
         family: the name of the chat format.
         stop_token_ids: the tokens that end the model's turn.
-        vocab_size: ids at or above it do not exist.
+        vocab_size: all token ids are below it.
     """
 
     def __init__(
@@ -54,9 +55,10 @@ class ChatRenderer:
         family: str,
         special_text: SpecialText | None = None,
     ) -> None:
-        """Wrap a format that is already made; `from_folder` and `from_config` make one.
+        """Wrap an existing format; `from_folder` and `from_config` also create the format.
 
-        With `special_text`, which the format must have been made for, special tokens in content stay text.
+        With `special_text`, special tokens in content stay text; the format must have been created with
+        `marked=True`.
         """
         self.tokenizer = tokenizer
         self.family = family
@@ -66,7 +68,7 @@ class ChatRenderer:
         self._special_text = special_text
         self._reader = ReplyReader(tokenizer, chat_format, family=family)
         self._forcing = Forcing(self._reader)
-        self._marked_tools = functools.lru_cache(_TOOLS_KEPT)(self._mark_tools)
+        self._marked_tools = functools.lru_cache(_CACHED_TOOL_LISTS)(self._mark_tools)
         self._source: tuple[Path, str, dict[str, Any]] | None = None
 
     @classmethod
@@ -78,20 +80,20 @@ class ChatRenderer:
         options: Mapping[str, Any] | None = None,
         special_tokens_in_content: SpecialTokensInContent = "text",
     ) -> ChatRenderer:
-        """The renderer of a model folder.
+        """Create the renderer of a model folder.
 
         Args:
             path: a folder with config.json and tokenizer.json.
             family: "auto" (by config.json's model_type), or a family's name.
             options: the family's template options, for example `{"enable_thinking": False}`.
-            special_tokens_in_content: what a special token that messages or tools spell out becomes: "text",
-                the tokens of its characters; "parse", the special token itself, as on plain servers.
+            special_tokens_in_content: how a special token that messages or tools spell out is encoded: "text"
+                encodes its characters; "parse" encodes the special token itself, as plain servers do.
 
         Raises:
-            ConfigError: no such folder, unknown family, an option that the family does not have, or a
-                tokenizer that cannot write its special tokens as text.
+            ConfigError: the folder is not a model folder, the family is unknown, it does not have an option,
+                or the tokenizer cannot encode its special tokens as text.
         """
-        # The config first: of a folder that is no model's, it gives the clearer error.
+        # The config is read first, because it gives the clearer error for a folder without a model.
         config = renderer_config(path, family=family, options=options or {})
         tokenizer = Tokenizer.from_folder(path)
         return cls._made(tokenizer, config, Path(path), family, options or {}, special_tokens_in_content)
@@ -100,7 +102,7 @@ class ChatRenderer:
     def from_config(
         cls, tokenizer: Tokenizer, config: Any, *, special_tokens_in_content: SpecialTokensInContent = "text"
     ) -> ChatRenderer:
-        """The format that a config represents: see `families.make_format`. ConfigError as `from_folder`."""
+        """Create the renderer of a config; see `families.make_format`. ConfigError as for `from_folder`."""
         special_text = None
         if special_tokens_in_content == "text":
             special_text = SpecialText(tokenizer.token_text(i) for i in tokenizer.special_token_ids)
@@ -123,13 +125,15 @@ class ChatRenderer:
         return renderer
 
     def with_options(self, options: Mapping[str, Any]) -> ChatRenderer:
-        """The same model with other template options on top of this renderer's. It shares the tokenizer.
+        """A renderer with these template options added to this one's. The two share the tokenizer.
 
         Raises:
-            ConfigError: an option that the family does not have, or a renderer without a model folder.
+            ConfigError: the family does not have an option, or `from_folder` did not create this renderer.
         """
         if self._source is None:
-            raise ConfigError("only a renderer that was made from a model folder takes other options")
+            raise ConfigError(
+                "template options can be changed only for a renderer of a model folder; use from_folder"
+            )
         path, family, given = self._source
         merged = {**given, **options}
         config = renderer_config(path, family=family, options=merged)
@@ -137,7 +141,7 @@ class ChatRenderer:
         return self._made(self.tokenizer, config, path, family, merged, content)
 
     def describe(self) -> str:
-        """The chat format, and for a template that was proven here, after which messages it is extended."""
+        """A line for the log: the chat format and, for a model's own template, what it can extend."""
         describe = getattr(self._format, "describe", None)
         return f"{self.family} of the renderers library" if describe is None else describe()
 
@@ -152,24 +156,24 @@ class ChatRenderer:
         """[P] the whole prompt, up to where the model's reply begins.
 
         Args:
-            messages: at least one.
+            messages: at least one message.
             tools: OpenAI chat function tools.
-            generation_prompt: False ends after the last message, for example to compare renderings.
+            generation_prompt: whether to add the header of the reply; False ends after the last message.
             most_tokens: a limit; a longer prompt may be refused before it is encoded.
 
         Raises:
-            PromptTooLong: it is longer than `most_tokens`. Short prompts are never refused.
-            RenderingError: no message, or a conversation that the family cannot express.
+            PromptTooLong: the prompt is longer than `most_tokens`. Short prompts are never refused.
+            RenderingError: there is no message, or the family cannot express the conversation.
         """
         if not messages:
-            raise RenderingError("a conversation needs at least one message")
+            raise RenderingError("a conversation must have at least one message, got none")
         try:
             plain, specs = self._content(messages, tools)
             with self._limited(most_tokens):
                 ids = self._format.render_ids(plain, tools=specs, add_generation_prompt=generation_prompt)
         except PromptTooLong:
             raise
-        except Exception as error:  # a template may fail in any way on what it does not know
+        except Exception as error:  # a template can raise anything on input that it does not support
             raise RenderingError(f"family {self.family} cannot express this conversation: {error}") from error
         return as_token_ids(ids)
 
@@ -182,14 +186,14 @@ class ChatRenderer:
         *,
         most_tokens: int | None = None,
     ) -> TokenIds | None:
-        """[N] the ids to append to prompt + completion for the next turn, earlier tokens untouched.
+        """[N] the ids to append to prompt + completion for the next turn; earlier tokens are unchanged.
 
-        A completion that was cut off gets the end of its turn here, as prompt, not as sampled.
-        None where this template cannot extend: it would strip or rewrite earlier tokens (reasoning
-        before a new user turn), or the completion continues after the end of its turn.
+        If the completion was cut off, the ids begin with the end of its turn, which counts as prompt.
+        None if this template cannot extend the conversation: it would strip or rewrite earlier tokens
+        (reasoning before a new user turn), or the completion continues after the end of its turn.
 
         Args:
-            most_tokens: a limit of the new tokens; more may be refused with PromptTooLong, as by `render`.
+            most_tokens: a limit on the new tokens; more may be refused with PromptTooLong, as by `render`.
         """
         prompt = self._tail(prompt_ids)
         completion = np.asarray(completion_ids).tolist()
@@ -199,13 +203,13 @@ class ChatRenderer:
                 rendered = self._format.bridge_to_next_turn(prompt, completion, plain, tools=specs)
         except PromptTooLong:
             raise
-        except Exception as error:  # a template may fail in any way on what it does not know
+        except Exception as error:  # a template can raise anything on input that it does not support
             raise RenderingError(f"family {self.family} cannot extend this conversation: {error}") from error
         if rendered is None:
             return None
         ids = rendered.token_ids if hasattr(rendered, "token_ids") else list(rendered)
         before = [*prompt, *completion]
-        # The library drops, without a word, tokens sampled after the end of the turn.
+        # The library silently drops tokens sampled after the end of the turn.
         if len(ids) <= len(before) or ids[: len(before)] != before:
             return None
         return as_token_ids(ids[len(before) :])
@@ -213,17 +217,17 @@ class ChatRenderer:
     def parse(
         self, prompt_ids: TokenIds, completion_ids: TokenIds, tools: Sequence[dict[str, Any]] = ()
     ) -> Message:
-        """The assistant message that a completion means.
+        """Parse a completion into the assistant message.
 
-        Reasoning and content come without the whitespace around them. Tool calls get ids minted here.
-        A call that is malformed (no JSON, no name, arguments that are no object, unclosed) stays in the
-        content as sampled, so that agent and reward see it.
+        Whitespace around reasoning and content is removed. Each tool call gets a new id. A malformed call
+        (invalid JSON, no name, arguments that are not an object, unclosed) stays in the content as sampled,
+        so that the agent and the reward function see it.
         """
         ids = np.asarray(completion_ids).tolist()
         return self._reader.read(self._tail(prompt_ids), ids, tools).message()
 
     def reply_stream(self, prompt_ids: TokenIds, tools: Sequence[dict[str, Any]] = ()) -> ReplyStream:
-        """A reader of the reply to this prompt that takes tokens as they are sampled."""
+        """A stream that reads the reply to this prompt token by token, as they are sampled."""
         return ReplyStream(self._reader, self._tail(prompt_ids), tools)
 
     def reply_grammar(
@@ -235,27 +239,29 @@ class ChatRenderer:
         parallel: bool = True,
         output: Grammar | None = None,
     ) -> Grammar | None:
-        """What a reply must match, after the reasoning that the template allows; None for anything.
+        """The grammar that a reply must match after any reasoning that the template allows.
+
+        None if the reply is unconstrained.
 
         Args:
             tools: OpenAI chat function tools.
-            calls: "required": tool calls and nothing else, so that `output` plays no part; "auto": `output`,
-                or tool calls beside it where there are tools.
-            named: with "required", the one tool that must be called; None for any of them.
-            parallel: whether several calls may follow each other; False is exactly one.
-            output: the JSON schema that the content must fit, or None.
+            calls: "required" allows only tool calls, and `output` is ignored; "auto" allows `output`, or
+                tool calls if there are tools; "none" allows only `output`.
+            named: with "required", the one tool that must be called; None allows any of them.
+            parallel: whether several calls are allowed; False allows exactly one.
+            output: the JSON schema that the content must match, or None.
 
         Raises:
             RenderingError: this family's calls cannot be forced, its content cannot be JSON, or a keyword of
                 the schema cannot be enforced.
-            ValueError: a forced call without a tool, or `named` is none of them.
+            ValueError: a call is required but there are no tools, or `named` is not one of them.
         """
         return self._forcing.grammar(tools, calls=calls, named=named, parallel=parallel, output=output)
 
     def special_tokens_as_text(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()
     ) -> int:
-        """The number of special tokens that messages and tools spell out and that are rendered as text."""
+        """The number of special tokens in messages and tools that are rendered as plain text."""
         found = self._special_text
         if found is None:
             return 0
@@ -269,14 +275,14 @@ class ChatRenderer:
     def _content(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """Messages and tools in the form of a `ChatFormat`. RenderingError for a lone surrogate."""
+        """Messages and tools as a `ChatFormat` takes them. RenderingError for a lone surrogate."""
         if self._special_text is None:
             return [_to_library(message) for message in messages], list(tools) or None
         plain = [_marked(_to_library(message), self._special_text) for message in messages]
         if not tools:
             return plain, None
         written = orjson.dumps([*tools])
-        mark = self._marked_tools if len(written) <= _TOOLS_BYTES else self._mark_tools
+        mark = self._marked_tools if len(written) <= _MAX_CACHED_TOOLS_BYTES else self._mark_tools
         return plain, mark(written)
 
     def _mark_tools(self, tools: bytes) -> list[dict[str, Any]]:
@@ -288,7 +294,7 @@ class ChatRenderer:
         return contextlib.nullcontext() if most_tokens is None else self.tokenizer.limited(most_tokens)
 
     def _tail(self, prompt_ids: TokenIds) -> list[int]:
-        """The end of the prompt, as far back as this format looks."""
+        """The end of the prompt: as much of it as this format reads."""
         prompt = np.asarray(prompt_ids)
         start = tail_start(prompt, self._format, self.family, self.stop_token_ids)
         return prompt[start:].tolist()
@@ -311,7 +317,7 @@ def _to_library(message: Message) -> dict[str, Any]:
 
 
 def _marked(message: dict[str, Any], special_text: SpecialText) -> dict[str, Any]:
-    """A message with marks in all its strings but the role, which the client does not choose freely."""
+    """Mark all strings of a message except the role, which has only a few allowed values."""
     for key in ("content", "reasoning_content", "tool_call_id", "name"):
         if key in message:
             message[key] = special_text.mark(message[key])

@@ -1,8 +1,8 @@
-"""Chooses the chat format of a model folder: a family of the `renderers` library, or its chat template.
+"""Chooses the chat format of a model folder: a family of the `renderers` library, or its own chat template.
 
-A wrong template trains the model on a format that it is never served with, so a family is never guessed: a
-model type that the library does not know is rendered by the template in its folder, and without one it is
-an error with the list of known families.
+A wrong template would train the model on a format that it is never served with, so a family is never guessed.
+A model type that the library does not know is rendered by the template in its folder; if the folder has none,
+an error lists the known families.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from areal_agents.rendering.templates.generic import TemplateFormat
 from areal_agents.rendering.templates.template import template_sources
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer, read_json
 
-TEMPLATE = "template"  # the family that is the model folder's own chat template
+TEMPLATE = "template"  # the family of a model folder that is rendered by its own chat template
 
-# config.json's model_type → family. Types that several families share are told apart by name below.
+# config.json's model_type → family. `_BY_NAME` distinguishes the families that share a type.
 _BY_MODEL_TYPE = {
     "deepseek_v3": "deepseek-v3",
     "deepseek_v4": "deepseek-v4",
@@ -49,7 +49,7 @@ _BY_MODEL_TYPE = {
     "qwen3_5_moe_text": "qwen3.5",
 }
 
-# (part of the folder's or the checkpoint's name, family); the first that fits wins.
+# model_type → (part of the folder's or the checkpoint's name, family); the first match wins.
 _BY_NAME = {
     "deepseek_v3": (("deepseek-r1", "deepseek-r1"), ("kimi-k2", "kimi-k2")),
     "glm_moe_dsa": (("glm-5.1", "glm-5.1"), ("glm-5.3", "glm-5.3")),
@@ -58,7 +58,7 @@ _BY_NAME = {
     "qwen3_5_moe": (("qwen3.6", "qwen3.6"), ("qwen3.8", "qwen3.8")),
 }
 
-# Model types that many unlike formats share: the library's family is for templates with this text alone.
+# Model types that many different formats share: the library's family renders only templates with this text.
 _SIGN_OF_FAMILY = {"llama": "<|start_header_id|>"}
 
 # "auto" would look the name up on a hub, "default" needs transformers, "custom" runs foreign code.
@@ -75,17 +75,19 @@ class TemplateConfig:
 
 
 def known_families() -> list[str]:
-    """The families that `family=` accepts, sorted."""
+    """The names that `family=` accepts besides "auto", sorted."""
     return sorted({*_library_families(), TEMPLATE})
 
 
 def make_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -> ChatFormat:
-    """The chat format that a config of `renderer_config` represents.
+    """Create the chat format of a config from `renderer_config`.
 
-    A template is probed here, some 200 ms. With `marked`, it is given marked content (see `SpecialText`).
+    A model's own template is probed here, which takes about 200 ms. With `marked`, the format renders marked
+    content (see `SpecialText`).
 
     Raises:
-        ConfigError: the tokenizer does not fit, the template is unusable, or it reads no such option.
+        ConfigError: the tokenizer does not fit the family, or the template is unusable or does not read an
+            option.
     """
     if isinstance(config, TemplateConfig):
         return TemplateFormat.from_folder(config.folder, tokenizer, config.options, marked=marked)
@@ -98,21 +100,21 @@ def _library_families() -> set[str]:
 
 
 def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]) -> Any:
-    """The config for a model folder: the library's typed one, or a `TemplateConfig`. Both have a `name`.
+    """The config of a model folder's renderer: the library's, or a `TemplateConfig`. Both have a `name`.
 
     Args:
         path: the model folder; its config.json decides when `family` is "auto".
         family: "auto", one of the library's families, or "template" for the folder's own chat template.
         options: fields of that family's config, for example `{"enable_thinking": False}`, or variables of
-            the template, which are checked when it is read.
+            the template, which are checked when the template is read.
 
     Raises:
-        ConfigError: no model folder, unknown family, unknown model type without a chat template, or an
-            option that the family does not have.
+        ConfigError: the path is not a model folder, the family is unknown, the model type is unknown and
+            there is no chat template, or the family does not have an option.
     """
     name = _detect(Path(path)) if family == "auto" else family
     if name not in known_families():
-        raise ConfigError(f"unknown renderer family {name!r}; known are {', '.join(known_families())}")
+        raise ConfigError(f"unknown renderer family {name!r}; expected one of {', '.join(known_families())}")
     if name == TEMPLATE:
         return TemplateConfig(Path(path), dict(options))
     config_class = type(renderers.config_from_name(name))
@@ -123,7 +125,7 @@ def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]
         fields = ", ".join(sorted(set(config_class.model_fields) - {"name"}))
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(
-            f"renderer option {where!r} of family {name}: {first['msg']}; it has {fields}"
+            f"renderer option {where!r} of family {name}: {first['msg']}; the family has the options {fields}"
         ) from error
 
 

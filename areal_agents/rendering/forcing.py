@@ -1,7 +1,7 @@
-"""Grammars that a reply must match: tool calls in the markup of the model's family, JSON, or either.
+"""Builds the grammars that force a reply: tool calls in the markup of the model's family, JSON, or either.
 
-A marker that is one token of the vocabulary is demanded as that token: spelled in pieces it would be text
-to the parser, and no call. Reasoning may come first where the template's prompt lets the model think.
+A marker that is one token of the vocabulary is required as that token, because the parser would read several
+tokens that spell it as text. Reasoning may come first if the template's prompt lets the model think.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 Node = dict[str, Any]  # one format of xgrammar's structural tag
 
 _ANY_OBJECT: dict[str, Any] = {"type": "object"}
-_PLAIN = {"qj": 1}  # an answer that means nothing to any format
-# What parsers look for. The other added tokens are left out: each costs a second of compiling.
+_PLAIN = {"qj": 1}  # an answer that no format reads as markup
+# Tokens that parsers look for. The other added tokens are not excluded: each costs a second of compiling.
 _MARKUP = re.compile("think|header|tool.(calls?|sep)")
-_MAX_WHITESPACE = 64  # between two parts of a JSON text, lest a small model writes nothing else
+_MAX_WHITESPACE = 64  # characters between two JSON tokens, so that a small model cannot write only whitespace
 _HERMES = frozenset({"qwen3", "qwen3-vl"})
 _QWEN_XML = frozenset(
     {"nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "prime-qwen3", "qwen3.5", "qwen3.6", "qwen3.8"}
@@ -34,7 +34,7 @@ _KIMI = frozenset({"kimi-k2", "kimi-k2.5"})
 
 
 class Forcing:
-    """What replies in one chat format can be made to match. Stateless but for what it has found out."""
+    """Builds the grammars of one chat format. Caches facts about the format and is otherwise stateless."""
 
     def __init__(self, reader: ReplyReader) -> None:
         self._reader = reader
@@ -76,16 +76,16 @@ class Forcing:
         functions = [tool["function"] for tool in tools]
         names = [function["name"] for function in functions]
         if not names or (named is not None and named not in names):
-            raise ValueError(f"a forced call needs one of the tools {names}, got {named!r}")
+            raise ValueError(f"a required tool call must name one of the tools {names}, got {named!r}")
         chosen = [f for f in functions if named is None or f["name"] == named]
         markup = getattr(self._format, "markup", None)
-        # A template's calls are hermes calls.
+        # The calls of a model's own template are Hermes calls.
         family = next(iter(_HERMES)) if getattr(markup, "calls", False) else self._family
         calls = _calls(family, self._words, chosen, parallel=parallel)
         if calls is None and beside_json:
             raise RenderingError(
-                f"a reply of the chat format {self._family} cannot be held to JSON or tool calls, so that "
-                "response_format and tools do not go together: leave out one of them, or set tool_choice none"
+                f"replies of the chat format {self._family} cannot be constrained to JSON or tool calls: "
+                "leave out response_format or tools, or set tool_choice none"
             )
         if calls is None:
             raise RenderingError(
@@ -94,9 +94,9 @@ class Forcing:
         return calls
 
     def _answer(self, output: Grammar) -> Node:
-        """JSON that fits the schema, as content. RenderingError where it would not fit, or not be content."""
+        """The node of JSON content that matches the schema. RenderingError if it cannot be forced."""
         if output.kind != "json_schema":
-            raise ValueError(f"only JSON can be asked of a chat reply, got a grammar of kind {output.kind}")
+            raise ValueError(f"the output of a chat reply must be a json_schema grammar, got {output.kind!r}")
         schema = json.loads(output.text)
         if (reason := unenforced(schema)) is not None:
             raise RenderingError(f"the JSON schema cannot be enforced: {reason}")
@@ -108,12 +108,12 @@ class Forcing:
 
     def _refuse(self, answer: str) -> NoReturn:
         raise RenderingError(
-            f"{answer} is not read as the content of a reply in the chat format {self._family}, so that "
-            "response_format cannot ask for it"
+            f"the chat format {self._family} does not read {answer} as the content of a reply, so "
+            "response_format is not supported for it; leave out response_format"
         )
 
     def _is_content(self, value: Any, lead: str) -> bool:
-        """Whether a reply that is this JSON after `lead` is read as content."""
+        """Whether a reply that is `lead` followed by this JSON is read as content."""
         text = json.dumps(value)
         ids = [*self._tokenizer.encode(lead + text), *self._format.get_stop_token_ids()[:1]]
         reply = self._reader.read(self._prompt, ids)
@@ -136,7 +136,7 @@ class Forcing:
 
     @cached_property
     def _lead(self) -> str:
-        """The least reasoning that precedes content."""
+        """The shortest reasoning that must precede content."""
         if self._thinking is None:
             return ""
         opened, closed = (_last(self._prompt, token) for token in self._thinking)
@@ -148,7 +148,7 @@ class Forcing:
 
     @cached_property
     def _reasoning(self) -> list[Node]:
-        """What may come first: reasoning where the prompt opened it, or left it to the model."""
+        """The nodes before the reply: reasoning, if the prompt opened it or leaves it to the model."""
         if self._thinking is None:
             return []
         start, close = self._thinking
@@ -161,16 +161,16 @@ class Forcing:
 
 
 class _Words:
-    """The nodes that call markup is made of, over one vocabulary."""
+    """Builds the nodes of call markup for one vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        # In a text, one of these tokens would be markup to the parser.
+        # The parser would read these tokens as markup inside a string.
         texts = map(tokenizer.token_text, sorted(tokenizer.added_token_ids))
         self._excluded = [text for text in texts if _MARKUP.search(text)]
 
     def token(self, text: str) -> Node | None:
-        """Exactly the token of this text; None where the vocabulary has none."""
+        """The node of exactly this added token; None if the vocabulary does not have it."""
         token = self._tokenizer.convert_tokens_to_ids(text)
         return {"type": "token", "token": token} if token in self._tokenizer.added_token_ids else None
 
@@ -178,11 +178,11 @@ class _Words:
         return all(self.token(text) is not None for text in texts)
 
     def arguments(self, function: Mapping[str, Any], style: str = "json") -> Node:
-        """An object that fits the function's parameters."""
+        """The node of an object that matches the function's parameters."""
         return self.json(function.get("parameters") or _ANY_OBJECT, style)
 
     def json(self, schema: Mapping[str, Any], style: str = "json") -> Node:
-        """A value that fits the schema."""
+        """The node of a value that matches the schema."""
         node: Node = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _MAX_WHITESPACE}
         if not _bounds_strings(schema):  # xgrammar would drop the bounds for the exclusion
             node["excludes"] = self._excluded
@@ -212,7 +212,7 @@ def _tagged(
     *,
     parallel: bool,
 ) -> Node:
-    """<tool_call>…</tool_call>, a line each."""
+    """Calls as <tool_call>…</tool_call>, separated by newlines."""
     tags = [
         {
             "type": "tag",
@@ -289,17 +289,17 @@ def _kimi(words: _Words, functions: Sequence[Mapping[str, Any]], *, parallel: bo
 
 
 def _may_have(schema: Mapping[str, Any], key: str) -> bool:
-    """Whether an object that fits may have this key; also where that is hard to tell."""
+    """Whether an object that matches the schema may have this key; True if that is hard to decide."""
     properties, kind = schema.get("properties"), schema.get("type")
     if not isinstance(kind, str) or (isinstance(properties, Mapping) and key in properties):
         return True
-    # An engine lets no key through that a schema with properties does not name, unless it says so.
+    # Engines reject keys that a schema with properties does not name, unless additionalProperties says so.
     more = schema.get("additionalProperties", properties is None)
     return kind == "object" and more is not False
 
 
 def _bounds_strings(schema: Any) -> bool:
-    """Whether any text in the value has a shortest or longest length."""
+    """Whether the schema bounds the length of any string."""
     return any("minLength" in inner or "maxLength" in inner for inner in _objects(schema))
 
 

@@ -1,6 +1,6 @@
-"""The interface of a chat format: the methods of the `renderers` library's families.
+"""The interface of a chat format, as `ChatRenderer` uses it: that of the `renderers` library's families.
 
-The generic format of unknown templates has the same surface, so that everything above it (exact
+The generic format for unknown templates has the same interface, so that everything built on it (exact
 suffixes, parsing, streaming) is written once.
 """
 
@@ -14,7 +14,7 @@ import renderers
 from areal_agents.errors import ConfigError
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-_SHORT = 40  # characters of a string that is worth remembering
+_MAX_CACHED = 40  # characters; longer strings are not cached
 
 
 class ChatFormat(Protocol):
@@ -39,7 +39,7 @@ class ChatFormat(Protocol):
     ) -> Any:
         """Prompt + completion + what the new messages add, as ids or as an object with `token_ids`.
 
-        None where earlier tokens would have to change.
+        None if earlier tokens would have to change.
         """
 
     def parse_response(
@@ -56,9 +56,9 @@ class ChatFormat(Protocol):
 
 
 class ScaffoldTokenizer:
-    """A tokenizer that remembers the ids of short strings: a template writes the same few at every message.
+    """A tokenizer that caches the ids of short strings: a template writes the same few at every message.
 
-    With `marked`, the strings are of marked content (see `SpecialText`).
+    With `marked`, the strings contain marked content (see `SpecialText`).
     """
 
     def __init__(self, tokenizer: Tokenizer, *, marked: bool = False) -> None:
@@ -73,20 +73,20 @@ class ScaffoldTokenizer:
         self.convert_tokens_to_ids = tokenizer.convert_tokens_to_ids
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """As the tokenizer encodes it; the list is the caller's."""
+        """The ids that the tokenizer gives `text`; the caller owns the list."""
         if add_special_tokens:
             return self._tokenizer.encode(text, add_special_tokens=True)
-        return self._encode_text(text) if len(text) > _SHORT else list(self._encode(text))
+        return self._encode_text(text) if len(text) > _MAX_CACHED else list(self._encode(text))
 
     def _encode_once(self, text: str) -> tuple[int, ...]:
         return tuple(self._encode_text(text))
 
 
 def library_format(tokenizer: Tokenizer, config: Any, *, marked: bool = False) -> ChatFormat:
-    """The family of the `renderers` library that `config` names; `marked` as for `ScaffoldTokenizer`.
+    """Create the `renderers` library's format for `config`; `marked` is as for `ScaffoldTokenizer`.
 
     Raises:
-        ConfigError: the tokenizer lacks what the family needs.
+        ConfigError: the tokenizer lacks a special token that the family needs.
     """
     try:
         return renderers.create_renderer(ScaffoldTokenizer(tokenizer, marked=marked), config)

@@ -1,12 +1,8 @@
-"""Reads a sampled reply: reasoning, content, and tool calls with the JSON that was sampled.
+"""Reads a sampled reply: reasoning, content, and tool calls with their arguments as sampled.
 
-The one place that decides which calls are usable; a reply that is streamed and the same reply read at once
-go through it, so they cannot differ.
-
-The arguments of a sampled tool call, as the JSON text that was sampled.
-
-Re-serialising them would change whitespace, number forms and escapes, and with them the tokens of
-any later full rendering.
+Only this module decides which calls are usable. Streamed replies and complete replies are both read here, so
+they cannot differ. Arguments keep the sampled JSON text, because serialising them again would change
+whitespace, number forms and escapes, and with them the tokens of any later full rendering.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.templates.markers import Markers
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-_WORD = "qj"  # in no marker
+_WORD = "qj"  # occurs in no marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +31,9 @@ class ParsedReply:
     """A reply without the ids of its calls.
 
     Attributes:
-        spoken: the content apart from malformed calls.
+        spoken: the content without malformed calls.
         broken: the malformed calls, as sampled.
-        calls: (name, arguments as JSON text) of each usable call.
+        calls: (name, arguments as a JSON string) of each usable call.
     """
 
     reasoning: str
@@ -47,17 +43,17 @@ class ParsedReply:
 
     @property
     def content(self) -> str:
-        """All content, followed by malformed calls, which stay visible."""
+        """All content: `spoken`, and then the malformed calls."""
         return "\n".join(text for text in (self.spoken, *self.broken) if text)
 
     def message(self, minted: Sequence[ToolCall] = ()) -> Message:
-        """The assistant message. Calls that already have an id keep it; the others get one here."""
+        """The assistant message. The first calls are `minted`, with their ids; the others get new ids."""
         fresh = [mint_call(name, arguments) for name, arguments in self.calls[len(minted) :]]
         return Message("assistant", self.content, self.reasoning, (*minted, *fresh))
 
 
 def mint_call(name: str, arguments: str) -> ToolCall:
-    """A call with an id that no other call has."""
+    """Create a call with a unique id."""
     return ToolCall(f"call_{secrets.token_hex(12)}", name, arguments)
 
 
@@ -77,17 +73,17 @@ class ReplyReader:
     def read(
         self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()
     ) -> ParsedReply:
-        """The reply that `ids` are. RenderingError if the format cannot read them."""
+        """Parse the sampled `ids`. RenderingError if the format cannot read them."""
         if self._header_ids:
             ids = self._without_headers(ids)
         try:
             parsed = self.format.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt_tail)
         except RecursionError:
             return self._nested_too_deep(prompt_tail, ids, tools)
-        except Exception as error:  # no completion may kill an episode unexplained
+        except Exception as error:  # an episode must not fail without an explanation
             raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
         if self.family == "llama-3" and not _names_one(parsed.tool_calls, tools):
-            # Its calls have no marker: other JSON with a name is an answer.
+            # Calls of this family have no marker, so JSON that names no offered tool is an answer.
             return ParsedReply("", self._text_before_the_end(ids).strip())
         if not parsed.tool_calls:
             return ParsedReply((parsed.reasoning_content or "").strip(), parsed.content.strip())
@@ -101,10 +97,10 @@ class ReplyReader:
         )
 
     def _continuations(self) -> list[list[int]]:
-        """The markers that may give earlier tokens another meaning, each as ids.
+        """The markers that may change the meaning of earlier tokens, each as ids.
 
-        A marker that reads like any word, after every other marker, is one in name only; so is the end of
-        the turn, after which nothing is read.
+        A marker that is read like an ordinary word after every other marker changes nothing, and neither does
+        the end of the turn, after which nothing is read.
         """
         plain, word = self.markers.plain, self.tokenizer.encode(_WORD)
         named = [ids for ids in self.markers.named if self.stop_token_ids.isdisjoint(ids)]
@@ -121,7 +117,7 @@ class ReplyReader:
         return [ids for ids in named if not reads_like_a_word(ids)]
 
     def _without_headers(self, ids: list[int]) -> list[int]:
-        """Without header tokens out of place, at which the library would drop all text before them."""
+        """Remove misplaced header tokens, because the library would drop all text before them."""
         start, end = self._header_ids
         body = ids.index(end) + 1 if ids[:1] == [start] and end in ids else 0
         return ids[:body] + [token for token in ids[body:] if token not in (start, end)]
@@ -129,7 +125,7 @@ class ReplyReader:
     def _nested_too_deep(
         self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]]
     ) -> ParsedReply:
-        """Brackets nested beyond any real call: what precedes is read, the call itself stays text."""
+        """Read a reply with too deeply nested brackets: the call stays text, what precedes it is parsed."""
         end = next((i for i, token in enumerate(ids) if token in self.stop_token_ids), len(ids))
         cut = next((i for i in range(end - 1, -1, -1) if ids[i] in self.markers.ids), 0)
         before = self.read(prompt_tail, ids[:cut], tools)
@@ -147,7 +143,7 @@ class ReplyReader:
         return self.tokenizer.decode(ids[start:end])
 
     def _sampled_text(self, ids: list[int], call: Any) -> str:
-        """A call's block with its delimiters where the library knows its span, else its inside."""
+        """A call's block, with its delimiters if the library knows its token span, otherwise without."""
         if call.token_span is None:
             return call.raw
         start, end = call.token_span
@@ -155,7 +151,7 @@ class ReplyReader:
 
 
 def _with_text(reply: ParsedReply, text: str) -> ParsedReply:
-    """The reply with another text in place of the word."""
+    """The reply with `text` in place of `_WORD`."""
     broken = tuple(one.replace(_WORD, text) for one in reply.broken)
     calls = tuple((n.replace(_WORD, text), a.replace(_WORD, text)) for n, a in reply.calls)
     spoken, reasoning = reply.spoken.replace(_WORD, text), reply.reasoning.replace(_WORD, text)
@@ -173,13 +169,13 @@ def _is_usable(call: Any) -> bool:
 
 
 def _is_writable(value: Any) -> bool:
-    """Whether every client can be sent a value: no half of a surrogate pair, nor nesting beyond measure."""
+    """Whether a value can be sent to clients: it has no lone surrogates, and is not nested too deeply."""
     try:
         orjson.dumps(value)
     except orjson.JSONEncodeError as error:
         if "64-bit" not in str(error):
             return False
-        try:  # a large integer alone is no fault
+        try:  # a large integer is not an error
             json.dumps(value, ensure_ascii=False).encode()
         except (UnicodeEncodeError, RecursionError):
             return False
@@ -191,12 +187,12 @@ _WHITESPACE = re.compile(r"[ \t\n\r]*")
 
 
 def arguments_text(raw: str, arguments: Any) -> str:
-    """The JSON text of a call's arguments.
+    """The arguments of a call as a JSON string.
 
     Args:
-        raw: the block as sampled; where it is a JSON object with a member "arguments" or
-            "parameters" that equals `arguments`, that member's own text is returned.
-        arguments: the parsed arguments; serialised where `raw` is in another format.
+        raw: the block as sampled; if it is a JSON object with a member "arguments" or
+            "parameters" that equals `arguments`, the text of that member is returned.
+        arguments: the parsed arguments; they are serialised if `raw` is in another format.
     """
     for name, text in _members(raw).items():
         if name in ("arguments", "parameters") and json.loads(text) == arguments:
@@ -207,7 +203,7 @@ def arguments_text(raw: str, arguments: Any) -> str:
 
 
 def _members(raw: str) -> dict[str, str]:
-    """The text of each top-level member of a JSON object; {} if `raw` is no such object."""
+    """The text of each top-level member of a JSON object; {} if `raw` is not a JSON object."""
     members: dict[str, str] = {}
     position = _skip(raw, 0)
     if raw[position : position + 1] != "{":
@@ -225,12 +221,12 @@ def _members(raw: str) -> dict[str, str]:
             position = _skip(raw, end)
             if raw[position : position + 1] == ",":
                 position = _skip(raw, position + 1)
-    except (ValueError, RecursionError):  # not JSON, or nested beyond any real call
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return {}
     return members
 
 
 def _skip(text: str, position: int) -> int:
     match = _WHITESPACE.match(text, position)
-    assert match is not None  # the pattern fits the empty text
+    assert match is not None  # the pattern matches the empty string
     return match.end()

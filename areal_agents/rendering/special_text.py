@@ -17,11 +17,11 @@ from typing import Any
 
 from areal_agents.errors import ConfigError, RenderingError
 
-# A lone surrogate, which no tokenizer encodes, so no text that can be rendered has one of its own.
+# A lone surrogate: no tokenizer encodes one, so no text that can be rendered contains it.
 MARK = "\udc7f"
-ESCAPED_MARK = "\\udc7f"  # as JSON with ASCII characters only writes it
+ESCAPED_MARK = "\\udc7f"  # the mark in JSON with only ASCII characters
 
-# How much is searched or joined at a time, because either holds the interpreter's lock.
+# The size of each search and join, because both hold the interpreter's lock.
 _PART = 65_536  # characters searched for tokens
 _WINDOW = 1_048_576  # characters searched for the beginnings of tokens and for `ESCAPED_MARK`
 _OVERLAP = len(ESCAPED_MARK) - 1  # characters after a window that are searched with it
@@ -38,8 +38,8 @@ class SpecialText:
         longest_first = sorted(set(tokens), key=lambda token: (-len(token), token))
         if longest_first and len(longest_first[-1]) < 2:
             raise ConfigError(
-                f"the special token {longest_first[-1]!r} is a single character, which content may have "
-                "too; set proxy.special_tokens_in_content: parse"
+                f"the special token {longest_first[-1]!r} is a single character, which content may also "
+                "contain; set proxy.special_tokens_in_content: parse"
             )
         self._longest = len(longest_first[0]) if longest_first else 0
         written = "|".join(map(re.escape, longest_first)) or r"(?!)"
@@ -65,7 +65,7 @@ class SpecialText:
         return count
 
     def count_json(self, text: str) -> int:
-        """As `count`, for the strings of a JSON text; a string that is not JSON is counted as a whole."""
+        """As `count`, for the strings in a JSON document; text that is not JSON is counted as a whole."""
         if not self._may_have_tokens(text) and "\\u" not in text:
             return 0
         try:
@@ -84,19 +84,19 @@ class SpecialText:
         return self._mark_ends(text)
 
     def mark_json(self, text: str) -> str:
-        """The same for a JSON value as text, in which the strings are content.
+        """Mark the strings in a JSON document.
 
-        Read as JSON it is the marked value, and without its marks it is the text. A string that is no JSON is
-        marked as a whole.
+        Parsing the result gives the marked value, and removing its marks restores the text. Text that is not
+        JSON is marked as a whole.
         """
         try:
             json.loads(text)
-        except (ValueError, RecursionError):  # nested too deeply for any reader of JSON
+        except (ValueError, RecursionError):  # not JSON, or nested too deeply to be parsed
             return self.mark(text)
         return self._mark_tokens(_joined(self._marked_literals(text)))
 
     def mark_value(self, value: Any) -> Any:
-        """A JSON value with all its strings marked, names included; the same object if no mark is needed."""
+        """A JSON value with all its strings and names marked; the same object if no mark is needed."""
         if isinstance(value, str):
             return self.mark(value)
         if isinstance(value, list | tuple):
@@ -109,17 +109,17 @@ class SpecialText:
         return value
 
     def _mark_tokens(self, text: str) -> str:
-        """A mark after the first character of every special token in the text."""
+        """Insert a mark after the first character of every special token in the text."""
         if not self._may_have_tokens(text):
             return text
         return _with_marks(text, (start + 1 for start in self._starts(text)))
 
     def _mark_ends(self, text: str) -> str:
-        """Marks where what precedes or follows the text could make it part of a special token.
+        """Insert marks where the text before or after the content could complete a special token.
 
-        Templates strip content, so its ends are those of what is left then. Of words that stand inside a
-        special token, only those with a single character around them count: templates write `<{{ key }}>`,
-        but they also look for `name` and `object`, which no mark may stand in.
+        Templates strip content, so the ends are those of the stripped content. A word inside a special token
+        is marked only if a single character surrounds it on each side: templates write `<{{ key }}>`, but
+        they also look for `name` and `object`, which must not contain a mark.
         """
         start, end = _without_space(text)
         if start == end or not self._longest:
@@ -134,19 +134,19 @@ class SpecialText:
         return text
 
     def _ends_open(self, tail: str) -> bool:
-        """Whether an end of the text is the beginning of a special token."""
+        """Whether any suffix of the text is the beginning of a special token."""
         if self._first.isdisjoint(tail):
             return False
         return any(tail[i:] in self._beginnings for i in range(len(tail)))
 
     def _begins_closed(self, head: str) -> bool:
-        """Whether a beginning of the text is the end of a special token."""
+        """Whether any prefix of the text is the end of a special token."""
         if self._last.isdisjoint(head):
             return False
         return any(head[:i] in self._ends for i in range(1, len(head) + 1))
 
     def _marked_literals(self, text: str) -> Iterator[str]:
-        """The parts of a JSON text in order: its strings, marked, and what stands between them."""
+        """The parts of a JSON document in order: its strings, marked, and the text between them."""
         end = 0
         while (start := text.find('"', end)) >= 0:
             yield text[end:start]
@@ -176,7 +176,7 @@ class SpecialText:
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """Every string in a JSON value, names included, in no particular order."""
+    """Every string in a JSON value, including names, in no particular order."""
     waiting = [value]
     while waiting:
         item = waiting.pop()
@@ -190,7 +190,7 @@ def strings_in(value: Any) -> Iterator[str]:
 
 
 def _has_any(pieces: Sequence[str], text: str) -> bool:
-    """Whether any of the pieces, which have at most `_OVERLAP` + 1 characters, stands in the text."""
+    """Whether the text contains any of the pieces, which have at most `_OVERLAP` + 1 characters."""
     return any(
         text.find(piece, start, start + _WINDOW + _OVERLAP) >= 0
         for start in range(0, len(text), _WINDOW)
@@ -199,7 +199,7 @@ def _has_any(pieces: Sequence[str], text: str) -> bool:
 
 
 def _with_marks(text: str, places: Iterable[int]) -> str:
-    """The text with a mark before each of the characters at these indices, which ascend."""
+    """The text with a mark before each of the characters at these ascending indices."""
 
     def pieces() -> Iterator[str]:
         end = 0
@@ -213,7 +213,7 @@ def _with_marks(text: str, places: Iterable[int]) -> str:
 
 
 def _joined(pieces: Iterator[str]) -> str:
-    """All pieces in one string, joined by parts, because a join holds the interpreter's lock."""
+    """Join all pieces in several steps, because a join holds the interpreter's lock."""
     parts = []
     while some := list(itertools.islice(pieces, _PIECES)):
         parts.append("".join(some))
@@ -221,7 +221,7 @@ def _joined(pieces: Iterator[str]) -> str:
 
 
 def _without_space(text: str) -> tuple[int, int]:
-    """Where the text without the whitespace around it begins and ends; the text is not copied."""
+    """The start and end of the text without surrounding whitespace; the text is not copied."""
     start, end = 0, len(text)
     while start < end and (part := text[start : start + _PART]).isspace():
         start += len(part)
@@ -234,7 +234,7 @@ def _without_space(text: str) -> tuple[int, int]:
 
 
 def _literal_end(text: str, start: int) -> int:
-    """The index after the string of a JSON text that begins at `start`."""
+    """The index after the string literal that begins at `start` in a JSON document."""
     at = start + 1
     while True:
         found = _TO_QUOTE.match(text, at, at + _PART)
@@ -245,7 +245,7 @@ def _literal_end(text: str, start: int) -> int:
 
 
 def _places_in_literal(literal: str, marked: str) -> Iterator[int]:
-    """Where the marks of a string's value belong in the JSON of that string."""
+    """The positions in a JSON string literal that correspond to the marks in its marked value."""
     place, done = 1, 0
     while (mark := marked.find(MARK, done)) >= 0:
         characters = mark - done

@@ -1,9 +1,9 @@
-"""Reads a reply while it is sampled: takes tokens, returns deltas of reasoning and content, and whole calls.
+"""Reads a reply while it is sampled: takes tokens and emits deltas of reasoning, content and whole calls.
 
-Nothing that was emitted is ever taken back: joined deltas are a prefix, and after `finish` the whole, of
-what reading all tokens at once gives. In plain text only new tokens are decoded. At a marker the tokens so
-far are read as if the reply ended here, and again as if it went on in each way that the format knows; what
-all these readings share is certain, and only that leaves.
+An emitted delta is never retracted: the joined deltas are a prefix of what reading all tokens at once gives,
+and after `finish` they are all of it. In plain text only new tokens are decoded. At a marker the tokens so
+far are read as if the reply ended here, and again as if it continued in each way that the format knows; only
+the text and calls that all these readings share are emitted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from areal_agents.rendering.templates.markers import PLAIN
 Channel = Literal["reasoning", "content"]
 CHANNELS: tuple[Channel, Channel] = ("reasoning", "content")
 
-# Tokens read at markers, all readings together, before the rest is held back to the end: a model that
-# samples nothing but markers must not cost the square of its reply.
+# The number of tokens read at markers, summed over all readings. Once it is spent, the rest of the reply is
+# held back until the end, so that the cost of a reply of nothing but markers is not quadratic.
 _READING_BUDGET = 1_000_000
-_CUT = "\ufffd"  # what the bytes of an unfinished character decode to
+_CUT = "\ufffd"  # the bytes of an unfinished character decode to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Delta:
 
 
 class ReplyStream:
-    """Reads one reply. Not to be shared between threads."""
+    """Reads one reply. Not thread-safe."""
 
     def __init__(self, reader: ReplyReader, prompt_tail: list[int], tools: Sequence[dict[str, Any]]) -> None:
         self._reader = reader
@@ -47,10 +47,10 @@ class ReplyStream:
         self._ids: list[int] = []
         self._out: dict[Channel, str] = {"reasoning": "", "content": ""}  # what was emitted
         self._calls: list[ToolCall] = []
-        self._channel: Channel | None = None  # where plain text goes; None where that is not certain
-        self._held = ""  # text of the channel that may yet be stripped, or become a marker
+        self._channel: Channel | None = None  # the channel of plain text; None if that is not certain
+        self._held = ""  # text of the channel that may still be stripped, or become a marker
         self._undecoded = 0  # tokens at the end of `_ids` whose text is not in `_held` or `_out`
-        self._unread = True  # whether something came that only a reading of all tokens can settle
+        self._unread = True  # whether the next tokens need a reading of all tokens
         self._ended = False
         self._header = self._markers.headers(prompt_tail)
         self._budget = _READING_BUDGET
@@ -60,16 +60,16 @@ class ReplyStream:
     def message(self) -> Message:
         """The whole reply; its calls are the streamed ones. RenderingError before `finish`."""
         if self._message is None:
-            raise RenderingError("a reply has no message before its stream is finished")
+            raise RenderingError("a reply has no message before its stream is finished; call finish first")
         return self._message
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """Take the next sampled tokens, [N]; what they make certain."""
+        """Add the next sampled tokens, [N], and return the deltas that they make certain."""
         if self._message is not None:
-            raise RenderingError("tokens were fed to a reply that is finished")
+            raise RenderingError("a reply takes no more tokens after finish")
         ids = [int(token) for token in token_ids]
         self._ids += ids
-        if not self._reader.stop_token_ids.isdisjoint(ids):  # what is left is the matter of one last reading
+        if not self._reader.stop_token_ids.isdisjoint(ids):  # `finish` reads the rest
             self._ended = True
         if self._ended or not ids:
             return []
@@ -79,18 +79,18 @@ class ReplyStream:
         return self._settle()
 
     def finish(self) -> list[Delta]:
-        """The rest, by one reading of all tokens.
+        """Read all tokens once and return the remaining deltas.
 
         Raises:
-            RenderingError: the reply cannot be read, or what was emitted is no part of it.
+            RenderingError: the reply cannot be read, or the emitted deltas are not a prefix of it.
         """
         reply = self._reader.read(self._prompt_tail, self._ids, self._tools)
         made = tuple((call.name, call.arguments) for call in self._calls)
         whole: dict[Channel, str] = {"reasoning": reply.reasoning, "content": reply.content}
         if reply.calls[: len(made)] != made or any(not whole[c].startswith(self._out[c]) for c in CHANNELS):
             raise RenderingError(
-                f"family {self._reader.family}: what was streamed is no part of the whole reply: "
-                f"{self._out} and calls {made}, of {reply}"
+                f"family {self._reader.family}: the streamed deltas are not a prefix of the whole reply: "
+                f"streamed {self._out} and calls {made}, but the reply is {reply}"
             )
         deltas = [delta for c in CHANNELS for delta in self._emit(c, whole[c])]
         deltas += self._emit_calls(reply.calls)
@@ -98,7 +98,7 @@ class ReplyStream:
         return deltas
 
     def _plain_text(self) -> list[Delta]:
-        """New tokens, none of them a marker token."""
+        """The deltas after new tokens, none of which is a marker token."""
         text = self._new_text()
         whole = self._held + text
         if self._markers.found_in(whole):
@@ -107,7 +107,7 @@ class ReplyStream:
             self._held = whole[-self._markers.longest_text :] if self._markers.longest_text else ""
             return []
         certain = self._markers.certain_part(whole).rstrip()
-        if len(certain) <= len(self._held):  # no new word: a marker may still give the held text a meaning
+        if len(certain) <= len(self._held):  # no new word: the held text may still become part of a marker
             self._held = whole
             return []
         if not self._out[self._channel]:
@@ -121,7 +121,8 @@ class ReplyStream:
     def _new_text(self) -> str:
         """The text of the tokens not decoded yet, without an unfinished character at its end.
 
-        They are decoded after the token before them: some decoders treat the first token apart.
+        They are decoded together with the token before them, because some decoders treat the first token
+        differently.
         """
         start = len(self._ids) - self._undecoded
         decode = self._reader.tokenizer.decode
@@ -133,7 +134,7 @@ class ReplyStream:
         return self._text_before_a_cut(start)
 
     def _text_before_a_cut(self, start: int) -> str:
-        """What is certain of text that ends in the middle of a character: its last four tokens may wait."""
+        """The certain part of text that ends in the middle of a character; its last four tokens may wait."""
         decode = self._reader.tokenizer.decode
         if self._undecoded <= 4:
             return ""
@@ -145,10 +146,10 @@ class ReplyStream:
         return decode(head)[len(before) :]
 
     def _settle(self) -> list[Delta]:
-        """Read all tokens so far, as a whole reply and as the beginning of longer ones."""
+        """Read all tokens so far, as a complete reply and as the beginning of longer ones."""
         self._channel, self._held, self._unread = None, "", False
         self._undecoded = 0
-        if self._budget <= 0 or self._ids[0] in self._header:  # a header said again is dropped, or is not
+        if self._budget <= 0 or self._ids[0] in self._header:  # a repeated header may be dropped
             return []
         now, plain = self._read([]), self._read(self._markers.plain)
         news = now.calls[len(self._calls) :] or _texts(now) != self._out or _texts(plain) != _texts(now)
@@ -156,7 +157,7 @@ class ReplyStream:
             self._held = self._tail_text()
             return []
         longer = [self._read([*self._markers.plain, *more]) for more in self._reader.continuations]
-        if now.calls[len(self._calls) :] or _texts(now) != self._out:  # something may leave as it stands
+        if now.calls[len(self._calls) :] or _texts(now) != self._out:  # something may be emitted now
             longer += [self._read(more) for more in self._reader.continuations]
         readings = [now, plain, *longer]
         deltas: list[Delta] = []
@@ -171,7 +172,7 @@ class ReplyStream:
         return deltas
 
     def _find_channel(self, now: ParsedReply, plain: ParsedReply, longer: list[ParsedReply]) -> None:
-        """Where plain text that comes next goes, if that is certain, and what is held before it."""
+        """Set the channel of the plain text that follows, if it is certain, and the held text before it."""
         grown = [c for c in CHANNELS if _texts(plain)[c] != _texts(now)[c]]
         if len(grown) != 1:
             self._held = self._tail_text()
@@ -203,7 +204,7 @@ class ReplyStream:
         return self._reader.read(self._prompt_tail, [*self._ids, *more], self._tools)
 
     def _emit(self, channel: Channel, whole: str) -> Iterator[Delta]:
-        """The part of the channel's certain text that has not left yet."""
+        """Emit the part of the channel's certain text that was not emitted yet."""
         new = whole[len(self._out[channel]) :]
         if new and whole.startswith(self._out[channel]):
             self._out[channel] = whole
@@ -217,5 +218,5 @@ class ReplyStream:
 
 
 def _texts(reply: ParsedReply) -> dict[Channel, str]:
-    """The parsed parts; malformed calls join the content only once the reply has ended."""
+    """The text of each channel, without malformed calls, which join the content only when the reply ends."""
     return {"reasoning": reply.reasoning, "content": reply.spoken}

@@ -178,13 +178,13 @@ def test_a_demonstration_in_front_moves_observations_along() -> None:
 
 def test_masks_that_contradict_each_other_are_refused() -> None:
     made = sample([9, 1, 2, 3], [1, 3])
-    with pytest.raises(ValueError, match="an observation that the policy sampled"):
+    with pytest.raises(ValueError, match="both an observation and sampled by the policy"):
         with_observations(made, [1])
-    with pytest.raises(ValueError, match="leads to no trained token"):
+    with pytest.raises(ValueError, match="not followed by a trained token"):
         with_observations(sample([9, 1, 2], [1]), [2])
     with pytest.raises(ValueError, match="first token has no prediction"):
         with_observations(made, [0])
-    with pytest.raises(ValueError, match="misaligned"):
+    with pytest.raises(ValueError, match="all arrays must have one length"):
         replace(made, observation_mask=np.zeros(3, bool))
     image = ImageInput(np.zeros((1, 4), np.float32), (1, 1, 1), 2, 1)
     with pytest.raises(ValueError, match="a token of an image cannot be predicted"):

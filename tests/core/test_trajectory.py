@@ -199,9 +199,9 @@ def test_a_fork_that_the_template_forces_starts_anew() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"new_messages": ()}, "adds no message"),
-        ({"new_prompt_ids": []}, "empty prompt"),
-        ({"turn_id": ""}, "needs an id"),
+        ({"new_messages": ()}, "must add at least one message"),
+        ({"new_prompt_ids": []}, "its prompt must have at least one token"),
+        ({"turn_id": ""}, "must have an id"),
         ({"reply": Message("user", "x")}, "assistant message"),
         ({"parent": "p", "forked_from": Fork(None, "unknown", 0)}, "cannot also be a fork"),
     ],
@@ -212,9 +212,9 @@ def test_an_impossible_turn(fields: dict[str, Any], message: str) -> None:
 
 
 def test_impossible_relations() -> None:
-    with pytest.raises(ValueError, match="unknown fork reason"):
+    with pytest.raises(ValueError, match="reason must be one of"):
         Fork(None, "because", 0)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="other tools"):
+    with pytest.raises(ValueError, match="must offer the same tools"):
         Forest([make_turn("a"), make_turn("b", "a", tools_id="x")])
     with pytest.raises(ValueError, match="at least one turn"):
         Trajectory(())

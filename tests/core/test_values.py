@@ -30,8 +30,8 @@ def make_episode(*rewards: Reward, status: Any = "finished") -> RecordedEpisode:
 @pytest.mark.parametrize(
     ("logprobs", "versions", "reason", "message"),
     [
-        ([-1.0], [0, 0], "stop", "one of each per token"),
-        ([-1.0, -1.0], [0], "stop", "one of each per token"),
+        ([-1.0], [0, 0], "stop", "one logprob and one version per token"),
+        ([-1.0, -1.0], [0], "stop", "one logprob and one version per token"),
         ([-1.0, -1.0], [0, 0], "tool_calls", "finish_reason"),
         ([-1.0, 0.5], [0, 0], "stop", "at most 0"),
         ([-1.0, float("nan")], [0, 0], "stop", "finite"),
@@ -110,15 +110,15 @@ def make_sample(**fields: Any) -> TrainingSample:
 
 def test_a_sample_is_aligned_and_finite() -> None:
     assert len(make_sample()) == 2
-    with pytest.raises(ValueError, match="misaligned"):
+    with pytest.raises(ValueError, match="all arrays must have one length"):
         make_sample(versions=np.array([0]))
     with pytest.raises(ValueError, match="first token"):
         make_sample(loss_mask=np.array([True, True]))
-    with pytest.raises(ValueError, match="non-finite"):
+    with pytest.raises(ValueError, match="must be finite"):
         make_sample(advantages=np.array([0.0, np.inf]))
-    with pytest.raises(ValueError, match="without a turn"):
+    with pytest.raises(ValueError, match="belongs to no turn"):
         make_sample(turn_index=np.array([-1, -1]))
-    with pytest.raises(ValueError, match="misaligned.*'behavior_logprobs': 1"):
+    with pytest.raises(ValueError, match="one length.*'behavior_logprobs': 1"):
         make_sample(behavior_logprobs=np.array([0.0]))
     with pytest.raises(ValueError, match="layers"):
         make_sample(routed_experts=np.zeros((2, 1), np.int16))

@@ -161,7 +161,7 @@ def test_other_options_make_another_renderer_of_the_same_model(renderer: ChatRen
     with pytest.raises(ConfigError, match="'thinking_retention'.*'all'"):
         renderer.with_options({"thinking_retention": "some"})
     bare = ChatRenderer.from_config(renderer.tokenizer, Qwen3RendererConfig())
-    with pytest.raises(ConfigError, match="from a model folder"):
+    with pytest.raises(ConfigError, match="only for a renderer of a model folder; use from_folder"):
         bare.with_options({})
 
 

@@ -112,7 +112,7 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
     renderer, _ = generic(folder, style="terse")
     assert renderer.tokenizer.decode(renderer.render(QUESTION)).startswith("Be terse.\n")
     with pytest.raises(
-        ConfigError, match="'enable_thinking' is not read by this chat template; it has style"
+        ConfigError, match="'enable_thinking' is not read by this chat template; it reads style"
     ):
         generic(folder, enable_thinking=False)
 
@@ -120,12 +120,12 @@ def test_options_reach_the_template_and_unknown_ones_are_refused(tmp_path: Path)
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% if %}", "is no Jinja template"),
+        ("{% if %}", "is not a valid Jinja template"),
         (None, "has no chat template"),
         ([{"name": "rag", "template": "x"}], "named 'default', got .'rag'"),
         ([1], "must be a string or a list"),
-        ("{{ raise_exception('never') }}", "renders no question: .*never"),
-        ("", "leaves out what a user says; it writes ''"),
+        ("{{ raise_exception('never') }}", "cannot render a user message: .*never"),
+        ("", "must write the user's message, but for 'zqx7305mark' it wrote ''"),
     ],
 )
 def test_an_unusable_template_is_a_config_error(tmp_path: Path, template: Any, message: str) -> None:
@@ -135,7 +135,7 @@ def test_an_unusable_template_is_a_config_error(tmp_path: Path, template: Any, m
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     template = t.CHATML + "{{ ''.__class__.__mro__[1].__subclasses__() | length }}"
-    with pytest.raises(ConfigError, match="renders no question: .*unsafe"):
+    with pytest.raises(ConfigError, match="cannot render a user message: .*unsafe"):
         generic(t.write_folder(tmp_path, template))
 
 

@@ -69,7 +69,7 @@ def test_other_options_of_a_template_make_another_renderer(tmp_path: Path) -> No
     terse = renderer.with_options({"style": "terse"})
     assert terse.tokenizer is renderer.tokenizer
     assert terse.tokenizer.decode(terse.render([Message("user", "hi")])).startswith("Be terse.\n")
-    with pytest.raises(ConfigError, match="'thinking' is not read by this chat template; it has style"):
+    with pytest.raises(ConfigError, match="'thinking' is not read by this chat template; it reads style"):
         renderer.with_options({"thinking": True})
 
 
@@ -98,7 +98,7 @@ def test_a_missing_or_broken_folder_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "config.json").write_text("[")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match="is not valid JSON"):
         ChatRenderer.from_folder(tmp_path)
 
 

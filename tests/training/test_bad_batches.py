@@ -58,7 +58,7 @@ BAD: dict[str, tuple[Callable[[Store, str], None], str]] = {
         ),
         "it cannot be read: must be real number",  # SQLite takes it as a text only
     ),
-    "empty": (empty_group, "group empty is empty"),
+    "empty": (empty_group, "group empty must have at least one rollout"),
     "short": (lambda store, name: shorten_logprobs(store, f"{name}-0"), "5 token ids, 4 logprobs"),
     "long": (lambda store, name: None, "a sample of 84 tokens does not fit a micro-batch of 64"),
 }

@@ -119,7 +119,10 @@ def _broken(change: Callable[[Store], None]) -> Callable[[Store], None]:
 BAD = {
     "reward": (_broken(lambda s: break_reward(s, "bad-1")), "a reward must be a finite number, got inf"),
     "logprobs": (_broken(lambda s: shorten_logprobs(s, "bad-0")), "it cannot be read"),
-    "empty": (_broken(lambda s: empty_group(s, "bad")), "it cannot be read: group bad is empty"),
+    "empty": (
+        _broken(lambda s: empty_group(s, "bad")),
+        "it cannot be read: group bad must have at least one rollout",
+    ),
     "record": (
         _broken(lambda s: execute(s, "update turns set record = x'7b' where episode_id = 'bad-0'")),
         "it cannot be read",

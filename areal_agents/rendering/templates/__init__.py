@@ -1,1 +1,1 @@
-"""Chat formats of models that the `renderers` library does not know, by the model's own chat template."""
+"""Renders models that the `renderers` library does not know with the chat template in their folder."""

@@ -1,15 +1,16 @@
-"""The text that a chat template writes after a reply, and when it may be appended to a recorded prompt.
+"""Computes the text that a chat template adds after a reply, and proves when it may be appended.
 
-The text is taken from a short conversation that replaces the real one, so it costs the same at any
-length of the history. It is used only for kinds of new messages for which `proven_kinds` has shown, on the
-conversations of `probes`, with other histories, replies, tool names and another clock than the stand-in's:
-  - the prompt as it was when the reply was due stands unchanged at the front of the longer conversation;
-  - nothing that the reply said (content, reasoning, calls) is missing after it;
-  - after the token that closes the reply stand the same text and the same tokens as after the stand-in.
-The reply itself stays as it was sampled, also where the template would write its markup otherwise. A kind
-is the roles of the new messages and the lengths of their runs, with or without tools, after a reply
-with or without calls. What is not shown is that a template does the same for every other content: one that
-rewrites earlier text only for a certain word, or only after more turns than were probed, is not found out.
+The text is rendered in a short conversation, the stand-in, in place of the real one, so the cost does not
+depend on the length of the history. It is used only for kinds of new messages for which `proven_kinds` has
+shown, on the conversations of `probes`, whose histories, replies, tool names and clock differ from those of
+the stand-in:
+  - the prompt of the reply is an unchanged prefix of the longer conversation;
+  - the reply that follows it is complete (content, reasoning, calls);
+  - the token that closes the reply is followed by the same text and the same tokens as in the stand-in.
+The reply itself stays as it was sampled, even if the template would write its markup differently. A kind is
+the roles of the new messages and the lengths of their runs, with or without tools, after a reply with or
+without calls. The probes cannot show that a template does the same for all content: a template that rewrites
+earlier text only for a certain word, or only after more turns than were probed, is not detected.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _OTHER_TIME = _PROBE_TIME + timedelta(days=400, hours=7, minutes=8, seconds=9)
 
 
 class Kind(NamedTuple):
-    """A kind of extension: the new messages, whether there are tools, whether the reply called any."""
+    """A kind of extension: the new messages' shape, whether there are tools, whether the reply called one."""
 
     shape: Shape
     tools: bool
@@ -48,7 +49,7 @@ class Kind(NamedTuple):
 
 
 class Writer:
-    """A template with arguments in the form that it writes unquoted. Stateless."""
+    """Renders a template, with tool arguments in the form that it writes unquoted. Stateless."""
 
     def __init__(self, template: ChatTemplate, markup: Markup) -> None:
         self.template = template
@@ -80,7 +81,7 @@ class Extension:
         }
 
     def end_token(self, *, called: bool) -> int | None:
-        """The token that closes a reply with calls, or without; None without one."""
+        """The token that closes a reply with or without calls; None if there is none."""
         end = self._ends[called]
         return None if end is None else end[0]
 
@@ -94,19 +95,19 @@ class Extension:
     ) -> str | None:
         """What the template writes after the end of a reply, up to where the next reply begins.
 
-        None if it refuses the stand-in, closes a reply with no token, or a text contains the mark by which
-        the reply is found.
+        None if the template refuses the stand-in or closes replies with no token, or if a message contains
+        the mark by which the reply is found.
         """
         messages = [*stand_in(self._writer.markup.head, new_messages, called=called), *new_messages]
         try:
             whole = self._writer.text(messages, tools, now=now)
         except RenderingError:
-            return None  # the real conversation may be one that the template takes
+            return None  # the template may still accept the real conversation
         parts = self.split(whole, called=called)
         return None if parts is None else parts[1]
 
     def split(self, text: str, *, called: bool) -> tuple[str, str] | None:
-        """A string up to and with the close of the marked reply, and the rest."""
+        """The text through the token that closes the marked reply, and the rest; None without the mark."""
         end = self._ends[called]
         if end is None or text.count(MARK) != 1:
             return None
@@ -117,10 +118,10 @@ class Extension:
         return text[:close], text[close:]
 
     def ids(self, text: str, *, called: bool) -> list[int] | None:
-        """The tokens of a string that follows a reply's end.
+        """The tokens of a text that follows the token that ends a reply.
 
-        It is encoded after that token, as some tokenizers treat the start of a string, or what follows
-        certain tokens, apart.
+        The text is encoded together with that token, because some tokenizers treat the start of a string, or
+        what follows certain tokens, differently.
         """
         end = self._ends[called]
         if end is None:
@@ -130,7 +131,7 @@ class Extension:
 
 
 def proven_kinds(writer: Writer, extension: Extension, tokenizer: Tokenizer) -> frozenset[Kind]:
-    """The kinds of extensions for which the probes found no difference; some 100 ms of work."""
+    """The kinds of extensions for which the probes find no difference. Takes about 100 ms."""
     proven = set()
     for tools in (None, probe_tools()):
         prompts = list(_prompts(writer, tools))
@@ -162,7 +163,7 @@ class _Probe:
         self._called = called
 
     def holds(self, prompts: Sequence[tuple[Messages, str]], new: Messages) -> bool:
-        """Whether every probe agrees with the stand-in. A template that takes no history proves nothing."""
+        """Whether every probe agrees with the stand-in; False if there are fewer than two prompts."""
         suffix = self._extension.text(new, self._tools, called=self._called, now=lambda: _OTHER_TIME)
         ids = None if suffix is None else self._extension.ids(suffix, called=self._called)
         if suffix is None or ids is None or len(prompts) < 2:
@@ -175,7 +176,7 @@ class _Probe:
     def _pairs(
         self, prompts: Sequence[tuple[Messages, str]], new: Messages
     ) -> Iterator[tuple[Messages, str, ProbeReply, bool]]:
-        """Every reply after the two shortest histories, one after each of the others."""
+        """Every reply after the two shortest histories, and one reply after each of the others."""
         calls = max(sum(message["role"] == "tool" for message in new), 1) if self._called else 0
         made = replies(calls=calls, reasoning=self._writer.markup.reasoning)
         for index, (history, prompt) in enumerate(prompts):
@@ -207,7 +208,7 @@ class _Probe:
 
 
 def _prompts(writer: Writer, tools: Messages | None) -> Iterator[tuple[Messages, str]]:
-    """Each history that the template takes, with its text. Those it refuses cannot occur."""
+    """Each history that the template accepts, with its text. A history that it refuses cannot occur."""
     for history in histories():
         try:
             yield history, writer.text(history, tools, now=lambda: _PROBE_TIME)
@@ -216,7 +217,7 @@ def _prompts(writer: Writer, tools: Messages | None) -> Iterator[tuple[Messages,
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Arguments that are JSON text become objects; other text stays as it is."""
+    """Replace arguments that are a JSON string by their value; other strings stay unchanged."""
     if not message.get("tool_calls"):
         return message
     return {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}

@@ -1,12 +1,9 @@
-"""The chat format of a model that the `renderers` library does not know, by the model's own chat template.
+"""The chat format of a model that the library does not know, defined by the model's own template.
 
-It renders what any server would that runs this template, reads what the template itself writes around a
-reply, and extends a conversation only in the ways that `extension` has proven; for the others it answers
-None, and the caller renders in full.
-
-Replies of a model whose chat template the library does not know: reasoning, content, Hermes tool calls.
-
-Only markup that the template itself writes is read; everything else stays content, as sampled.
+A conversation is rendered as any server that runs this template renders it, and is extended only in the ways
+that `extension` has proven; otherwise the result is None, and the caller renders in full. In a reply, only
+markup that the template itself writes is parsed (reasoning, Hermes tool calls); everything else stays
+content, as sampled.
 """
 
 from __future__ import annotations
@@ -37,8 +34,8 @@ class TemplateFormat:
         option_names: the options that the template reads.
         markup: what the template writes around a reply.
         proven: the kinds of messages that can be appended.
-        reads_only_last_turn: of a prompt, only the last turn is looked at.
-        marker_texts: markup of replies that is no token of its own.
+        reads_only_last_turn: True, because the format reads only the last turn of a prompt.
+        marker_texts: markup of replies that is not a single token.
     """
 
     reads_only_last_turn = True
@@ -51,10 +48,10 @@ class TemplateFormat:
         eos_ids: Sequence[int] = (),
         marked: bool = False,
     ) -> None:
-        """Probe the template, some 100 ms. ConfigError if it renders not even a question.
+        """Probe the template, which takes about 100 ms. ConfigError if it cannot render a question.
 
         Args:
-            eos_ids: ends of text besides the tokenizer's own.
+            eos_ids: end-of-text tokens besides the tokenizer's own.
             marked: whether the messages and tools are marked (see `SpecialText`).
         """
         own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -73,7 +70,7 @@ class TemplateFormat:
     def from_folder(
         cls, path: str | Path, tokenizer: Tokenizer, options: Mapping[str, Any], *, marked: bool = False
     ) -> TemplateFormat:
-        """The format of a model folder. ConfigError if it has no usable template or no such option."""
+        """Create the format of a model folder. ConfigError if its template is unusable or lacks an option."""
         template = ChatTemplate.from_folder(path, special_tokens=tokenizer.special_tokens, options=options)
         return cls(tokenizer, template, eos_ids=_eos_ids(Path(path), tokenizer.vocab_size), marked=marked)
 
@@ -98,8 +95,8 @@ class TemplateFormat:
     ) -> list[int] | None:
         """Prompt + completion + what the new messages add, up to where the next reply begins.
 
-        A completion without its closing token gets it here. None where the kind of messages is not proven,
-        where tokens follow the end of the completion, or where it was cut off inside its reasoning.
+        The closing token of the completion is added if it is missing. None if the kind of messages is not
+        proven, if tokens follow the end of the completion, or if it was cut off inside its reasoning.
         """
         if not new_messages:
             return None
@@ -129,15 +126,15 @@ class TemplateFormat:
         tools: Sequence[dict[str, Any]] | None = None,
         prompt_ids: list[int] | None = None,
     ) -> ParsedResponse:
-        """The content, reasoning and tool calls of a completion; `tools` plays no part."""
+        """The content, reasoning and tool calls of a completion; `tools` is ignored."""
         return self._replies.parse(token_ids, prompt_ids or ())
 
     def get_stop_token_ids(self) -> list[int]:
-        """The folder's ends of text, and the tokens with which the template closes a reply."""
+        """The folder's end-of-text tokens, and the tokens with which the template closes a reply."""
         return list(self._stops)
 
     def describe(self) -> str:
-        """What this template can do, in a line for the log."""
+        """A line for the log that says what this template can do."""
         calls = "reads tool calls" if self.markup.calls else "reads no tool calls"
         reasoning = "reads reasoning" if self.markup.reasoning else "reads no reasoning"
         return f"the model's own chat template; {self._extends()}; {calls}; {reasoning}"
@@ -152,7 +149,7 @@ class TemplateFormat:
         return f"extends after: {plain or 'nothing'}; with tools: {tools or 'nothing'}"
 
     def _is_ended(self, completion: Sequence[int]) -> bool | None:
-        """Whether the completion closes its turn; None if it continues after that."""
+        """Whether the completion closes its turn; None if tokens follow the closing token."""
         at = next((i for i, token in enumerate(completion) if token in self._stops), None)
         if at is None:
             return False
@@ -164,13 +161,13 @@ def _is_call(call: Any) -> bool:
 
 
 def _roles(shapes: set[Shape]) -> str:
-    """The single roles first, then the mixtures: "tool, user, tool+user"."""
+    """The single roles first, then the combinations: "tool, user, tool+user"."""
     names = {"+".join(role for role, _ in shape) for shape in shapes}
     return ", ".join(sorted(names, key=lambda name: (name.count("+"), name)))
 
 
 def _eos_ids(folder: Path, vocab_size: int) -> list[int]:
-    """The ends of text that generation_config.json, or else config.json, names."""
+    """The end-of-text tokens in generation_config.json, or if it names none, in config.json."""
     for file in ("generation_config.json", "config.json"):
         value = read_json(folder / file).get("eos_token_id")
         ids = [value] if isinstance(value, int) else value or []
@@ -192,7 +189,7 @@ class TemplateReplies:
     """Parses completions. Stateless.
 
     Attributes:
-        text_markers: markup that is read but is no token of its own, so that it may arrive in pieces.
+        text_markers: markup that is parsed but is not a single token, so that it may arrive in pieces.
     """
 
     def __init__(self, tokenizer: Tokenizer, markup: Markup, stop_token_ids: Sequence[int]) -> None:
@@ -207,7 +204,7 @@ class TemplateReplies:
         self.text_markers = tuple(text for text in markers if tokenizer.added_token_id(text) is None)
 
     def parse(self, token_ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> ParsedResponse:
-        """What the completion says. Calls carry their token span where their markers are tokens."""
+        """Parse a completion. Calls have a token span if their markers are tokens."""
         end = next((i for i, token in enumerate(token_ids) if token in self._stops), len(token_ids))
         ids = list(token_ids[:end])
         if not self._markup.calls or self._call_open is None or self._call_close is None:
@@ -226,7 +223,7 @@ class TemplateReplies:
         return ParsedResponse(self._tokenizer.decode(content).strip(), tool_calls=calls)
 
     def opens_reasoning(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt itself opened the reasoning that the reply continues with."""
+        """Whether the prompt itself opened the reasoning with which the reply continues."""
         if not self._markup.reasoning:
             return False
         return _OPENED.search(self._tokenizer.decode(list(prompt_ids[-_LOOK_BACK:]))) is not None
@@ -250,7 +247,7 @@ class TemplateReplies:
 
 
 def _call(match: re.Match[str]) -> ParsedToolCall:
-    """One block; a malformed one keeps its delimiters, as there is no span to find them by."""
+    """Parse one block; a malformed one keeps its delimiters, because it has no span to find them by."""
     inside = match.group(1).strip()
     if not match.group(2):
         return ParsedToolCall(match.group(0), status=ToolCallParseStatus.UNCLOSED_BLOCK)

@@ -1,11 +1,11 @@
-"""The tokens and strings of a format that could change the meaning of text that was already sampled."""
+"""A format's markers: the tokens and strings that may change the meaning of text that was already sampled."""
 
 from __future__ import annotations
 
 from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-PLAIN = "x"  # a string that means nothing to any format
+PLAIN = "x"  # no format reads this as markup
 
 _COMMON = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 _TEXTS = {
@@ -18,7 +18,7 @@ _TEXTS = {
         "</｜DSML｜invoke>",
     ),
 }
-_HEADER = 8  # tokens at the end of a prompt in which the header of the reply stands
+_HEADER = 8  # the last tokens of a prompt, which contain the header of the reply
 _JSON_IS_A_CALL = frozenset({"llama-3"})
 
 
@@ -55,7 +55,7 @@ class Markers:
 
     @property
     def longest_text(self) -> int:
-        """Characters of the longest marker that is plain text; 0 without any."""
+        """The length in characters of the longest marker that is plain text; 0 if there is none."""
         return max(map(len, self._texts), default=0)
 
     def found_in(self, text: str) -> bool:
@@ -67,7 +67,7 @@ class Markers:
         return text[max((text.rfind(m) + len(m) for m in self._texts if m in text), default=0) :]
 
     def certain_part(self, text: str) -> str:
-        """`text` without an end that may become a marker."""
+        """`text` without a suffix that may become a marker."""
         window = max(len(text) - self.longest_text, 0)
         for start in range(window, len(text)):
             if text[start] in self._starts and any(m.startswith(text[start:]) for m in self._texts):
@@ -75,5 +75,5 @@ class Markers:
         return text
 
     def may_become_a_call(self, content: str) -> bool:
-        """Whether content that begins so is a call in the end, without any marker."""
+        """Whether content that begins with `content` may turn out to be a call without any marker."""
         return self._json_is_a_call and content.lstrip().startswith("{")

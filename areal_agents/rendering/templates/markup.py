@@ -1,4 +1,4 @@
-"""Finds what a chat template writes around a reply, by rendering small conversations.
+"""Finds what a chat template writes around a reply by rendering small conversations.
 
 Nothing is assumed from a model's name: a marker counts only if this template wrote it around a probe.
 """
@@ -15,7 +15,7 @@ from areal_agents.errors import ConfigError, RenderingError
 from areal_agents.rendering.templates.template import ChatTemplate
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
-MARK = "zqx7305mark"  # ends the reply of a probe; a string that contains it is never searched for it
+MARK = "zqx7305mark"  # ends the reply of a probe; messages that contain it are not extended
 _HERMES_CALL = re.compile(r"<tool_call>\s*(\{.*\})\s*</tool_call>", re.DOTALL)
 
 
@@ -24,12 +24,12 @@ class Markup:
     """How one template writes a reply.
 
     Attributes:
-        head: the messages before the first user message that this template asks for.
+        head: the messages that this template requires before the first user message.
         reply_end, calls_end: the token that closes a reply without and with tool calls; None if the template
-            closes it with no token of its own.
-        reasoning: reasoning is written in <think>…</think> before the content.
-        calls: a tool call is a JSON object in <tool_call>…</tool_call>.
-        raw_arguments: arguments given as JSON text are written as they are, not quoted.
+            closes it with no special token.
+        reasoning: whether reasoning is written as <think>…</think> before the content.
+        calls: whether a tool call is written as a JSON object in <tool_call>…</tool_call>.
+        raw_arguments: whether arguments given as a JSON string are written unchanged, not quoted.
     """
 
     head: tuple[Mapping[str, Any], ...]
@@ -41,10 +41,10 @@ class Markup:
 
 
 def find_markup(template: ChatTemplate, tokenizer: Tokenizer, eos_ids: Sequence[int]) -> Markup:
-    """Find it out. ConfigError if the template renders not even a question and its answer.
+    """Find the markup of a template. ConfigError if it cannot render a question.
 
     Args:
-        eos_ids: the tokens that the model folder names as its ends of text.
+        eos_ids: the end-of-text tokens of the model folder.
     """
     head = _head(template)
     question = [*head, {"role": "user", "content": "Where?"}]
@@ -64,12 +64,12 @@ def find_markup(template: ChatTemplate, tokenizer: Tokenizer, eos_ids: Sequence[
 
 
 def function_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A tool call in the form of the chat API; `arguments` as JSON text or as an object."""
+    """A tool call in the form of the chat API; `arguments` is a JSON string or an object."""
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _head(template: ChatTemplate) -> list[dict[str, Any]]:
-    """What must precede a question: nothing, or a system prompt."""
+    """The messages that must precede a question: none, or a system prompt."""
     refusal: RenderingError | None = None
     for head in ([], [{"role": "system", "content": "Answer."}]):
         try:
@@ -78,13 +78,15 @@ def _head(template: ChatTemplate) -> list[dict[str, Any]]:
             refusal = error
             continue
         if MARK not in text:
-            raise ConfigError(f"the chat template leaves out what a user says; it writes {text!r}")
+            raise ConfigError(
+                f"the chat template must write the user's message, but for {MARK!r} it wrote {text!r}"
+            )
         return head
-    raise ConfigError(f"the chat template renders no question: {refusal}") from refusal
+    raise ConfigError(f"the chat template cannot render a user message: {refusal}") from refusal
 
 
 def _render_call(template: ChatTemplate, question: list[Any], arguments: Any) -> str | None:
-    """A reply with one call, or None if the template cannot write it."""
+    """The text of a conversation whose reply has one call, or None if the template cannot write it."""
     call = function_call("call00001", "lookup", arguments)
     reply = {"role": "assistant", "content": "", "tool_calls": [call]}
     try:
@@ -95,7 +97,7 @@ def _render_call(template: ChatTemplate, question: list[Any], arguments: Any) ->
 
 
 def _end_token(text: str, tokenizer: Tokenizer, ends: Sequence[int]) -> int | None:
-    """The first token after the mark that ends a string or is special."""
+    """The first added token after the mark that is in `ends`, or else the first special token after it."""
     if MARK not in text:
         return None
     behind = tokenizer.encode(text[text.rindex(MARK) + len(MARK) :])

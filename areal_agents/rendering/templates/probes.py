@@ -1,7 +1,7 @@
 """Conversations that test whether a chat template changes what it has already written.
 
-A template that numbers turns, looks at the last user message, drops reasoning, stamps the time, moves the
-system prompt or the tools, or keeps only the latest messages, gives itself away on one of them.
+At least one of them detects a template that numbers turns, looks at the last user message, drops reasoning,
+writes the time, moves the system prompt or the tools, or keeps only the latest messages.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def extensions() -> Iterator[Messages]:
 
 
 def histories() -> list[Messages]:
-    """Conversations that end where a reply is due; the first two are the shortest."""
+    """Conversations that end before a reply; the first two are the shortest."""
     rounds = [m for i in range(_LONG) for m in (_user(f"Question {i}?"), _said(f"Answer {i}."))]
     return [
         [_user("Where is Lyon?")],
@@ -72,7 +72,7 @@ def histories() -> list[Messages]:
 
 
 def replies(*, calls: int, reasoning: bool) -> list[ProbeReply]:
-    """Replies that end in `MARK`: with that many tool calls, with and without reasoning if it is written."""
+    """Replies with `calls` tool calls that end in `MARK`; if `reasoning`, each also with reasoning."""
     made = [_marked_calls(calls), _marked_calls(calls, "I look it up.")] if calls else []
     plain = [] if calls else [_marked("I think that "), _marked("Well:\n\n  - a <b> & c\n\n")]
     without = [*made, *plain]
@@ -86,9 +86,10 @@ def replies(*, calls: int, reasoning: bool) -> list[ProbeReply]:
 
 
 def stand_in(head: Sequence[Any], new_messages: Sequence[dict[str, Any]], *, called: bool) -> Messages:
-    """A short conversation that ends with a reply in front of `new_messages`.
+    """A short conversation that ends with a reply and can precede `new_messages`.
 
-    Its reply calls a tool for each result that follows it at once, under the ids that those results name.
+    If `called`, the reply has one call for each tool result at the start of `new_messages`, with the ids that
+    those results name, and at least one call.
     """
     question = [*head, _user("Question.")]
     if not called:
@@ -135,7 +136,7 @@ def _result(index: int) -> dict[str, Any]:
 
 
 def _call_id(index: int) -> str:
-    return f"call{index:05d}"  # nine characters: some templates insist
+    return f"call{index:05d}"  # some templates require nine characters
 
 
 def _marked(text: str) -> ProbeReply:

@@ -1,8 +1,8 @@
-"""How much of a prompt a chat format needs in order to extend it or to read the reply to it.
+"""Finds the end of a prompt that a chat format reads in order to extend the prompt or parse the reply to it.
 
-A format looks for the end of the turn before the reply: whether the prompt itself opened reasoning, and
-where the assistant's header stands. What lies before that end changes neither the suffix nor the reply,
-so it is not handed over and a long history costs nothing.
+A format reads back to the end of the turn before the reply, to see whether the prompt itself opened reasoning
+and where the assistant's header is. Earlier tokens change neither the suffix nor the parsed reply, so they
+are not passed to the format, and a long history costs nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-# These read the prompt only back to the last token that ends a turn. For any other family the whole prompt
-# is handed over.
+# These families read the prompt only back to the last token that ends a turn. Any other family gets the whole
+# prompt.
 _BACK_TO_STOP = frozenset(
     {
         "deepseek-r1",
@@ -37,7 +37,7 @@ _BACK_TO_STOP = frozenset(
         "qwen3.8",
     }
 )
-_NEAR, _WINDOW = 32, 4096  # tokens looked at in one step
+_NEAR, _WINDOW = 32, 4096  # tokens searched in the first step, and in each later step
 
 
 def tail_start(prompt: npt.NDArray[Any], chat_format: Any, family: str, stop_token_ids: Sequence[int]) -> int:
@@ -45,8 +45,8 @@ def tail_start(prompt: npt.NDArray[Any], chat_format: Any, family: str, stop_tok
     if family not in _BACK_TO_STOP and not getattr(chat_format, "reads_only_last_turn", False):
         return 0
     if getattr(getattr(chat_format, "config", None), "add_vision_id", False):
-        return 0  # it counts the pictures of the whole conversation
-    near = prompt[-_NEAR:].tolist()  # nearly always the header of the reply stands here alone
+        return 0  # the format counts the images of the whole conversation
+    near = prompt[-_NEAR:].tolist()  # nearly always contains the end of the previous turn
     for back, token in enumerate(reversed(near), start=1):
         if token in stop_token_ids:
             return len(prompt) - back

@@ -1,7 +1,7 @@
 """Runs a model's own chat template as the Hugging Face libraries do, without importing them.
 
-The text that a template writes here is, character for character, what `apply_chat_template` writes. A
-template is foreign code: it runs in Jinja's sandbox and sees plain JSON values only.
+The rendered text is, character for character, that of `apply_chat_template`. A template is untrusted code: it
+runs in Jinja's sandbox and sees only plain JSON values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from areal_agents.rendering.tokenization.tokenizer import read_json
 
 Clock = Callable[[], datetime]
 
-# What the caller of a template always gives; everything else that it reads is an option.
+# Variables that every template gets; any other variable that it reads is an option.
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now"}
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -33,7 +33,7 @@ class ChatTemplate:
     """A compiled chat template with fixed options. Safe to share between threads.
 
     Attributes:
-        source: the template's text; where a folder has several, all of them.
+        source: the source of the template; if a folder has several, all of them.
         option_names: the options that the template reads.
     """
 
@@ -44,15 +44,15 @@ class ChatTemplate:
         special_tokens: Mapping[str, str],
         options: Mapping[str, Any],
     ) -> None:
-        """Compile.
+        """Compile the templates.
 
         Args:
-            sources: "default", and "tool_use" where requests with tools have a template of their own.
-            special_tokens: by role, as templates read them: `{"bos_token": "<s>", …}`.
+            sources: the template "default", and "tool_use" if requests with tools have a separate template.
+            special_tokens: the special tokens by the name that templates use: `{"bos_token": "<s>", …}`.
             options: more variables for the template, for example `{"enable_thinking": False}`.
 
         Raises:
-            ConfigError: no "default", a template that is no Jinja, or an option that it does not read.
+            ConfigError: there is no "default", a template is not valid Jinja, or it does not read an option.
         """
         if "default" not in sources:
             raise ConfigError(f"a model needs a chat template named 'default', got {sorted(sources)}")
@@ -63,25 +63,26 @@ class ChatTemplate:
             self._templates = {name: environment.from_string(text) for name, text in sources.items()}
             trees = [environment.parse(text) for text in sources.values()]
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(f"the chat template is no Jinja template: {error}") from error
+            raise ConfigError(f"the chat template is not a valid Jinja template: {error}") from error
         read = set().union(*(jinja2.meta.find_undeclared_variables(tree) for tree in trees))
         self.option_names = tuple(sorted(read - _GIVEN - set(environment.globals) - set(special_tokens)))
         unknown = sorted(set(options) - set(self.option_names))
         if unknown:
-            has = ", ".join(self.option_names) or "no options"
+            known = ", ".join(self.option_names) or "no options"
             raise ConfigError(
-                f"renderer option {unknown[0]!r} is not read by this chat template; it has {has}"
+                f"renderer option {unknown[0]!r} is not read by this chat template; it reads {known}"
             )
 
     @classmethod
     def from_folder(
         cls, path: str | Path, *, special_tokens: Mapping[str, str], options: Mapping[str, Any]
     ) -> ChatTemplate:
-        """The template of a model folder. ConfigError as at construction, or if the folder has none."""
+        """Compile the template of a model folder. ConfigError as for construction, or if there is none."""
         sources = template_sources(path)
         if not sources:
             raise ConfigError(
-                f"{path} has no chat template: no chat_template.jinja, none in tokenizer_config.json"
+                f"{path} has no chat template: expected chat_template.jinja, or chat_template in "
+                "tokenizer_config.json or chat_template.json"
             )
         return cls(sources, special_tokens=special_tokens, options=options)
 
@@ -98,8 +99,8 @@ class ChatTemplate:
         Args:
             messages: OpenAI chat messages.
             tools: OpenAI function tools, or None.
-            add_generation_prompt: end where the model's reply begins.
-            now: the clock of a template that writes the date.
+            add_generation_prompt: whether to end with the header of the model's reply.
+            now: the clock for templates that write the date.
 
         Raises:
             RenderingError: the template refuses this conversation.
@@ -114,14 +115,15 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 strftime_now=lambda form: now().strftime(form),
             )
-        except Exception as error:  # foreign code may fail in any way on what it does not know
+        except Exception as error:  # a template can raise anything on input that it does not support
             raise RenderingError(f"the chat template refuses this conversation: {error}") from error
 
 
 def template_sources(path: str | Path) -> dict[str, str]:
     """The chat templates of a model folder by name, {} if it has none. ConfigError if one is malformed.
 
-    Files stand above tokenizer_config.json, which holds one text or a list of `{"name", "template"}`.
+    Jinja files take precedence over tokenizer_config.json, which holds a string or a list of
+    `{"name", "template"}`.
     """
     folder = Path(path)
     if (folder / "chat_template.jinja").is_file():
@@ -145,7 +147,7 @@ def template_sources(path: str | Path) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}` marks a reply for training code; it writes its inside."""
+    """`{% generation %}…{% endgeneration %}` marks a reply for training code; only its content is written."""
 
     tags = {"generation"}
 
@@ -171,7 +173,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape <, > and &."""
+    """Serialise a value as JSON; unlike Jinja's own filter, <, > and & are not escaped."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -182,7 +184,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _with_reasoning_names(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Templates read reasoning under one of two names."""
+    """The message with its reasoning under both names that templates read."""
     reasoning = next((message[key] for key in _REASONING_KEYS if message.get(key) is not None), None)
     if reasoning is None:
         return dict(message)

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and bounds on the number of tokens."""
+"""Converts text to token ids and back, and bounds the number of tokens of a text."""

@@ -18,7 +18,7 @@ import tokenizers
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _PRE_TOKENIZERS = {"ByteLevel", "Metaspace", "Digits"}
 _ALL_BYTES = 256
-_SLICE = 65_536  # characters that are looked at in one step; other threads run between two steps
+_SLICE = 65_536  # characters examined in one step; other threads run between two steps
 _MOST_PATTERN = 16  # longest string, in characters, that a supported normalizer replaces or inserts
 # A normalizer that is given slices instead of the whole string can differ in the characters around a cut. A
 # composition joins at most four code points (Unicode's FAQ on normalization: no canonical decomposition is

@@ -1,7 +1,7 @@
-"""The tokenizer of a model folder, read from its `tokenizer.json`.
+"""The tokenizer of a model folder, read directly from its `tokenizer.json`.
 
-It has the surface that the `renderers` library expects of a tokenizer, so that a process that only
-renders needs neither torch nor transformers.
+It has the interface that the `renderers` library expects of a tokenizer, so a process that only renders needs
+neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Tokenizer:
 
     Attributes:
         name_or_path: the folder it was read from.
-        eos_token_id, pad_token_id, unk_token_id: None where the folder names no such token.
-        vocab_size: one more than the largest token id, added tokens included.
+        eos_token_id, pad_token_id, unk_token_id: None if the folder names no such token.
+        vocab_size: one more than the largest token id, including added tokens.
         added_token_ids: tokens that no merge crosses: the text before and after one is encoded separately.
-        special_token_ids: those of them that are marked special: ends of turns, headers, padding.
-        special_tokens: the strings that the folder's settings name, by role: `{"eos_token": "</s>", …}`.
+        special_token_ids: the added tokens that are marked special: ends of turns, headers, padding.
+        special_tokens: the special tokens in the folder's settings, by role: `{"eos_token": "</s>", …}`.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Tokenizer:
 
         Args:
             special_tokens: see the attribute.
-            fast: a faster encoding that returns the same ids; None if the tokenizer has none.
+            tables: the tables of a faster encoding, which is used if it is proven to be equal.
             bound: a lower bound on the number of tokens of a string; None if the tokenizer has none.
         """
         self._backend = backend
-        # A folder's truncation or padding settings would silently cut or fill prompts.
+        # A folder's truncation or padding settings would silently cut or pad prompts.
         backend.no_truncation()
         backend.no_padding()
         self._fast = fast
@@ -69,7 +69,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.added_token_ids = frozenset(added)
         self.special_token_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        # Then the normalizer may turn other text, which has no marks, into a special token.
+        # If True, the normalizer may turn other text, which has no marks, into a special token.
         self._finds_normalized = backend.normalizer is not None and any(
             token.special and token.normalized for token in added.values()
         )
@@ -106,10 +106,10 @@ class Tokenizer:
         )
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of `text`; special tokens written out in it become their single ids.
+        """The token ids of `text`; special tokens spelled out in it become their single ids.
 
         Raises:
-            PromptTooLong: within `limited`, once the strings together cannot fit.
+            PromptTooLong: within `limited`, the texts encoded so far cannot fit the limit together.
             RenderingError: the library failed on the text.
         """
         self._refuse_too_long(text)
@@ -127,9 +127,9 @@ class Tokenizer:
         return encoding.ids
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered text: as `encode`, but special tokens with a mark in them stay text.
+        """The token ids of a rendered text: as `encode`, but special tokens that contain a mark stay text.
 
-        The content must have been marked by `SpecialText`. Raises the errors of `encode`.
+        The content must have been marked by `SpecialText`. Raises the same errors as `encode`.
         """
         if MARK not in text and ESCAPED_MARK not in text and not self._finds_normalized:
             return self.encode(text)
@@ -150,7 +150,7 @@ class Tokenizer:
 
     @contextlib.contextmanager
     def limited(self, tokens: int) -> Iterator[None]:
-        """Within the with-block, refuse strings of this thread that together cannot fit `tokens` tokens.
+        """Within the with-block, refuse texts of this thread that together cannot fit in `tokens` tokens.
 
         If the tokenizer has no `TokenBound`, or the strings are short, they are encoded and the caller counts
         their tokens.
@@ -190,7 +190,7 @@ class Tokenizer:
             raise PromptTooLong(count)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of `token_ids`, exactly: no clean-up of spaces."""
+        """The exact text of `token_ids`, without clean-up of spaces."""
         if self._fast is not None and not skip_special_tokens:
             text = self._fast.decode(token_ids)
             if text is not None:
@@ -198,22 +198,22 @@ class Tokenizer:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """The id of a token, or a list of ids; of a token that does not exist, `unk_token_id`."""
+        """The id of a token, or a list of ids; `unk_token_id` for a token that does not exist."""
         if isinstance(tokens, str):
             token_id = self._backend.token_to_id(tokens)
             return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def added_token_id(self, text: str) -> int | None:
-        """The id of an added token, None where `text` is none: then it may be encoded as several."""
+        """The id of an added token; None if `text` is not one and may be encoded as several tokens."""
         token_id = self._backend.token_to_id(text)
         return token_id if token_id in self.added_token_ids else None
 
     def token_text(self, token_id: int) -> str:
-        """How an added token is written in a text. ValueError if there is no such token."""
+        """The text of an added token. ValueError if there is no such token."""
         text = self._backend.id_to_token(token_id)
         if text is None:
-            raise ValueError(f"token ids are below {self.vocab_size}, got {token_id}")
+            raise ValueError(f"a token id must be from 0 to {self.vocab_size - 1}, got {token_id}")
         return text
 
     def _id(self, token: str | None) -> int | None:
@@ -232,20 +232,20 @@ def _encoded(encode: Callable[[], tokenizers.Encoding]) -> tokenizers.Encoding:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, {} if the file is absent. ConfigError if it is something else."""
+    """Read a JSON object from a file; {} if the file is absent. ConfigError if it holds anything else."""
     if not path.is_file():
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
     return data
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens by role. Older folders name them in a file of their own."""
+    """The special tokens by role. Older folders name them in special_tokens_map.json."""
     settings = {
         **read_json(folder / "special_tokens_map.json"),
         **read_json(folder / "tokenizer_config.json"),
@@ -255,5 +255,5 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _token_text(value: Any) -> Any:
-    """A special token is written as its text, or as an object with a `content`."""
+    """The text of a special token, which settings give as a string or as an object with a `content`."""
     return value.get("content") if isinstance(value, dict) else value
