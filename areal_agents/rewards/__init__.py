@@ -1,4 +1,4 @@
-"""Rewards: pure functions from an answer and what was expected to a score."""
+"""Reward functions: pure functions that score an answer against the expected one."""
 
 from __future__ import annotations
 
