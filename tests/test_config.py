@@ -83,7 +83,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("data={seed: 1}", "data: path (of tasks) or episodes (a store of recorded ones) is required"),
         ("agent=''", "'agent' is required"),
         ("algorithm=grop", "did you mean 'grpo'?"),
-        ("algorithm=null", "algorithm: expected the name of a preset or a mapping of settings, got None"),
+        ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got None"),
         (
             "algorithm={policy_loss: dpo, estimator: group}",
             "estimator: group does not go with policy_loss: dpo",

@@ -71,7 +71,7 @@ class AlgorithmConfig(BaseModel):
     )
     trust_region: TrustRegion = Field(
         default_factory=NoTrustRegion,
-        description="Which tokens of a minibatch keep their gradient, or are penalised.",
+        description="Which tokens of a minibatch lose their gradient, or are penalised.",
     )
     loss_normalization: Normalization = Field(
         default_factory=TokenMean,
@@ -124,10 +124,10 @@ class AlgorithmConfig(BaseModel):
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
-            raise ValueError(f"expected the name of a preset or a mapping of settings, got {given!r}")
+            raise ValueError(f"must be the name of a preset or a mapping of settings, got {given!r}")
         name = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str):
-            raise ValueError(f"preset: expected the name of a preset as a string, got {name!r}")
+            raise ValueError(f"preset must be the name of a preset, a string, got {name!r}")
         preset = dict(preset_values(name))
         loss = kind_given(cls, "policy_loss", given, preset)
         if loss is not None:
@@ -188,7 +188,7 @@ class AlgorithmConfig(BaseModel):
                 shown = getattr(chosen, "kind", chosen)
                 yield (
                     f"{setting}: {shown} has no meaning for {self.policy_loss.kind}, which learns from "
-                    "recorded episodes as they are, without advantages and without a behavior policy"
+                    "recorded episodes unchanged, without advantages and without a behavior policy"
                 )
         if self.policy_loss.kind == "dpo" and not isinstance(self.loss_normalization, TokenMean):
             yield "loss_normalization has no meaning for dpo, whose loss is a mean over pairs"
@@ -359,7 +359,7 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def trained_turns(self) -> TrainedTurns:
-        """Which turns are trained; supervised losses need no sampling distribution."""
+        """The rule that chooses the trained turns; supervised losses need no sampling distribution."""
         return TrainedTurns(
             constrained=self.train_constrained,
             greedy=self.is_supervised,

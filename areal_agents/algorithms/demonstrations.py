@@ -1,7 +1,7 @@
-"""Self-distillation: builds what the teacher, which is the policy itself, reads before an episode.
+"""Self-distillation: the demonstration that the teacher, which is the policy itself, reads before an episode.
 
-The recorded tokens of the demonstration are placed before those of the episode, so no template is involved:
-the teacher reads the better episode and then the other one as one context.
+The recorded tokens of the demonstration precede those of the episode, so no template is involved: the teacher
+reads the better episode and then the other one as one context.
 """
 
 from __future__ import annotations
@@ -46,28 +46,30 @@ def with_demonstrations(
 ) -> list[TrainingSample]:
     """The samples as the teacher of self-distillation reads them: each after its demonstration.
 
-    The scored tokens are the same, in the same order; the demonstration's tokens are read only.
+    The scored tokens are the same, in the same order; the demonstration's tokens are context only.
     """
     prefixed = []
     for sample in samples:
         before = demonstrations[sample.episode_id]
 
-        def behind(array: np.ndarray, value: float, count: int = len(before)) -> np.ndarray:
+        def prefixed_with(array: np.ndarray, value: float, count: int = len(before)) -> np.ndarray:
             return np.concatenate([np.full(count, value, array.dtype), array])
 
         prefixed.append(
             replace(
                 sample,
                 token_ids=np.concatenate([before, sample.token_ids]),
-                loss_mask=behind(sample.loss_mask, False),
-                behavior_logprobs=behind(sample.behavior_logprobs, 0),
-                versions=behind(sample.versions, -1),
-                temperatures=behind(sample.temperatures, 1),
-                advantages=behind(sample.advantages, 0),
-                turn_index=behind(sample.turn_index, -1),
+                loss_mask=prefixed_with(sample.loss_mask, False),
+                behavior_logprobs=prefixed_with(sample.behavior_logprobs, 0),
+                versions=prefixed_with(sample.versions, -1),
+                temperatures=prefixed_with(sample.temperatures, 1),
+                advantages=prefixed_with(sample.advantages, 0),
+                turn_index=prefixed_with(sample.turn_index, -1),
                 images=tuple(replace(image, start=image.start + len(before)) for image in sample.images),
-                prefix_mask=None if sample.prefix_mask is None else behind(sample.prefix_mask, False),
-                observation_mask=None if sample.observation_mask is None else behind(sample.observed, False),
+                prefix_mask=None if sample.prefix_mask is None else prefixed_with(sample.prefix_mask, False),
+                observation_mask=None
+                if sample.observation_mask is None
+                else prefixed_with(sample.observed, False),
                 routed_experts=None,
             )
         )

@@ -1,4 +1,4 @@
-"""Settings as a tree of parts, each a small model that holds only its own settings.
+"""Arranges settings as a tree of parts, each a small model that holds only its own settings.
 
 A part is chosen among alternatives by its `kind`. Settings can also be given flat, without naming the part
 that they belong to: `{policy_loss: gspo, clip_high: 0.3}` means
@@ -19,7 +19,7 @@ NONE = "none"  # the kind of an alternative that does nothing
 
 
 class Part(BaseModel):
-    """A frozen group of settings; one of several alternatives has a field `kind` that tells which it is."""
+    """A frozen group of settings; if it is one of several alternatives, its field `kind` says which."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -34,7 +34,7 @@ def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, 
     Args:
         model: its fields are plain settings, parts, or unions of parts.
         given: what the user wrote.
-        preset: flat settings; the name of a part represents its kind.
+        preset: flat settings; the name of a part sets its kind.
 
     Raises:
         ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; the
@@ -87,7 +87,7 @@ def settings_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 
 def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]]:
-    """The flat settings of a part that differ from another of the same kind, with their values."""
+    """The flat settings, with their values, in which a part differs from another of the same kind."""
     for name in type(chosen).model_fields:
         ours, theirs = getattr(chosen, name), getattr(default, name)
         if ours == theirs:
@@ -118,7 +118,7 @@ def _fill(
         own = {"kind": given} if isinstance(given, str) else given
         if not isinstance(own, Mapping):
             faults.append(
-                f"{name}: expected one of {', '.join(filter(None, parts))}, or a mapping, got {given!r}"
+                f"{name} must be one of {', '.join(filter(None, parts))}, or a mapping, got {given!r}"
             )
             continue
         inner = dict(own)
@@ -134,7 +134,7 @@ def _fill(
         names = {setting for setting, _ in settings_of(parts[kind])}
         for setting in sorted(names & left.keys()):
             if setting in inner:
-                faults.append(f"{setting} is given twice, by itself and in {name}")
+                faults.append(f"{setting} is given twice, by itself and in {name}; leave out one of them")
             inner[setting] = left.pop(setting)
         filled = _fill(parts[kind], inner, preset if kind == standard else {}, faults)
         faults += [_unplaced(parts[kind], unknown, value, where=name) for unknown, value in inner.items()]
@@ -143,7 +143,7 @@ def _fill(
 
 
 def _chosen_by_setting(parts: Mapping[str, type[Part]], left: Iterable[str]) -> str | None:
-    """The only alternative that has one of the settings `left`."""
+    """The kind of the only alternative that has one of the settings `left`; None if there is not one."""
     wanted = set(left)
     having = [kind for kind, part in parts.items() if wanted & {name for name, _ in settings_of(part)}]
     return having[0] if len(having) == 1 else None

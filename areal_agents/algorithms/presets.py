@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-# Four minibatches wherever the method is about the ratio π_θ/π_prox, which is 1 with a single one.
+# Methods that act on the ratio π_θ/π_prox have four minibatches, because with a single one it is 1.
 _RATIO: dict[str, Any] = {"minibatches": 4}
 _ALL_GROUPS: dict[str, Any] = {"drop_equal_groups": False}
 

@@ -1,4 +1,4 @@
-"""Replay: whether groups are trained on again while they are within the staleness bound."""
+"""Settings of replay: whether trained groups are trained on again within the staleness bound."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The hard bound on staleness, checked where tokens are consumed.
+"""Enforces the bound on staleness when tokens are trained on.
 
 The submission gate bounds only the mean: a long episode can span more versions than the bound, and a slow
 episode is overtaken by others. Under each of these rules no token older than η versions carries a gradient:
 
     mask        tokens beyond the bound have loss mask 0; the rest of their group is trained
-    drop        a group with any token beyond the bound is dropped, and another taken for it
-    wait        the trainer takes no batch that would leave behind a group which could then not be trained
-                in time: it waits until the older groups are complete. Tokens beyond the bound are masked
+    drop        a group with any token beyond the bound is dropped, and another one takes its place
+    wait        the trainer takes no batch that leaves out a group which could then not be trained in time,
+                but waits until the older groups are complete. Tokens beyond the bound are masked
     downweight  as mask, and the loss of a token of staleness a within the bound is multiplied by
                 1 / (1 + a); the denominator of the loss does not change
 
@@ -31,7 +31,7 @@ from areal_agents.errors import TrainingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StalenessReport:
-    """What the bound let through.
+    """What the bound left to train, and what it removed.
 
     Attributes:
         staleness: [N] trainer's version − token's version, of the tokens that are trained. It is computed
@@ -52,12 +52,12 @@ def mask_stale(
 ) -> tuple[list[TrainingSample], StalenessReport]:
     """Mask the tokens that are more than `max_staleness` versions older than `version`.
 
-    Observations have no version. They stay where they still lead to a trained token of their sample.
+    Observations have no version. They stay if a trained token of their sample still follows them.
 
     Args:
         version: the trainer's version when the batch begins.
-        max_staleness: η; 0 trains tokens of this very version only. None: no bound, as for episodes that
-            were recorded under another run's versions; their staleness is reported as it is, even below 0.
+        max_staleness: η; 0 trains only tokens of this version. None: no bound, as for episodes that were
+            recorded under another run's versions; their staleness is reported unchanged, even below 0.
 
     Raises:
         TrainingError: a trained token has a version that does not exist yet.
@@ -71,7 +71,7 @@ def mask_stale(
         trained = staleness[sample.loss_mask]
         if trained.size and trained.min() < 0:
             raise TrainingError(
-                f"group {sample.group_id}, episode {sample.episode_id}: a token of version "
+                f"group {sample.group_id}, episode {sample.episode_id}: a trained token is of version "
                 f"{version - trained.min()}, but the trainer is at version {version}"
             )
         stale = sample.policy_mask & (staleness > max_staleness)
@@ -107,16 +107,16 @@ def age_weights(versions: npt.NDArray[np.int32], *, version: int) -> npt.NDArray
 
 
 def leaves_in_time(versions: Sequence[int], *, version: int, groups: int, max_staleness: int | None) -> bool:
-    """Whether the groups that the batch of `version` leaves behind can all be trained within the bound.
+    """Whether the groups that the batch of `version` leaves out can all be trained within the bound.
 
     Every later version trains `groups` of them, and a group that began at version o is in time up to
-    version o + η. Taken in the order of their beginning, the i-th is trained at version + 1 + ⌊i / groups⌋;
-    no other order is in time where this one is not.
+    version o + η. In the order in which they began, the i-th is trained at version + 1 + ⌊i / groups⌋; if
+    this order is not in time, no other order is.
 
     Args:
-        versions: of each group left behind, the version that none of its tokens is older than.
-        version: the trainer's.
-        groups: groups in a batch.
+        versions: for each group left out, a version that none of its tokens is older than.
+        version: the trainer's version.
+        groups: the number of groups in a batch.
         max_staleness: η; None: no bound.
     """
     if max_staleness is None:
@@ -131,7 +131,7 @@ def is_stale(
 ) -> bool:
     """Whether a group is too stale to be trained on at `version`.
 
-    It is if all tokens that would be trained are beyond the bound or, with `drop`, if any one is.
+    A group is too stale if all tokens that would be trained are beyond the bound or, with `drop`, if any is.
     """
     rule = algorithm.trained_turns
     trained = [t.completion.versions for rollout in group.rollouts for t in rule.of(rollout.episode)]
@@ -175,9 +175,9 @@ def episode_tokens(
 def stale_share_by_length(episodes: Sequence[EpisodeTokens]) -> dict[str, float]:
     """The share of trainable tokens that staleness cost, by decile of the episodes' sampled tokens.
 
-    "1" are the shortest tenth of the episodes, "10" the longest; a decile without a trainable token is
-    absent. Where the bound takes effect the share is larger for long episodes, so that dropping and masking
-    favour short ones.
+    "1" is the shortest tenth of the episodes, "10" the longest; a decile without a trainable token is
+    absent. If the bound takes effect, the share is larger for long episodes, so dropping and masking favour
+    short ones.
     """
     ordered = sorted(episodes, key=lambda episode: episode.sampled)
     trainable, stale = [0] * 10, [0] * 10

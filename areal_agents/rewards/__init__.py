@@ -1,4 +1,4 @@
-"""Reward functions: pure functions from an answer and the expected one to a score."""
+"""Reward functions: pure functions that score an answer against the expected one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rewards for short factual answers.
 
-Both sides go through the same `normalise`, so a reward never depends on case, accents, spacing or the full
-stop at the end, and never on anything else.
+Both the answer and the expected answer are passed through `normalise`, so differences in case, accents,
+spacing and surrounding punctuation do not change a reward, and all other differences do.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ import unicodedata
 
 
 def exact_match(answer: str | None, expected: str) -> float:
-    """1.0 if `answer` says exactly `expected` after `normalise`, else 0.0.
+    """1.0 if `answer` equals `expected` after `normalise`, else 0.0.
 
-    `answer` may be None (the agent gave none), which scores 0. Raises ValueError if nothing of `expected`
-    is left after normalisation: every empty answer would match it.
+    An `answer` of None (the agent gave none) scores 0. Raises ValueError if `expected` is empty after
+    normalisation, because every empty answer would match it.
     """
     wanted = normalise(expected)
     if not wanted:
-        raise ValueError(f"expected an answer with letters, digits or symbols, got {expected!r}")
+        raise ValueError(f"the expected answer must contain a letter, a digit or a symbol, got {expected!r}")
     return float(answer is not None and normalise(answer) == wanted)
 
 
 def normalise(text: str) -> str:
-    """Case folded, accents removed, white space collapsed, punctuation trimmed from both ends.
+    """Fold case, remove accents, collapse white space, and trim punctuation from both ends.
 
-    Punctuation inside stays ("America/Sao_Paulo", "1.008"), and so do symbols such as "+" and "$".
+    Punctuation inside the text stays ("America/Sao_Paulo", "1.008"), and so do symbols such as "+" and "$".
     """
     decomposed = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     plain = " ".join("".join(c for c in decomposed if not unicodedata.combining(c)).split())

@@ -270,7 +270,7 @@ def test_leave_one_out_is_the_formula_of_rloo(seed: int) -> None:
 def test_leave_one_out_of_the_batch_and_of_a_group_of_one() -> None:
     got = plain([[1.0], [3.0, 8.0]], mean="batch", std="none", leave_one_out=True)
     assert got == [[1 - 5.5], [3 - 4.5, 8 - 2.0]]
-    with pytest.raises(ValueError, match="group 0 of the batch has no second episode"):
+    with pytest.raises(ValueError, match="group 0 of the batch: leave_one_out needs at least two episodes"):
         plain([[1.0], [3.0, 8.0]], std="none", leave_one_out=True)
 
 

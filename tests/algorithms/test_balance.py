@@ -37,7 +37,7 @@ def test_every_cost_once_as_many_each_and_never_further_apart_than_the_costs(
 
 
 def test_a_number_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="5 micro-batches cannot be dealt to 2 ranks"):
+    with pytest.raises(ValueError, match="must be a multiple of the ranks, got 5 for 2 ranks"):
         balance([1.0] * 5, 2)
 
 

@@ -151,5 +151,5 @@ def test_bounds_that_make_no_sense_say_what_was_got() -> None:
         correct(torch.zeros(1), sequences, floor=0.5)
     with pytest.raises(ValueError, match=r"below the cap, got 6.0 with mask, cap 5.0"):
         correct(torch.zeros(1), sequences, action="mask", floor=6.0)
-    with pytest.raises(ValueError, match=r"above e\^-20, where log-ratios end, got 1e-10"):
+    with pytest.raises(ValueError, match=r"above e\^-20, the smallest weight after clamping, got 1e-10"):
         correct(torch.zeros(1), sequences, veto=1e-10)

@@ -122,9 +122,9 @@ def test_several_rewards_of_one_turn_add_up() -> None:
 
 
 def test_rewards_that_are_of_no_episode_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"began after turns that were recorded later: \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"recorded_before must be from 0 to .*, got \(0, 2\)"):
         EpisodeRewards("g", np.zeros(2), 0.0, (0, 2), np.zeros(2, bool), False)
-    with pytest.raises(ValueError, match="2 rewards of turns, 2 marks and 1 places"):
+    with pytest.raises(ValueError, match="one entry per turn, got 2, 2 and 1"):
         EpisodeRewards("g", np.zeros(2), 0.0, (0,), np.zeros(2, bool), False)
 
 

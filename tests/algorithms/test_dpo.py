@@ -63,7 +63,7 @@ def test_extreme_sums_stay_finite() -> None:
 
 
 def test_bad_arguments_say_what_was_got() -> None:
-    with pytest.raises(ValueError, match=r"no logprob sum for the episodes \['b'\]"):
+    with pytest.raises(ValueError, match=r"both logprob sums, missing: \['b'\]"):
         dpo_coefficients({"a": 0.0}, {"a": 0.0, "b": 0.0}, [("a", "b")], beta=0.1)
     with pytest.raises(ValueError, match="got 0 pairs"):
         dpo_coefficients({}, {}, [], beta=0.1)

@@ -164,7 +164,7 @@ def test_a_reward_without_a_weight_beside_weights_is_refused_and_the_group_named
         ({"reward_bias": 1.0}, "reward_bias: 1.0 has no meaning for estimator: gdpo"),
         ({"reward_clip": 1.0}, "reward_clip: 1.0 has no meaning for estimator: gdpo"),
         ({"kl_in": "reward", "kl_coefficient": 0.1}, "estimator: gdpo does not go with kl_in: reward"),
-        ({"reward_weights": {"a": 0.0}}, "every weight is 0"),
+        ({"reward_weights": {"a": 0.0}}, "must have a weight other than 0"),
         ({"reward_weights": {"a": float("nan")}}, "finite"),
         ({"preset": "grpo", "reward_weights": {"a": 1.0}}, "needs estimator: gdpo"),
         (

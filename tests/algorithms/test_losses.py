@@ -243,7 +243,7 @@ def test_bad_arguments_say_what_was_got() -> None:
     with pytest.raises(ValueError, match=r"one shape, got \[\(1,\), \(2,\)\]"):
         evaluate([-1.0], proximal=[-1.0, -1.0], behavior=[-1.0], advantages=[1.0])
     one = {"proximal": [-1.0], "behavior": [-1.0], "advantages": [1.0]}
-    with pytest.raises(ValueError, match="KL in the loss needs the logprobs of the reference"):
+    with pytest.raises(ValueError, match="KL in the loss needs `reference`"):
         evaluate([-1.0], algorithm=settings_of("k3"), **one)
-    with pytest.raises(ValueError, match="entropy coefficient needs the entropies"):
+    with pytest.raises(ValueError, match="entropy coefficient needs `entropy`"):
         evaluate([-1.0], algorithm=settings_of("ppo"), **one)

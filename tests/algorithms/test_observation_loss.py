@@ -182,7 +182,7 @@ def test_masks_that_contradict_each_other_are_refused() -> None:
         with_observations(made, [1])
     with pytest.raises(ValueError, match="not followed by a trained token"):
         with_observations(sample([9, 1, 2], [1]), [2])
-    with pytest.raises(ValueError, match="first token has no prediction"):
+    with pytest.raises(ValueError, match="first token cannot be trained"):
         with_observations(made, [0])
     with pytest.raises(ValueError, match="all arrays must have one length"):
         replace(made, observation_mask=np.zeros(3, bool))

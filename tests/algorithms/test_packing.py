@@ -186,7 +186,7 @@ def test_weights_follow_their_tokens() -> None:
             assert batch.loss_weights[batch.sample_index == index].tolist() == weights[index].tolist()
     (batch,) = pack(samples, token_budget=1000)
     assert batch.loss_weights.tolist() == pytest.approx([1 / 18] * 18)
-    with pytest.raises(ValueError, match="a weight per scored token"):
+    with pytest.raises(ValueError, match="one number per scored token"):
         pack(samples, token_budget=60, weights=weights[:5])
 
 

@@ -195,7 +195,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
     [
         ({"preset": "grop"}, "no preset 'grop'; did you mean 'grpo'"),
         ({"preset": "drgrpo"}, "did you mean 'dr_grpo'"),
-        ({"preset": ["grpo"]}, "preset: expected the name of a preset as a string, got ['grpo']"),
+        ({"preset": ["grpo"]}, "preset must be the name of a preset, a string, got ['grpo']"),
         # a setting of a part that was not chosen, also at its default value
         ({"preset": "ppo", "leave_one_out": True}, "leave_one_out: True needs estimator: group"),
         ({"gae_lambda": 0.95}, "gae_lambda: 0.95 needs estimator: gae"),

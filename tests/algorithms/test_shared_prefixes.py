@@ -258,7 +258,7 @@ def test_a_prefix_that_is_trained_here_or_comes_first_is_refused() -> None:
     branch = next(s for s in data.samples if s.prefix_mask is not None)
     with pytest.raises(ValueError, match="trained both here and by another sample"):
         replace(branch, prefix_mask=branch.loss_mask)
-    with pytest.raises(ValueError, match="the first token has no prediction"):
+    with pytest.raises(ValueError, match="the first token cannot be trained"):
         replace(branch, prefix_mask=np.arange(len(branch)) == 0)
     with pytest.raises(ValueError, match="all arrays must have one length"):
         replace(branch, prefix_mask=np.zeros(1, bool))

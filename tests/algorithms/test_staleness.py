@@ -93,7 +93,8 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_a_version_that_does_not_exist_yet_is_refused_by_name() -> None:
     with pytest.raises(
-        TrainingError, match="group g, episode e: a token of version 6, but the trainer is at version 5"
+        TrainingError,
+        match="group g, episode e: a trained token is of version 6, but the trainer is at version 5",
     ):
         mask_stale([sample([9, 1], [1], versions=[-1, 6])], version=5, max_staleness=1)
 

@@ -454,16 +454,16 @@ def test_nothing_to_train_is_no_error() -> None:
 def test_what_is_missing_or_has_no_use_is_refused() -> None:
     data = build_training_data([group([episode(CHAIN, 1.0)])], ppo())
     zeros = per_token(data, lambda _: 0.0)
-    with pytest.raises(ValueError, match="values are missing"):
+    with pytest.raises(ValueError, match="values are required, got None"):
         token_advantages(data, values=None, penalties=None, config=ppo())
-    with pytest.raises(ValueError, match="penalties are not used"):
+    with pytest.raises(ValueError, match="penalties must be None, because they are not used"):
         token_advantages(data, values=zeros, penalties=zeros, config=ppo())
-    with pytest.raises(ValueError, match="values of 0 samples, expected those of 1"):
+    with pytest.raises(ValueError, match="values must have one array per sample, 1, got 0"):
         token_advantages(data, values=[], penalties=None, config=ppo())
 
 
 @pytest.mark.parametrize("bad", [np.zeros(5), np.array([0, 0, np.nan, 0, 0, 0])])
 def test_a_number_too_few_or_not_finite_is_named(bad: np.ndarray) -> None:
     data = build_training_data([group([episode(CHAIN, 1.0)])], ppo())
-    with pytest.raises(TrainingError, match="group g, episode e: values .* 5 of them finite, for 6 scored"):
+    with pytest.raises(TrainingError, match="group g, episode e: values .* 6 scored tokens, .* 5 finite"):
         token_advantages(data, values=[bad], penalties=None, config=ppo())

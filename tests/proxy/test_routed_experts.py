@@ -152,7 +152,7 @@ def test_a_path_knows_the_experts_of_all_its_tokens_but_the_last() -> None:
     with pytest.raises(ValueError, match="turn a adds 5 tokens, .* of at most 4: .*; got those of 5"):
         turn("a", None, completion(2, 5))
     other = replace(child, completion=replace(child.completion, routed_experts=np.zeros((5, 1, 3), np.int16)))
-    with pytest.raises(ValueError, match="several shapes"):
+    with pytest.raises(ValueError, match="must have one shape"):
         _ = Trajectory((root, other)).routed_experts
 
 

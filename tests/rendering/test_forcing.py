@@ -260,7 +260,7 @@ def test_an_answer_can_be_asked_where_calls_cannot_be_forced(family: str) -> Non
     answer = renderer.reply_grammar([], output=schema_grammar(ANSWER))
     assert kinds_of_replies(renderer, answer, ANSWER, walks=12) == {"JSON"}
     with pytest.raises(
-        RenderingError, match="JSON or tool calls.*response_format and tools.*tool_choice none"
+        RenderingError, match="JSON or tool calls.*response_format or tools.*tool_choice none"
     ):
         renderer.reply_grammar(TOOLS, output=schema_grammar(ANSWER))
 

@@ -115,7 +115,7 @@ def test_special_tokens_and_sizes(renderer: ChatRenderer) -> None:
     assert tokenizer.added_token_id("<think>") in tokenizer.added_token_ids - tokenizer.special_token_ids
     assert tokenizer.added_token_id("a") is None and tokenizer.added_token_id("<none>") is None
     assert tokenizer.token_text(tokenizer.eos_token_id) == "<|im_end|>"
-    with pytest.raises(ValueError, match=f"below {tokenizer.vocab_size}, got 999999"):
+    with pytest.raises(ValueError, match=f"from 0 to {tokenizer.vocab_size - 1}, got 999999"):
         tokenizer.token_text(999_999)
     assert renderer.vocab_size == tokenizer.convert_tokens_to_ids("</think>") + 1
     assert tokenizer.decode(tokenizer.encode("  a , b ")) == "  a , b "

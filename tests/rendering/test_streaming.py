@@ -275,5 +275,5 @@ def test_a_stream_ends_once(renderer: ChatRenderer) -> None:
         _ = stream.message
     assert stream.feed([]) == [] and stream.finish() == []
     assert stream.message == Message("assistant")
-    with pytest.raises(RenderingError, match="is finished"):
+    with pytest.raises(RenderingError, match="no more tokens after finish"):
         stream.feed([1])

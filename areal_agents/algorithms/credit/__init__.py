@@ -1,5 +1,6 @@
-"""Credit assignment: computes the advantage of each trained token from the rewards of an episode. NumPy only.
+"""Credit: turns the rewards of an episode into the advantage of each trained token, with NumPy only.
 
-`rewards.py` shapes what was given, `returns.py` says what each turn has earned, `advantages.py` compares it
-within a group, `tokens.py` carries advantages to single tokens where a critic or a penalty needs that.
+`rewards.py` shapes the recorded rewards, `returns.py` computes the return of each turn, `advantages.py`
+compares the returns within a group, and `tokens.py` computes advantages of single tokens if there is a critic
+or a penalty per token.
 """

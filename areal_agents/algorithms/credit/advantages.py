@@ -31,8 +31,8 @@ def all_equal(scores: npt.ArrayLike) -> bool:
 def differences(values: Floats, baselines: npt.ArrayLike) -> Floats:
     """values − baselines, elementwise, and exactly 0 where the two are equal up to rounding.
 
-    The mean of n equal numbers can differ from them in the last bit. Whether a group has anything to learn
-    from is decided by whether all its advantages are 0, which such a remainder must not change.
+    The mean of n equal numbers can differ from them in the last bit. A group is equal if all its advantages
+    are 0, and such a remainder must not change that.
     """
     baselines = np.asarray(baselines, np.float64)
     size = np.maximum(1.0, np.maximum(np.abs(values), np.abs(baselines)))
@@ -42,13 +42,13 @@ def differences(values: Floats, baselines: npt.ArrayLike) -> Floats:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Comparison:
-    """The returns of a group's turns, and what they are compared with.
+    """The returns of a group's turns and their baselines.
 
     Attributes:
         returns: per episode [T] D_i(k) of each turn.
-        baselines: per episode [T] what is subtracted, 0 without a mean.
-        scale: what the difference is multiplied by: 1/(std + 1e-5); 1 without a std; 0 where the scores that
-            the std is computed from are all equal.
+        baselines: per episode [T] the baseline that is subtracted, 0 without a mean.
+        scale: the factor of the difference: 1/(std + 1e-5); 1 without a std; 0 if the scores that the std is
+            computed from are all equal.
     """
 
     returns: tuple[Floats, ...]
@@ -70,11 +70,11 @@ def compare(
     leave_one_out: bool = False,
     reductions: Sequence[Sequence[float]] | None = None,
 ) -> list[Comparison]:
-    """Each turn's return beside its baseline: A = (D_i(k) − mean_j D_j(k)) / (std + 1e-5).
+    """Compare each turn's return with its baseline: A = (D_i(k) − mean_j D_j(k)) / (std + 1e-5).
 
-    k is the number of turns that were recorded when the turn's call began, and D_j(k) the return of episode j
-    from its first k turns on. The baseline of a turn is therefore taken at the same k in every episode, and
-    an episode that ended earlier contributes what it still earned, its episode reward.
+    k is the number of turns that were recorded when the turn's call began, and D_j(k) is the return of
+    episode j after its first k turns. The baseline of a turn is therefore taken at the same k in every
+    episode, and an episode that ended earlier contributes its episode reward.
 
     Args:
         groups: the episodes of each group.
@@ -84,7 +84,7 @@ def compare(
         std_estimator: "sample" divides by n − 1, as torch.std does and as the measured recipes
             did; "population" by n.
         leave_one_out: the baseline is over the other episodes: (Σ_j D_j − D_i)/(n − 1).
-        reductions: per group and episode what is subtracted from its D_j in baselines, and from its score:
+        reductions: per group and episode the number subtracted from its D_j in baselines, and from its score:
             the mean over its tokens of their penalties.
 
     Returns:
@@ -99,12 +99,12 @@ def compare(
     RLOO, arXiv 2402.14740.
     """
     if not groups:
-        raise ValueError("expected at least one group, got none")
+        raise ValueError("a batch must have at least one group, got none")
     for index, group in enumerate(groups):
         if not group:
-            raise ValueError(f"group {index} of the batch has no episode")
+            raise ValueError(f"group {index} of the batch must have at least one episode, got none")
         if not all(np.isfinite(member.score) for member in group):
-            raise ValueError(f"group {index} of the batch has a reward that is not finite")
+            raise ValueError(f"group {index} of the batch must have finite rewards only")
     off = reductions or [[0.0] * len(group) for group in groups]
     batch = _Pool([m for group in groups for m in group], [o for of_group in off for o in of_group], returns)
     out, first = [], 0
@@ -119,7 +119,9 @@ def compare(
             continue
         pool, shift = pools[mean]
         if leave_one_out and pool.size < 2:
-            raise ValueError(f"group {index} of the batch has no second episode to leave the first out of")
+            raise ValueError(
+                f"group {index} of the batch: leave_one_out needs at least two episodes to average, got one"
+            )
         baselines = tuple(
             pool.baselines(member.recorded_before, left_out=shift + place if leave_one_out else None)
             for place, member in enumerate(group)
@@ -129,7 +131,7 @@ def compare(
 
 
 class _Pool:
-    """The episodes that a baseline is taken over, with the baseline at each k that was requested."""
+    """The episodes that a baseline is taken over; returns are cached for each k."""
 
     def __init__(self, members: Sequence[EpisodeRewards], off: Sequence[float], returns: Returns) -> None:
         self._members, self._off, self._returns = members, np.asarray(off, np.float64), returns
@@ -138,8 +140,10 @@ class _Pool:
         self.scores = np.array([member.score for member in members]) - self._off
 
     def baselines(self, before: Sequence[int], *, left_out: int | None) -> Floats:
-        """[n] the mean over the episodes of D_j(k), for each k in `before`; `left_out` is the place of an
-        episode that does not count."""
+        """[n] the mean over the episodes of D_j(k), for each k in `before`.
+
+        `left_out` is the index of an episode that does not count, or None.
+        """
         missing = sorted(set(before) - self._at.keys())
         if missing:
             table = np.stack([self._returns.after(member, missing) for member in self._members])  # [n, k]

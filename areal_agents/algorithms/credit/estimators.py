@@ -1,4 +1,4 @@
-"""The estimators of advantages that `algorithm.estimator` chooses among, with their settings."""
+"""The advantage estimators that `algorithm.estimator` chooses among, with their settings."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ from areal_agents.algorithms.parts import Part
 
 GaeLevel = Literal["token", "turn"]
 
-_MEAN = "Over what the subtracted mean is taken: group, batch, or none."
-_STD = "Over what the dividing standard deviation is taken: group, batch, or none."
+_MEAN = "What the subtracted mean is taken over: group, batch, or none."
+_STD = "What the dividing standard deviation is taken over: group, batch, or none."
 _STD_ESTIMATOR = "sample divides by n - 1 (as torch.std does), population by n."
 
 
 class GroupEstimator(Part):
-    """The return of a turn less the mean return of the episodes of its group (GRPO, RLOO)."""
+    """The return of a turn minus the mean return of the episodes of its group (GRPO, RLOO)."""
 
     kind: Literal["group"] = "group"
     credit: Credit = Field(
         default_factory=EpisodeCredit,
-        description="What a turn has earned: episode (the whole score), reward_to_go, step_normalized, or "
+        description="The return of a turn: episode (the whole score), reward_to_go, step_normalized, or "
         "turn_groups (compared with turns in the same situation).",
     )
     advantage_mean: NormLevel = Field(default="group", description=_MEAN)
@@ -130,7 +130,7 @@ class GroupEstimator(Part):
 
 
 class MaxRlEstimator(Part):
-    """The score less the group's mean, divided by the mean: maximum likelihood of success (MaxRL)."""
+    """The score minus the group's mean, divided by the mean: maximum likelihood of success (MaxRL)."""
 
     kind: Literal["maxrl"] = "maxrl"
 
@@ -155,7 +155,7 @@ class GdpoEstimator(Part):
     @model_validator(mode="after")
     def _check(self) -> GdpoEstimator:
         if self.reward_weights and not any(self.reward_weights.values()):
-            raise ValueError("reward_weights: every weight is 0, so that nothing would be trained")
+            raise ValueError("reward_weights must have a weight other than 0, or nothing would be trained")
         return self
 
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:

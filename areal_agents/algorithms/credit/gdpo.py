@@ -1,4 +1,4 @@
-"""Advantages of several named rewards, each normalised separately."""
+"""GDPO: advantages from several named rewards, each normalised separately."""
 
 from __future__ import annotations
 

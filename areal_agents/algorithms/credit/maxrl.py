@@ -1,4 +1,4 @@
-"""Advantages whose gradient is that of the log-likelihood of success instead of the expected reward."""
+"""MaxRL: advantages whose gradient is that of the log-likelihood of success, not of the expected reward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_agents.algorithms.credit.advantages import all_equal
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 from areal_agents.errors import TrainingError
 
-_ROUNDING = 1e-9  # a sum of rewards that is 0 may come out this far below it
+_ROUNDING = 1e-9  # rounding can make a sum of rewards that is 0 negative by this much
 
 
 def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
@@ -39,7 +39,7 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
         if scores.min() < -_ROUNDING:
             raise TrainingError(
                 f"group {group[0].group_id} has an episode with the score {scores.min():g}, and estimator: "
-                "maxrl needs scores of 0 or more, since it divides by their mean; change the reward, give a "
+                "maxrl needs scores of 0 or more, because it divides by their mean; change the reward, set a "
                 "reward_bias, or use estimator: group"
             )
         mean = scores.mean()

@@ -1,8 +1,8 @@
-"""The return of each turn of an episode, and the baseline that it is compared with.
+"""The return of each turn of an episode, and the settings of the kinds of credit.
 
-Return and baseline must be functions of the same quantity: the return of a turn holds everything that the
-turn can have caused, and the baseline is the mean of the very same quantity over the group. Otherwise the
-expected gradient shrinks or changes its sign (docs/credit.md).
+The return of a turn contains everything that the turn can have caused, and the baseline must be the mean of
+the same quantity over the group. Otherwise the expected gradient shrinks or changes its sign: see
+docs/credit.md.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class Returns(Protocol):
     """A return that is a function of an episode and of k, the turns recorded when a turn's call began."""
 
     def after(self, rewards: EpisodeRewards, before: Sequence[int]) -> Floats:
-        """[n] the return of an episode from its first k turns on, for each k in `before`, [n]."""
+        """[n] the return of an episode after its first k turns, for each k in `before`, [n]."""
         ...
 
 
 class EpisodeCredit(Part):
-    """Every turn has earned the score of its episode: the sum of all its rewards, each once.
+    """The return of every turn is the score of its episode: the sum of all its rewards, each once.
 
     Source: the outcome reward of GRPO, arXiv 2402.03300, section 4.1.2.
     """
@@ -42,7 +42,7 @@ class EpisodeCredit(Part):
 
 
 class RewardToGo(Part):
-    """A turn has earned the rewards that were given for it and for what was recorded after its call began."""
+    """The return of a turn is the sum of its rewards and of those of turns recorded after its call began."""
 
     kind: Literal["reward_to_go"] = "reward_to_go"
     turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
@@ -52,13 +52,13 @@ class RewardToGo(Part):
 
 
 def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discount: float) -> Floats:
-    """D(k) for each k in `before` [n]: what an episode still earned after its first k turns, [n].
+    """D(k) for each k in `before` [n]: the return of an episode after its first k turns, [n].
 
         D(k) = R + Σ_{u ≥ k} γ^max(0, depth(u) − depth(k)) · r_u
 
     over the turns in recording order without the first k, where depth(k) is 1 + the greatest depth among the
-    first k turns, a turn's own depth is depth at its own k, R is the episode's reward and γ the discount. An
-    episode with no more than k turns has earned R.
+    first k turns, a turn's own depth is depth at its own k, R is the episode's reward and γ the discount. For
+    an episode with at most k turns, D(k) is R.
 
     Source: the policy gradient theorem with reward to go (Sutton et al. 2000), on a
     forest of turns, where "later" means "recorded after the call began".
@@ -74,7 +74,7 @@ def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discou
 
 
 class StepNormalized(Part):
-    """A turn has earned the normalised rewards of the steps that end at it or later.
+    """The return of a turn is the sum of the normalised rewards of the steps that end at it or later.
 
     See `advantages.step_advantages`.
     """
@@ -93,7 +93,7 @@ class OwnReturn(Part):
 
 
 class ReturnToGo(Part):
-    """Turns are compared by their own rewards and what came after; the episode reward is the last turn's."""
+    """Turns are compared by their own and later rewards; the episode reward belongs to the last turn."""
 
     kind: Literal["reward_to_go"] = "reward_to_go"
     turn_discount: float = Field(default=1.0, ge=0, le=1, description=_DISCOUNT)
@@ -115,7 +115,7 @@ TurnReturn = Annotated[ReturnToGo | OwnReturn, Field(discriminator="kind")]
 
 
 class TurnGroups(Part):
-    """A turn has the advantage of its episode plus its own among the turns sampled in the same situation.
+    """The advantage of a turn is that of its episode plus its own among turns sampled in the same situation.
 
     See `turn_groups.turn_group_advantages`.
     """

@@ -1,7 +1,7 @@
-"""Assigns the rewards of an episode to its turns in recording order, shaped as the settings say.
+"""Assigns the rewards of an episode to its turns, in recording order, and shapes them as the settings say.
 
-Each part of the shaping leaves the rewards as they are unless it is requested, so that without shaping the
-rewards of an episode sum to its score.
+Each part of the shaping changes rewards only if it is set, so without shaping the rewards of an episode sum
+to its score.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class EpisodeRewards:
         has_episode_reward: whether the episode was given one.
         by_name: the sum of the given rewards of each name, not shaped; where there is a length penalty, it is
             one of them, as "length_penalty".
-        anchors: [T] what each turn saw (`anchors.turn_anchors`); empty unless requested.
+        anchors: [T] the anchor of each turn (`anchors.turn_anchors`); empty unless requested.
     """
 
     group_id: str
@@ -98,11 +98,14 @@ class EpisodeRewards:
     def __post_init__(self) -> None:
         if not len(self.turns) == len(self.recorded_before) == len(self.rewarded):
             raise ValueError(
-                f"{len(self.turns)} rewards of turns, {len(self.rewarded)} marks and "
-                f"{len(self.recorded_before)} places: expected one of each per turn"
+                "turns, rewarded and recorded_before must have one entry per turn, got "
+                f"{len(self.turns)}, {len(self.rewarded)} and {len(self.recorded_before)}"
             )
         if not all(0 <= before <= place for place, before in enumerate(self.recorded_before)):
-            raise ValueError(f"a turn began after turns that were recorded later: {self.recorded_before}")
+            raise ValueError(
+                "recorded_before must be from 0 to the number of earlier turns for each turn, got "
+                f"{self.recorded_before}"
+            )
 
     @property
     def score(self) -> float:

@@ -1,6 +1,6 @@
-"""Selects the recorded episodes that supervised training learns from.
+"""Chooses the recorded episodes that supervised training learns from.
 
-Episodes are compared by their scores within their group only; nothing is assumed of the scale.
+Episodes are compared by their scores only within their group; no scale of the scores is assumed.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from areal_agents.algorithms.credit.advantages import all_equal
 def best_episodes(scores: npt.ArrayLike, *, min_score: float | None) -> list[int]:
     """The members of a group, by index, that SFT trains on.
 
-    With `min_score` those that have at least that score. Without it all that share the highest score;
-    but none of a group whose scores are all equal, since they may be equally bad, unless it has one
-    member: a single demonstration is there to be learnt from.
+    With `min_score`, these are the members with at least that score. Without it, they are all members with
+    the highest score, but none of a group of several whose scores are all equal, because they may be equally
+    bad. The only member of a group is chosen: it is a demonstration.
 
     Source: rejection-sampled fine-tuning, arXiv 2308.01825, section 3.3.
     """
@@ -31,7 +31,7 @@ def best_episodes(scores: npt.ArrayLike, *, min_score: float | None) -> list[int
 
 
 def preference_pair(scores: npt.ArrayLike, *, usable: Sequence[bool]) -> tuple[int, int] | None:
-    """The best and the worst member of a group, by index; None where no two usable scores differ.
+    """The best and the worst member of a group, by index; None if no two usable scores differ.
 
     Args:
         scores: [G].

@@ -74,7 +74,8 @@ def token_advantages(
         ("penalties", penalties, isinstance(config.kl_in, KlInReward)),
     ):
         if (given is not None) != needed:
-            raise ValueError(f"{name} {'are missing' if needed else 'are not used'}: preset {config.preset}")
+            expected = "are required, got None" if needed else "must be None, because they are not used"
+            raise ValueError(f"{name} {expected} (preset {config.preset})")
     if not config.needs_token_credit:
         return TokenCredit([sample.advantages[sample.scored_mask] for sample in samples], None)
     sizes = [int(sample.loss_mask.sum()) for sample in samples]
@@ -147,7 +148,7 @@ def gae(
     for turn in reversed(range(len(rewards.turns))):
         reward += float(rewards.turns[turn])
         if turn not in values:
-            # What follows is worth `reward` more to whoever comes before.
+            # For earlier turns, the value of what follows grows by `reward`.
             passed = 1.0 if level == "token" else discount
             next_value = reward + passed * next_value
             next_advantage *= 1.0 if level == "token" else discount * decay
@@ -175,7 +176,7 @@ def penalties_to_go(rewards: EpisodeRewards, costs: _ByTurn, *, turn_discount: f
     """
     depths = rewards.depths
     out: dict[int, Floats] = {}
-    later = np.zeros(len(rewards.turns))  # what each turn pays in all, of those already passed
+    later = np.zeros(len(rewards.turns))  # the total penalty of each turn already visited
     for turn in reversed(range(len(rewards.turns))):
         if turn not in costs:
             continue
@@ -278,7 +279,9 @@ def _spans(samples: Sequence[TrainingSample]) -> dict[str, dict[int, slice]]:
         of_episode = spans.setdefault(sample.episode_id, {})
         for start, stop in zip(edges[:-1], edges[1:], strict=True):
             if int(turns[start]) in of_episode:
-                raise ValueError(f"episode {sample.episode_id}: turn {turns[start]} is trained in two places")
+                raise ValueError(
+                    f"episode {sample.episode_id}: turn {turns[start]} must be trained in one place"
+                )
             of_episode[int(turns[start])] = slice(offset + start, offset + stop)
         offset += len(turns)
     return spans
@@ -287,13 +290,14 @@ def _spans(samples: Sequence[TrainingSample]) -> dict[str, dict[int, slice]]:
 def _joined(name: str, arrays: Sequence[Array], samples: Sequence[TrainingSample]) -> Floats:
     """One array [N] of the numbers at the trained tokens of all samples, checked."""
     if len(arrays) != len(samples):
-        raise ValueError(f"{name} of {len(arrays)} samples, expected those of {len(samples)}")
+        raise ValueError(f"{name} must have one array per sample, {len(samples)}, got {len(arrays)}")
     for array, sample in zip(arrays, samples, strict=True):
         tokens = int(sample.scored_mask.sum())
         if array.shape != (tokens,) or not np.isfinite(array).all():
             raise TrainingError(
-                f"group {sample.group_id}, episode {sample.episode_id}: {name} of shape {array.shape}, "
-                f"{int(np.isfinite(array).sum())} of them finite, for {tokens} scored tokens"
+                f"group {sample.group_id}, episode {sample.episode_id}: {name} must be one finite number for "
+                f"each of {tokens} scored tokens, got shape {array.shape} with "
+                f"{int(np.isfinite(array).sum())} finite"
             )
     trained = [a[s.loss_mask[s.scored_mask]] for a, s in zip(arrays, samples, strict=True)]
     return np.concatenate([*trained, np.empty(0)]).astype(np.float64)

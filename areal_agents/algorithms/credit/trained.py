@@ -1,4 +1,4 @@
-"""Selects the turns of an episode that carry a gradient."""
+"""Chooses the turns of an episode that carry a gradient."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class TrainedTurns:
     def includes(self, turn: Turn) -> bool:
         """Whether the sampled tokens of a turn carry a gradient, whatever its episode.
 
-        A turn whose call was aborted, or whose client disconnected, is not trained: the agent never saw it.
+        A turn whose call was aborted, or whose client disconnected, is not trained, because the agent never
+        received it.
         """
         if turn.constrained and not self.constrained:
             return False

@@ -82,8 +82,8 @@ def _step_advantages(
     for place, member in enumerate(group):
         if len(member.anchors) != len(member.turns):
             raise ValueError(
-                f"group {member.group_id}: {len(member.anchors)} anchors for an episode of "
-                f"{len(member.turns)} turns, expected one per turn"
+                f"group {member.group_id}: an episode of {len(member.turns)} turns must have one anchor per "
+                f"turn, got {len(member.anchors)}"
             )
         for turn, anchor in enumerate(member.anchors):
             step_groups.setdefault(anchor, []).append((place, turn))

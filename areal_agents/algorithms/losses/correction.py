@@ -1,7 +1,7 @@
 """The off-policy correction: the weight π_prox/μ, by token, turn or sequence, truncated or masked.
 
 The weight never carries a gradient. A rejected token has weight 0 and stays in the denominator of
-the loss: what is rejected makes the step smaller, and what is left never counts for more.
+the loss: rejecting tokens makes the step smaller, and never increases the weight of the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LEVEL = (
     "What the weight proximal/behavior is of: a token; the product over its turn or its sequence (turn, "
     "sequence); or the geometric mean over it (turn_geometric, geometric)."
 )
-_VETO = "A sequence with a token's weight below it is left out."
+_VETO = "A sequence that contains a token whose weight is below it is left out."
 
 
 class TruncateCorrection(Part):
@@ -101,7 +101,7 @@ class CorrectionWeights:
 
     Attributes:
         weight: [N], 0 where rejected.
-        raw: [N], the weight at the asked level before cap, mask and veto.
+        raw: [N], the weight at the requested level before cap, mask and veto.
         capped: [N] bool, raw above the cap of a truncation.
         rejected: [N] bool, outside the bounds of a mask, or in a vetoed sequence.
         vetoed: [S] bool.
@@ -148,10 +148,13 @@ def correct(
     """
     if floor and (action == "truncate" or floor >= cap):
         raise ValueError(
-            f"a floor needs the action mask and must lie below the cap, got {floor} with {action}, cap {cap}"
+            "floor must be 0 with action truncate, and below cap with action mask, got floor "
+            f"{floor}, action {action} and cap {cap}"
         )
     if veto is not None and not math.exp(-LOG_RATIO_LIMIT) < veto:
-        raise ValueError(f"a veto must be above e^-{LOG_RATIO_LIMIT:g}, where log-ratios end, got {veto}")
+        raise ValueError(
+            f"veto must be above e^-{LOG_RATIO_LIMIT:g}, the smallest weight after clamping, got {veto}"
+        )
     log_weight = log_weight.detach()
     raw = _at_level(log_weight, sequences, sequences if turns is None else turns, level).exp()
     nothing = sequences.keep & False
@@ -167,7 +170,7 @@ def correct(
 
 
 def uncorrected(log_weight: Tensor, sequences: Sequences) -> CorrectionWeights:
-    """Weight 1 everywhere, for what is not weighted by who sampled it."""
+    """Weight 1 everywhere, for losses without an off-policy correction."""
     nothing = sequences.keep & False
     ones = log_weight.new_ones(log_weight.shape)
     return CorrectionWeights(ones, ones, nothing, nothing, sequences.lengths < 0)

@@ -58,7 +58,7 @@ class DistillationLoss(LossPart):
 
     def token_losses(self, tokens: LossTokens) -> TokenLosses:
         if tokens.divergence is None:
-            raise ValueError("distillation needs the divergence from the teacher at each token, got none")
+            raise ValueError("distillation needs `divergence`, from the teacher at each token, got None")
         return TokenLosses(tokens.advantages * tokens.divergence)
 
 

@@ -2,7 +2,7 @@
 
 The loss depends on the weights only through one logprob sum per episode. Pass 1 computes the sums
 without a gradient; here they become one coefficient per episode; pass 2 takes the gradient of
-−Σ_episodes c · log π(episode) token by token. That is DPO's gradient exactly, however cut.
+−Σ_episodes c · log π(episode) token by token. This is exactly DPO's gradient, however the batch is cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_agents.algorithms.losses.loss import SUPERVISED, LossPart, LossTokens
 
 
 class DpoLoss(LossPart):
-    """Settings of `dpo_coefficients`, which replace the advantages."""
+    """Settings of `dpo_coefficients`, which take the place of advantages."""
 
     kind: Literal["dpo"] = "dpo"
     dpo_beta: float = Field(default=0.1, gt=0, description="β of DPO.")
@@ -34,7 +34,7 @@ class DpoLoss(LossPart):
 
 @dataclass(frozen=True, slots=True)
 class DpoCoefficients:
-    """What the second pass multiplies −log π of an episode's tokens with, and the loss itself.
+    """The factors of −log π of each episode's tokens in the second pass, and the loss itself.
 
     Attributes:
         by_episode: c = −∂loss/∂(log π), by episode id; the division by the number of pairs is in it.
@@ -70,10 +70,12 @@ def dpo_coefficients(
         ValueError: no pairs, an episode without a sum, or β that is not positive.
     """
     if not pairs or not beta > 0:
-        raise ValueError(f"DPO needs pairs and a positive beta, got {len(pairs)} pairs and beta {beta}")
+        raise ValueError(
+            f"DPO needs at least one pair and a positive beta, got {len(pairs)} pairs and beta {beta}"
+        )
     missing = {e for pair in pairs for e in pair if e not in current_sums or e not in reference_sums}
     if missing:
-        raise ValueError(f"no logprob sum for the episodes {sorted(missing)}")
+        raise ValueError(f"every episode of a pair must have both logprob sums, missing: {sorted(missing)}")
     advantage = {e: current_sums[e] - reference_sums[e] for pair in pairs for e in pair}
     margins = beta * np.array([advantage[chosen] - advantage[rejected] for chosen, rejected in pairs])
     slopes = beta * np.exp(-np.logaddexp(0, margins)) / len(pairs)  # β σ(−m) / P without overflow

@@ -9,7 +9,7 @@ unbiased and never negative. Their gradients differ, which is why the place matt
 itself sampled, with s = ∇ log π:
 
     in the reward (no gradient through it): k1 gives E[(log π − log π_ref) s], the gradient of
-        KL(π, ref), which is what one wants; k2 and k3 give gradients of other quantities.
+        KL(π, ref), as intended; k2 and k3 give gradients of other quantities.
     in the loss (differentiated): k2 gives (log π − log π_ref) s, that same gradient; k3 gives
         (1 − π_ref/π) s, which is on average the gradient of KL(ref, π), the other direction; k1
         gives s alone, which is zero on average: a penalty that only adds noise.
@@ -38,13 +38,13 @@ _ESTIMATOR = "The estimate of that KL per token."
 
 
 class NoKl(Part):
-    """No KL to a reference policy is charged."""
+    """No KL to a reference policy is added."""
 
     kind: Literal["none"] = "none"
 
 
 class KlInReward(Part):
-    """A KL taken off the reward of each token."""
+    """A KL subtracted from the reward of each token."""
 
     kind: Literal["reward"] = "reward"
     kl_estimator: KlEstimator = Field(default="k1", description=_ESTIMATOR)

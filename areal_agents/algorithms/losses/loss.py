@@ -66,7 +66,7 @@ class LossPart(Part):
 
     Attributes:
         uses_advantages: whether the loss is multiplied by advantages, so that it needs an estimator.
-        is_supervised: whether it learns from recorded episodes as they are, whichever policy sampled them.
+        is_supervised: whether it learns from recorded episodes unchanged, whichever policy sampled them.
         needs_reference: whether it needs the logprobs of a reference policy.
         implies: settings of the algorithm that this loss implies where nothing else is given.
     """
@@ -86,7 +86,7 @@ class LossPart(Part):
         raise NotImplementedError
 
 
-# What a loss without advantages and without a behavior policy brings with it.
+# The settings that a loss without advantages and without a behavior policy implies.
 SUPERVISED: Mapping[str, Any] = {
     "estimator": "none",
     "correction": "none",

@@ -1,4 +1,4 @@
-"""How a loss is averaged: one coefficient per trained token, over a whole minibatch.
+"""Normalisation of a loss: one coefficient per trained token, computed over a whole minibatch.
 
 The loss is Σ_t c_t · l_t whatever the mode, so that micro-batches and ranks add up and the gradient
 does not depend on how the minibatch was cut. A sequence is the trained tokens of one episode, however many
@@ -92,7 +92,10 @@ def loss_weights(
         ValueError: a constant that is missing, not positive, or given to another mode.
     """
     if (mode == "constant") != (constant is not None) or (constant is not None and constant <= 0):
-        raise ValueError(f"a positive constant goes with the mode constant, got {constant} with {mode}")
+        raise ValueError(
+            "constant must be positive with mode constant, and None with any other mode, got "
+            f"{constant} with mode {mode}"
+        )
     lengths: Counter[str] = Counter()
     for sample in samples:
         lengths[sample.episode_id] += int(sample.loss_mask.sum())

@@ -96,9 +96,9 @@ def policy_loss(
     ]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:
-        raise ValueError("a KL in the loss needs the logprobs of the reference policy, got none")
+        raise ValueError("a KL in the loss needs `reference`, the reference policy's logprobs, got None")
     if objective.entropy_coefficient and entropy is None:
-        raise ValueError("an entropy coefficient needs the entropies of the current policy, got none")
+        raise ValueError("an entropy coefficient needs `entropy`, of the current policy, got None")
     keep = torch.ones_like(current, dtype=torch.bool) if keep is None else keep
     trained = keep if trained is None else trained & keep
     sequences, turns = Sequences.of(sequence_ids, keep=keep), Sequences.of(turn_ids, keep=keep)
@@ -140,4 +140,4 @@ def policy_loss(
 def _check_shapes(*tensors: Tensor) -> None:
     shapes = {tuple(t.shape) for t in tensors}
     if len(shapes) != 1:
-        raise ValueError(f"expected arrays of one shape, got {sorted(shapes)}")
+        raise ValueError(f"all tensors must have one shape, got {sorted(shapes)}")

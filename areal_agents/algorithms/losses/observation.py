@@ -1,4 +1,4 @@
-"""The supervised loss on the text of the environment, which is added to the loss of the policy.
+"""The supervised loss on the environment's tokens, added to the policy's loss.
 
 ECHO (arXiv 2605.24517, eq. 1 and 3) adds λ · CE(observations) to a policy gradient loss, so that the model
 learns to predict the answers of its environment in the forward pass that its own tokens take anyway. An

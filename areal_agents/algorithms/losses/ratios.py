@@ -56,7 +56,7 @@ class Sequences:
 
     @classmethod
     def of(cls, sequence_ids: Tensor, *, keep: Tensor | None = None) -> Sequences:
-        """The sequences that [N] int64 ids tell apart; the ids may be any, in any order."""
+        """The sequences that [N] int64 ids distinguish; the ids can be any numbers in any order."""
         ids, index = sequence_ids.unique(return_inverse=True)
         if keep is None:
             keep = index.bool() | True

@@ -1,4 +1,4 @@
-"""The policy losses that `algorithm.policy_loss` can choose. A new loss is a file here and a line below."""
+"""The policy losses that `algorithm.policy_loss` chooses among; a new loss needs a file and a line here."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def measure(
     entropy: Tensor | None = None,
     on_policy: Tensor | None = None,
 ) -> LossStatistics:
-    """Statistics of N tokens, given what their loss was made of.
+    """Statistics of N tokens, from the parts of their loss.
 
     Args:
         loss: [N], the weighted policy loss.

@@ -1,4 +1,4 @@
-"""Trust regions: decide which tokens of a minibatch keep their gradient and which are penalised.
+"""Trust regions: which tokens of a minibatch lose their gradient or are penalised.
 
 The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
 it does not depend on how the minibatch was cut.
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChoice:
-    """What a trust region decides of the N trained tokens of a minibatch.
+    """What a trust region decides for the N trained tokens of a minibatch.
 
     Attributes:
         keep: [N] bool, the tokens that keep their gradient; None: all.

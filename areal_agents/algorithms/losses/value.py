@@ -32,7 +32,7 @@ def value_loss(
     """
     shapes = {tuple(t.shape) for t in (values, old_values, targets, loss_weights)}
     if len(shapes) != 1:
-        raise ValueError(f"expected arrays of one shape, got {sorted(shapes)}")
+        raise ValueError(f"all tensors must have one shape, got {sorted(shapes)}")
     if clip is not None and not clip > 0:
         raise ValueError(f"the value clip must be positive, got {clip}")
     values = widen(values)

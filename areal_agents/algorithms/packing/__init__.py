@@ -1,1 +1,1 @@
-"""Packing: samples into micro-batches, with shared prefixes computed once."""
+"""Packs samples into micro-batches in which shared prefixes are computed once."""

@@ -18,7 +18,9 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
         ValueError: the number of costs is not a multiple of the ranks.
     """
     if ranks < 1 or len(costs) % ranks:
-        raise ValueError(f"{len(costs)} micro-batches cannot be dealt to {ranks} ranks in equal number")
+        raise ValueError(
+            f"the number of micro-batches must be a multiple of the ranks, got {len(costs)} for {ranks} ranks"
+        )
     order = sorted(range(len(costs)), key=lambda i: -costs[i])
     if not order:
         return [[] for _ in range(ranks)]

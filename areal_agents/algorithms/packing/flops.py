@@ -50,7 +50,9 @@ class ModelShape:
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
         missing = [name for name in names if not text.get(name)]
         if missing:
-            raise ValueError(f"a model config without {missing}: expected one of a decoder with attention")
+            raise ValueError(
+                f"a model config must be that of a decoder with attention, but it lacks {', '.join(missing)}"
+            )
         layers, hidden, heads, vocab = (int(text[name]) for name in names)
         experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
         width = int(text.get("intermediate_size") or 4 * hidden)

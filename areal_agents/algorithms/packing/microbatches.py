@@ -1,6 +1,6 @@
-"""Packs samples into micro-batches by a token budget: the same number on each rank, of about equal cost.
+"""Packs samples into micro-batches within a token budget: the same number per rank, of about equal cost.
 
-A micro-batch keeps apart what the model reads (the token tree, [T]) and what the loss needs (one
+A micro-batch separates what the model reads (the token tree, [T]) from what the loss needs (one
 entry per scored token, [N], pointing at the row whose output predicts it). A row that several
 samples share can carry several entries, so sharing never changes which tokens are trained.
 """
@@ -24,8 +24,8 @@ from areal_agents.algorithms.packing.token_tree import Segment, TokenTree, build
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 
-# A shorter common prefix is not shared: what a chat template writes before every prompt would make a
-# token tree, with its slower attention, of samples that have nothing else in common.
+# A shorter common prefix is not shared: otherwise samples that have in common only what a chat template
+# writes before every prompt would form a token tree, whose attention is slower.
 MIN_SAVED = 32
 
 
@@ -106,8 +106,8 @@ def pack(
 
     Samples with a common prefix stay together, so that it is computed once, unless they do not
     fit or a rank would wait for another. `batches[r::ranks]` are those of rank r, costliest first.
-    Where there are too few samples for the ranks, micro-batches of one token that trains nothing
-    fill up: every rank takes part in every collective.
+    If there are too few samples for the ranks, micro-batches of one token that trains nothing are added,
+    because every rank takes part in every collective.
 
     Args:
         weights: per sample what the loss of each of its scored tokens is multiplied by [N_s];
@@ -119,14 +119,16 @@ def pack(
         ValueError: no samples, or weights that are not one per scored token.
     """
     if not samples:
-        raise ValueError("there is no sample to pack")
+        raise ValueError("a batch must have at least one sample, got none")
     counts = [int(sample.scored_mask.sum()) for sample in samples]
     if weights is None:
         trained = [sample.loss_mask[sample.scored_mask] for sample in samples]
         total = np.float32(sum(int(mask.sum()) for mask in trained))
         weights = [(mask / total).astype(np.float32) for mask in trained]
     if [len(array) for array in weights] != counts:
-        raise ValueError(f"expected a weight per scored token, {counts}, got {[len(w) for w in weights]}")
+        raise ValueError(
+            f"weights must have one number per scored token, {counts}, got {[len(w) for w in weights]}"
+        )
     inputs = [_model_input(sample) for sample in samples]
     for sample, tokens in zip(samples, inputs, strict=True):
         if len(tokens) > token_budget:

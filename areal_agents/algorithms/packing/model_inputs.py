@@ -1,6 +1,6 @@
-"""The inputs of a model besides token ids, on the rows of a micro-batch: images and recorded routing.
+"""The inputs of a model besides token ids, for the rows of a micro-batch: images, and recorded routing.
 
-Tokens of images are merged only where the images are equal: their ids alone do not tell them apart.
+Tokens of images are merged only if the images are equal, because their ids alone do not distinguish them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ImageRows:
 
 
 def merge_keys(samples: Sequence[TrainingSample], lengths: Sequence[int]) -> list[npt.NDArray] | None:
-    """Per sample what tells the first `lengths[i]` of its tokens apart [L]; None where their ids do."""
+    """Per sample the keys that distinguish its first `lengths[i]` tokens [L]; None if the token ids do."""
     if not any(sample.images for sample in samples):
         return None
     seen: dict[bytes, int] = {}
@@ -77,9 +77,9 @@ def image_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows]) -> Image
 
 
 def routed_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows], count: int) -> Tensor | None:
-    """The experts that the engine chose [T, layers, k] int64, -1 where it did not say; None if nowhere.
+    """The experts that the engine chose [T, layers, k] int64, -1 if unknown; None if no sample has any.
 
-    Of samples that share a row the first that has a choice for it decides.
+    If samples share a row, the first one that has a choice for it decides.
 
     Raises:
         ValueError: samples whose choices are not of one shape.
@@ -88,7 +88,9 @@ def routed_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows], count: 
     if not shapes:
         return None
     if len(shapes) > 1:
-        raise ValueError(f"recorded routing of several shapes [layers, k] in one batch: {sorted(shapes)}")
+        raise ValueError(
+            f"the recorded routing of a batch must have one shape [layers, k], got {sorted(shapes)}"
+        )
     chosen = np.full((count, *shapes.pop()), -1, np.int64)
     for sample, at in zip(reversed(samples), reversed(rows), strict=True):
         if sample.routed_experts is not None:

@@ -1,4 +1,4 @@
-"""Decides which samples share a micro-batch: samples with a common prefix stay together where they fit.
+"""Chooses which samples share a micro-batch: whole clusters with a common prefix, cut only if they must be.
 
 A piece is a part of the prefix forest that stays together. A micro-batch that already holds what a
 piece continues is charged only for the rest, so pieces find the micro-batch that saves most. The
@@ -20,9 +20,9 @@ from areal_agents.algorithms.packing.balance import balance, imbalance
 from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.token_tree import PrefixForest
 
-TOLERANCE = 0.03  # of rank imbalance: below it no cluster is cut for the sake of balance
-LIMITS = 6  # on the cost of a piece: none, then that of a micro-batch and its halves
-WORTH = 0.005  # share by which another packing must relieve the heaviest rank to be taken
+TOLERANCE = 0.03  # rank imbalance up to which no cluster is cut for the sake of balance
+LIMITS = 6  # how many limits on the cost of a piece are tried: none, a micro-batch's, and its halves
+WORTH = 0.005  # share by which another packing must relieve the heaviest rank to replace the best one
 Counts = npt.NDArray[np.float64]
 
 
@@ -31,8 +31,8 @@ class _Piece:
     """Members with the same `above`; `node` is -1 for a sequence that ends where another continues.
 
     Attributes:
-        tokens, cost: of what is below `above`.
-        above: nodes that its members continue, which others may have brought already.
+        tokens, cost: those below `above`.
+        above: nodes that its members continue, which a micro-batch may already hold.
     """
 
     node: int
@@ -54,7 +54,7 @@ def place(
 
     Args:
         predictions: trained tokens of each sequence.
-        shape: what costs are counted with; without it a token costs 1.
+        shape: the model shape that costs are computed from; without it a token costs 1.
 
     Returns:
         Lists that may be empty where there is too little for every rank. The largest come first.
@@ -82,7 +82,7 @@ def place(
 
 
 class _Costs:
-    """Tokens and costs of the forest's nodes, and the pieces that it comes apart into."""
+    """Tokens and costs of the forest's nodes, and the pieces into which it can be cut."""
 
     def __init__(self, forest: PrefixForest, predictions: Sequence[int], shape: ModelShape | None) -> None:
         self.nodes, self.leaves = forest.nodes, forest.leaves
@@ -140,7 +140,7 @@ def _fill(
     """Members and cost of as few micro-batches, a multiple of `ranks`, as the pieces are found to fit.
 
     Args:
-        even: whether micro-batches shall cost about the same, rather than share as much as they can.
+        even: whether micro-batches should cost about the same, rather than share as much as possible.
     """
     least = sum(piece.tokens for piece in pieces)
     count = ranks * max(1, math.ceil(least / (token_budget * ranks)))
@@ -153,7 +153,7 @@ def _fill(
 
 
 class _Bins:
-    """Micro-batches being filled: first the costliest pieces, each where it adds least."""
+    """Fills micro-batches: the costliest pieces come first, and each goes where it adds least."""
 
     def __init__(
         self, costs: _Costs, pieces: Sequence[_Piece], token_budget: int, count: int, *, even: bool

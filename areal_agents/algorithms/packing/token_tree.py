@@ -1,4 +1,4 @@
-"""Merges sequences at their common prefixes, so that a shared token is computed only once.
+"""Merges sequences at their common prefixes, so that a shared token goes through the model once.
 
 The tree is laid out depth first: the tokens of a segment are contiguous, and so are the tokens of
 everything that continues it. A token attends to its own segment causally and to all of every
@@ -158,13 +158,13 @@ def build_forest(
         sequences: token ids, each [L] with L ≥ 1.
         min_saved: None merges nothing: every sequence is a node of its own.
         keys: what is compared in place of the token ids, each [L] of values in [0, 2³²): tokens
-            that represent something else than their id says, such as images, have keys of their own.
+            whose ids do not identify their content, such as those of images, have keys of their own.
 
     Raises:
         ValueError: an empty sequence.
     """
     if any(len(sequence) == 0 for sequence in sequences):
-        raise ValueError("an empty sequence cannot be packed")
+        raise ValueError("every sequence must have at least one token, got an empty one")
     compared = sequences if keys is None else keys
     order = prefix_order(compared)
     ordered = [compared[i] for i in order]
