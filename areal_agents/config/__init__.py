@@ -1,4 +1,4 @@
-"""The configuration of a run: what there is to set, and how it is read, checked and written."""
+"""The configuration of a run: its settings, and how they are read, checked and written."""
 
 from areal_agents.config.files import (
     is_saved,
