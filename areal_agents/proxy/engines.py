@@ -94,7 +94,7 @@ async def without_trainer(store: Store) -> AsyncIterator[bool]:
     """Whether no trainer of the store lives; then none begins within, since one that starts waits for it."""
     with contextlib.ExitStack() as looking:
         try:
-            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).nobody())
+            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).unheld())
         except OSError as error:
             log.warning("whether a trainer lives cannot be told: %s", error)
             alone = False
