@@ -1,7 +1,7 @@
 """Reinforcement learning for LLM agents that keep their own code.
 
-Only the names below are public at the top. Importing this package imports neither torch, numpy nor
-an HTTP client; what needs one is loaded when its name is first used.
+The names below are the public names of the package. Importing it imports neither torch nor numpy nor an HTTP
+client; a name that needs one is loaded when it is first used.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Not lazy: the decorator shares its name with the module that defines it, and whoever imports a
-# submodule later must not find the module under that name.
+# Imported at once: the decorator has the name of the module that defines it, and a later import of a
+# submodule must not replace the decorator by the module.
 from areal_agents.episode import Episode, current_key, episode
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The `areal-agents` command. Each command imports what it needs when it is called."""
+"""The `areal-agents` command line. Each command imports what it needs when it is called."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ app = typer.Typer(
     add_completion=False,
 )
 
-ConfigPath = Annotated[Path, typer.Argument(help="YAML file of the run.", metavar="CONFIG")]
+ConfigPath = Annotated[Path, typer.Argument(help="The YAML configuration file of the run.", metavar="CONFIG")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Overrides, for example trainer.steps=10.", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="Settings that override the file, for example trainer.steps=10.", metavar="KEY=VALUE"
+    ),
 ]
 
 
@@ -34,12 +36,15 @@ Overrides = Annotated[
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Set an earlier run aside and begin anew.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Set an earlier run aside and start from the beginning.")
+    ] = False,
     ablate_tool: Annotated[
-        bool, typer.Option("--ablate-tool", help="Afterwards, evaluate with the agent's tool switched off.")
+        bool,
+        typer.Option("--ablate-tool", help="After training, evaluate the config's `ablation` agent too."),
     ] = False,
 ) -> None:
-    """Train an agent: starts engine, proxy, rollouts and trainer, and ends them all."""
+    """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
     from areal_agents.config import load_config
     from areal_agents.launch.train import train as run
 
@@ -48,7 +53,7 @@ def train(
         run(load_config(config, overrides or ()), console=console, fresh=fresh, ablate_tool=ablate_tool)
     except Interrupted:
         command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
-        console.print(f"to go on from the last checkpoint: {command}", soft_wrap=True, highlight=False)
+        console.print(f"to continue from the last checkpoint: {command}", soft_wrap=True, highlight=False)
         raise
 
 
@@ -57,10 +62,11 @@ def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
     model: Annotated[
-        Path | None, typer.Option(help="Weights to evaluate; default: the config's model.")
+        Path | None,
+        typer.Option(help="Hugging Face folder of the model to evaluate; default: the config's model."),
     ] = None,
     ablate_tool: Annotated[
-        bool, typer.Option("--ablate-tool", help="Use the config's `ablation` agent.")
+        bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
     ] = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a config."""
@@ -79,40 +85,49 @@ def serve(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            help="More settings of the proxy, for example durability=batched.", metavar="[KEY=VALUE]..."
+            help="Further settings of the proxy, for example durability=batched.", metavar="KEY=VALUE"
         ),
     ] = None,
     *,
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option(help="Port to listen on; 0 takes a free one, another at each start.")
-    ] = 8000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 chooses a free port at each start.")] = 8000,
     engine_url: Annotated[
         list[str] | None,
         typer.Option(
-            help="A running SGLang, once for each replica; without one an embedded engine is started."
+            help="URL of a running SGLang server; repeat for each replica. Default: the embedded engine."
         ),
     ] = None,
     router_url: Annotated[
-        str, typer.Option(help="A router before the engines that generation goes through (sglang-router).")
+        str,
+        typer.Option(
+            help="URL of a router (sglang-router) in front of the engines; generation requests go through it."
+        ),
     ] = "",
     admin_key: Annotated[
         str | None,
         typer.Option(
-            help="Key of the control API; may be absent on loopback only.", envvar="AREAL_AGENTS_ADMIN_KEY"
+            help="Key of the control API; required unless --host is a loopback address.",
+            envvar="AREAL_AGENTS_ADMIN_KEY",
         ),
     ] = None,
-    store: Annotated[Path, typer.Option(help="Where episodes are kept.")] = Path("runs/serve/store.db"),
+    store: Annotated[Path, typer.Option(help="SQLite file that stores the episodes.")] = Path(
+        "runs/serve/store.db"
+    ),
     family: Annotated[
-        str, typer.Option(help="Chat template family; auto reads the model's config.json.")
+        str, typer.Option(help="Family of the chat template; auto: read it from the model's config.json.")
     ] = "auto",
     log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="The log on standard error: text, or JSON lines.")
+        Literal["text", "json"],
+        typer.Option(help="Format of the log on standard error: text, or JSON lines."),
     ] = "text",
     log_calls: Annotated[bool, typer.Option("--log-calls", help="Log every model call.")] = False,
     workers: Annotated[
-        int, typer.Option(min=1, help="Proxy processes on one store; each episode is kept by one of them.")
+        int,
+        typer.Option(
+            min=1,
+            help="Number of proxy processes; they share one store, and each episode belongs to one of them.",
+        ),
     ] = 1,
 ) -> None:
     """Serve a model to agents and record every call token by token."""
@@ -143,17 +158,21 @@ def engine(
     model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
-    threads: Annotated[int, typer.Option(help="CPU threads; 0 takes all cores.")] = 0,
-    slots: Annotated[int, typer.Option(help="Sequences whose keys and values are kept.")] = 64,
+    threads: Annotated[int, typer.Option(help="Number of CPU threads; 0 uses all cores.")] = 0,
+    slots: Annotated[
+        int, typer.Option(help="Number of sequences whose keys and values are kept in memory.")
+    ] = 64,
     max_context: Annotated[
-        int, typer.Option(help="Longest prompt plus completion; 0 takes the model's.")
+        int, typer.Option(help="Most tokens of a prompt plus its completion; 0 uses the model's limit.")
     ] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    kernel: Annotated[str, typer.Option(help="auto, numba or torch.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of requests that bring none.")] = 0,
+    dtype: Annotated[str, typer.Option(help="Compute type: float32 or bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda or cuda:N.")] = "cpu",
+    kernel: Annotated[
+        str, typer.Option(help="Kernels to compute with; auto: numba for float32 on a CPU, torch otherwise.")
+    ] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed for requests that carry none.")] = 0,
 ) -> None:
-    """Start the embedded engine, which speaks SGLang's native protocol."""
+    """Serve a model with the embedded engine, which speaks SGLang's native protocol."""
     from areal_agents.inference.embedded.server import serve as run
 
     run(
@@ -168,22 +187,31 @@ def engine(
 def doctor(
     command: Annotated[
         list[str] | None,
-        typer.Argument(help="The agent's command, after --.", metavar="[-- COMMAND...]"),
+        typer.Argument(help="The agent's command line, after `--`.", metavar="-- COMMAND"),
     ] = None,
     agent: Annotated[
-        str | None, typer.Option(help="module:function or file.py:function, instead of a command.")
+        str | None,
+        typer.Option(help="The agent as module:function or file.py:function, instead of a command."),
     ] = None,
-    task: Annotated[str, typer.Option(help="What the agent is given, as a JSON object.")] = "{}",
+    task: Annotated[str, typer.Option(help="The task to give the agent, as a JSON object.")] = "{}",
     model: Annotated[
-        Path | None, typer.Option(help="Model folder, for its template; default: a small stand-in.")
+        Path | None,
+        typer.Option(
+            help="Hugging Face folder of the model whose chat template to use; default: a built-in one."
+        ),
     ] = None,
     engine_url: Annotated[
-        str | None, typer.Option(help="A running SGLang to answer; default: a script.")
+        str | None,
+        typer.Option(
+            help="URL of a running SGLang server that answers the agent; default: scripted answers."
+        ),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds after which the agent is ended.")] = 120.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Time limit of the agent, in seconds.")] = 120.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
+    ] = False,
 ) -> None:
-    """Run one episode of your agent, and report what prevents training it."""
+    """Run one episode of your agent, and report what prevents or impairs training it."""
     import orjson
 
     from areal_agents.doctor import examine, read_task, show
@@ -204,26 +232,30 @@ def export_model(
     source: Annotated[
         Path,
         typer.Argument(
-            help="A run's folder (its latest checkpoint), or a checkpoint.", metavar="RUN_OR_CHECKPOINT"
+            help="A checkpoint, or the folder of a run, whose latest checkpoint is exported.",
+            metavar="RUN_OR_CHECKPOINT",
         ),
     ],
-    out: Annotated[Path, typer.Argument(help="The folder to write.", metavar="OUT")],
+    out: Annotated[Path, typer.Argument(help="The folder to write the model to.", metavar="OUT")],
     dtype: Annotated[
-        str | None, typer.Option(help="float32, bfloat16 or float16; default: that of the initial model.")
+        str | None,
+        typer.Option(
+            help="Data type of the weights: float32, bfloat16 or float16; default: that of the initial model."
+        ),
     ] = None,
 ) -> None:
-    """Write a checkpoint as a plain Hugging Face folder, adapters merged."""
+    """Write a checkpoint as a plain Hugging Face folder, with adapters merged."""
     from areal_agents.training.checkpoint.export import export
 
     checkpoint = export(source, out, dtype=dtype)
-    Console().print(f"{checkpoint} is now a model in {out}", soft_wrap=True, highlight=False)
+    Console().print(f"wrote {checkpoint} as a Hugging Face model to {out}", soft_wrap=True, highlight=False)
 
 
 @app.command()
 def verify(
-    run_dir: Annotated[Path, typer.Argument(help="The folder of a run that is under way.", metavar="RUN")],
+    run_dir: Annotated[Path, typer.Argument(help="The folder of a running run.", metavar="RUN")],
 ) -> None:
-    """Compare the weights that a run's engines hold with those that were published, by their checksums."""
+    """Compare the weights in a run's engines with the published weights, by checksum."""
     from areal_agents.launch.verify import run
 
     if not run(run_dir, Console(soft_wrap=True, highlight=False)):
@@ -235,19 +267,26 @@ def simulate(
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Parameters, for example max_staleness=8 tokens.mean=2048.", metavar="[KEY=VALUE]..."
+            help="Parameters of the simulation, for example max_staleness=8 tokens.mean=2048.",
+            metavar="KEY=VALUE",
         ),
     ] = None,
     source: Annotated[
-        Path | None, typer.Option("--from", help="A run's folder, whose times and lengths are taken.")
+        Path | None, typer.Option("--from", help="Folder of a run to take measured times and lengths from.")
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=2, help="To be shared out; default: as many as the parameters have.")
+        int | None,
+        typer.Option(
+            min=2,
+            help="Number of GPUs to divide between engines and trainer; default: that of the parameters.",
+        ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="A PNG to draw it in.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Last line: one JSON object.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also write a plot to this PNG file.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Also print the report as one JSON object, on the last line.")
+    ] = False,
 ) -> None:
-    """Size a cluster: simulate the loop on other numbers of GPUs, and under other bounds on staleness."""
+    """Size a cluster: simulate training with other numbers of GPUs and other bounds on staleness."""
     from areal_agents.simulate.report import run
 
     run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)
@@ -274,7 +313,7 @@ def main() -> None:
 
 
 def run_app(commands: typer.Typer) -> None:
-    """Run a command line. An expected error is one clear message and exit code 1, never a stack trace."""
+    """Run a command line. An expected error prints one message, no stack trace, and exits with code 1."""
     console = Console(stderr=True, soft_wrap=True)
     try:
         commands(standalone_mode=True)
@@ -282,7 +321,7 @@ def run_app(commands: typer.Typer) -> None:
         console.print(f"[bold red]{type(error).__name__}[/bold red]: {escape(str(error))}", highlight=False)
         raise SystemExit(1) from None
     except Interrupted:
-        console.print("stopped; everything has been ended")
+        console.print("stopped; all processes have been ended")
         raise SystemExit(130) from None
 
 

@@ -1,7 +1,7 @@
-"""HTTP clients that open, reward and end episodes, for agents that run on their own and for tools.
+"""Clients of the proxy's control API, for agents that open their own episodes and for tools around a run.
 
-The two clients differ only in `await`. Every refusal is a RequestError in the server's words; every
-call has a time limit.
+The two clients differ only in `await`. A refused call raises RequestError with the server's message, and
+every call has a time limit.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class OpenedEpisode:
     """What an agent needs to make its calls part of an episode.
 
     Attributes:
-        id: names the episode in every other call.
+        id: the episode's id, by which all other calls name it.
         api_key: the episode's own key.
-        base_url: for an OpenAI-compatible client.
+        base_url: the base URL for an OpenAI-compatible client.
     """
 
     id: str
@@ -38,7 +38,7 @@ class OpenedEpisode:
 
     @property
     def anthropic_base_url(self) -> str:
-        """For an Anthropic client, which adds "/v1" by itself."""
+        """The base URL for an Anthropic client, which adds "/v1" by itself."""
         return self.base_url.removesuffix("/v1")
 
 
@@ -47,8 +47,8 @@ class Client:
 
     Args:
         base_url: the proxy, for example "http://127.0.0.1:8000".
-        admin_key: as given to the proxy; not needed on loopback without one.
-        timeout_s: limit of each call.
+        admin_key: the proxy's admin key; not needed for a proxy on loopback that has none.
+        timeout_s: time limit of each call, in seconds.
         http_proxy: URL of an HTTP proxy to connect through, if the server is reachable only through one.
             HTTP_PROXY and HTTPS_PROXY are ignored, because an HTTP proxy sees the keys.
     """
@@ -98,14 +98,15 @@ class Client:
 
         Args:
             task: `{"id": …, "input": {…}}`.
-            group: id of the group it is a member of; members share a baseline.
-            group_size: members that complete the group, the same for each of them.
-            surplus: how many more may be open until then; what is left of them is aborted.
-            index: which member; an index whose earlier attempt failed is a retry.
-            split: "train" or "eval"; evaluation is never trained on.
-            metadata: anything JSON, to find the episode again.
+            group: the id of the episode's group; the members of a group share a baseline.
+            group_size: the number of members that complete the group, the same for each of them.
+            surplus: how many members beyond `group_size` may be open; those still open when the group is
+                complete are aborted.
+            index: the episode's index in its group; an index whose earlier attempt failed is a retry.
+            split: "train" or "eval"; evaluation episodes are never trained on.
+            metadata: a JSON object by which to find the episode again.
             limits: `max_turns`, `max_tokens`, `max_completion_tokens`, `context_tokens`, `time_s`.
-            sampling: parameters that replace what the agent asks for.
+            sampling: sampling parameters that replace those that the agent requests.
         """
         body = _opening(task, group, group_size, surplus, index, split, metadata, limits, sampling)
         return _opened(self._call("POST", "/episodes", body))
@@ -129,37 +130,37 @@ class Client:
         rewards: Sequence[Mapping[str, Any]] = (),
         require_turn: bool = False,
     ) -> dict[str, Any]:
-        """Seal an episode: no further model calls. Nothing is done if anything is refused.
+        """Seal an episode: it takes no further model calls. If any part is refused, nothing is changed.
 
         Args:
-            episode_id: which.
-            truncated: the model ran into a limit.
-            rewards: given in the same step, each `{"reward": …}` with `name` or `completion_id`.
+            episode_id: the episode's id.
+            truncated: whether the model ran into a limit.
+            rewards: rewards to record in the same step, each `{"reward": …}` with `name` or `completion_id`.
             require_turn: refuse (code "no_turn") if the model was never called.
         """
         return self.post_to_episode(episode_id, "finish", _ending(truncated, rewards, require_turn))
 
     def fail(self, episode_id: str, error: str, *, aborted: bool = False) -> dict[str, Any]:
-        """End an episode that says nothing about the model."""
+        """End an episode as failed or aborted, for a reason that is not the model's doing."""
         return self.post_to_episode(episode_id, "fail", {"error": error, "aborted": aborted})
 
     def drop_group(self, group: str, reason: str) -> dict[str, Any]:
-        """Give a group up: it will not be trained on."""
+        """Drop a group: it will not be trained on."""
         return self._call("POST", f"/groups/{_segment(group)}/drop", {"reason": reason})
 
     def get_episode(self, episode_id: str, *, tokens: bool = False) -> dict[str, Any]:
-        """Status, rewards and turns of an episode; with `tokens` each turn's ids and logprobs."""
+        """Return an episode's status, rewards and turns; with `tokens`, also the token ids and logprobs."""
         return self._call(
             "GET", f"/episodes/{_segment(episode_id)}", params={"tokens": "1"} if tokens else None
         )
 
     def list_episodes(self, *, split: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
-        """The episodes with this split and status."""
+        """Return the episodes with this split and status."""
         answer = self._call("GET", "/episodes", params=_filters(split, status))
         return list(answer["episodes"])
 
     def served_version(self) -> int:
-        """The policy version that the engine behind the proxy serves now."""
+        """Return the policy version that the proxy's engine serves now."""
         return int(self._call("GET", "/ready")["version"])
 
     def post_to_episode(self, episode_id: str, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,11 +182,11 @@ class Client:
 
 
 class AsyncClient:
-    """The same for asyncio; one of them serves any number of concurrent episodes.
+    """The same client for asyncio; one instance serves any number of concurrent episodes.
 
     Args:
         base_url, admin_key, timeout_s, http_proxy: see `Client`.
-        connections: calls at the same time; more of them queue.
+        connections: the most calls at the same time; further calls wait.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class AsyncClient:
         connections: int = 8,
         http_proxy: str | None = None,
     ) -> None:
-        # The queue is here, because httpx goes through all of its own with every call.
+        # Calls wait here, because httpx walks its whole queue of waiting requests on every call.
         self._free = asyncio.Semaphore(connections)
         self._http = direct_async_client(
             base_url=_checked_url(base_url),

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-_NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and in which one wins
+_NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and which they prefer
 
 
 def direct_client(
@@ -25,13 +25,13 @@ def direct_client(
     connect_retries: int = 0,
     http_proxy: str | None = None,
 ) -> httpx.Client:
-    """A client that connects to the server directly.
+    """Return a client that connects to the server directly.
 
     Args:
-        timeout_s: limit in seconds of connecting, of each read and of each write.
+        timeout_s: time limit in seconds for connecting, for each read and for each write.
         base_url: the URL to which relative URLs are joined.
-        headers: sent with every request.
-        connect_retries: how often a failed connection attempt is repeated; a request is never sent twice.
+        headers: headers to send with every request.
+        connect_retries: the number of further attempts to connect; a request is never sent twice.
         http_proxy: URL of an HTTP proxy that the user named explicitly.
     """
     transport = httpx.HTTPTransport(retries=connect_retries, proxy=http_proxy)
@@ -49,7 +49,7 @@ def direct_async_client(
     connections: int = 100,
     http_proxy: str | None = None,
 ) -> httpx.AsyncClient:
-    """The same for asyncio, with at most `connections` open at a time."""
+    """Return the same client for asyncio, with at most `connections` open connections."""
     limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
     transport = httpx.AsyncHTTPTransport(retries=connect_retries, limits=limits, proxy=http_proxy)
     return httpx.AsyncClient(
@@ -58,7 +58,7 @@ def direct_async_client(
 
 
 def bypassing_proxies(environment: Mapping[str, str], *urls: str) -> dict[str, str]:
-    """`environment` with the hosts of `urls` added to NO_PROXY, for a child process that calls them.
+    """Return `environment` with the hosts of `urls` added to NO_PROXY, for a child process that calls them.
 
     Only hosts of this machine and of private networks are added: "localhost" and literal addresses that are
     loopback, private or link-local. A public host may be reachable only through the user's HTTP proxy.

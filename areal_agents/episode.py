@@ -1,9 +1,9 @@
-"""The SDK for agent code: `@episode`, the `Episode` handle, and `current_key`.
+"""What agent code imports: `@episode`, the `Episode` handle, and `current_key`.
 
-Only the standard library is imported here, so that it loads beside any agent framework. The same
-agent function runs in three places: inside a training run, which passes the handle; as a command of
-a run, which finds the episode in its environment; and on its own, where it talks to whatever
-OPENAI_BASE_URL names.
+This module needs only the standard library, so that it loads beside any agent framework. The same agent
+function runs in three ways: inside a training run, which passes the handle; as a command that a run starts,
+which finds the episode in its environment; and on its own, where it calls the server that OPENAI_BASE_URL
+names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError
 
 EPISODE_ID_VARIABLE = "AREAL_AGENTS_EPISODE_ID"
-DEFAULT_BASE_URL = "https://api.openai.com/v1"  # what the OpenAI SDK itself falls back to
+DEFAULT_BASE_URL = "https://api.openai.com/v1"  # the default of the OpenAI SDK
 DEFAULT_ANTHROPIC_BASE_URL = "https://api.anthropic.com"
-PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; SDKs refuse to send none
+PLACEHOLDER_KEY = "EMPTY"  # for servers that check no key; the SDKs refuse to be without one
 
 Agent = TypeVar("Agent", bound=Callable[..., Any])
 Report = Callable[[str, dict[str, Any]], None]
@@ -36,9 +36,10 @@ class Episode:
     """One attempt at a task, as the agent sees it.
 
     Attributes:
-        id: "" outside a run.
-        base_url: for an OpenAI-compatible client; every call through it is recorded in this episode.
+        id: the episode's id; "" outside a run.
+        base_url: the base URL for an OpenAI-compatible client; calls through it are recorded in this episode.
         api_key: the episode's own key.
+        report: called with a path and a body to send a reward or a failure to the run; does nothing outside.
     """
 
     id: str
@@ -48,24 +49,25 @@ class Episode:
 
     @property
     def anthropic_base_url(self) -> str:
-        """For an Anthropic client, which adds "/v1" by itself: ``Anthropic(base_url=…, api_key=…)``.
+        """The base URL for an Anthropic client, which adds "/v1" by itself.
 
-        Outside a run it is ANTHROPIC_BASE_URL, else Anthropic's own.
+        Outside a run it is ANTHROPIC_BASE_URL or, if that is not set, Anthropic's API.
         """
         if self.id:
             return self.base_url.removesuffix("/v1")
         return os.environ.get("ANTHROPIC_BASE_URL") or DEFAULT_ANTHROPIC_BASE_URL
 
     def reward(self, value: RewardValue, completion_id: str | None = None, name: str = "return") -> None:
-        """Give a reward: to the whole episode, or to the turn that `completion_id` names.
+        """Reward the whole episode, or the turn that `completion_id` names.
 
-        That id is the one of the response, in the form of whichever API gave it.
+        A completion id is the id of a response, as the API that the agent called returned it.
 
-        Rewards with different names add up; giving one again replaces it. A dict gives several at
-        once: by turn if all its keys are completion ids, else by name.
+        Rewards with different names are summed; a reward under a name that was used before replaces the
+        earlier one. A dict gives several rewards at once: by turn if all its keys are completion ids, by name
+        otherwise.
 
         Raises:
-            AgentError: a reward that is no finite number.
+            AgentError: a reward is not a finite number.
         """
         body: dict[str, Any] = {"reward": checked_reward(value)}
         if not isinstance(value, Mapping):
@@ -75,14 +77,14 @@ class Episode:
         self.report("reward", body)
 
     def fail(self, error: str) -> None:
-        """Mark the episode as failed for a reason that is not the model's doing: it will be retried."""
+        """Mark the episode as failed, for a reason that is not the model's doing; it will be retried."""
         self.report("fail", {"error": error})
 
     @classmethod
     def from_environment(cls) -> Episode:
-        """The episode that a run put into this process's environment; without one, a bare handle.
+        """Return the episode that a run named in this process's environment, or a handle without an episode.
 
-        The bare handle points at OPENAI_BASE_URL with OPENAI_API_KEY, and its rewards go nowhere.
+        A handle without an episode uses OPENAI_BASE_URL and OPENAI_API_KEY, and discards its rewards.
         """
         base_url = os.environ.get("OPENAI_BASE_URL") or DEFAULT_BASE_URL
         api_key = os.environ.get("OPENAI_API_KEY") or PLACEHOLDER_KEY
@@ -93,16 +95,16 @@ class Episode:
 
 
 def episode(agent: Agent) -> Agent:
-    """Make a function an agent that can be trained.
+    """Mark a function as an agent that can be trained.
 
-    ``async def agent(task: dict, ep: Episode) -> None | bool | float | dict``, or the same without
-    ``async``. What it returns is its reward, named "return"; None gives none. The function stays an
-    ordinary one: ``agent(task)`` without an episode runs it against OPENAI_BASE_URL.
+    The function is ``async def agent(task: dict, ep: Episode) -> None | bool | float | dict``, or the same
+    without ``async``. Its return value is the episode's reward, named "return"; None gives no reward. The
+    function can still be called directly: ``agent(task)`` without an episode uses OPENAI_BASE_URL.
 
-    Clients. Build one from the handle, ``AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)``, or
-    derive it from a shared one, ``client.with_options(base_url=ep.base_url, api_key=ep.api_key)``:
-    that costs almost nothing, since it shares the connection pool. A client made at module level
-    takes ``api_key=areal_agents.current_key`` instead.
+    Build a client from the handle, ``AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)``, or derive it
+    from a shared client, ``client.with_options(base_url=ep.base_url, api_key=ep.api_key)``, which costs
+    almost nothing because the connection pool is shared. A client made at module level takes
+    ``api_key=areal_agents.current_key`` instead.
 
     Raises:
         AgentError: the function cannot be called as ``agent(task, ep)``.
@@ -114,7 +116,7 @@ def episode(agent: Agent) -> Agent:
         async def run_async(task: Mapping[str, Any], ep: Episode | None = None) -> Any:
             if ep is not None:
                 return await agent(task, ep)
-            with _standing_alone() as own:
+            with _called_directly() as own:
                 return _rewarded(own, await agent(task, own))
 
         return cast(Agent, run_async)
@@ -123,14 +125,14 @@ def episode(agent: Agent) -> Agent:
     def run_sync(task: Mapping[str, Any], ep: Episode | None = None) -> Any:
         if ep is not None:
             return agent(task, ep)
-        with _standing_alone() as own:
+        with _called_directly() as own:
             return _rewarded(own, agent(task, own))
 
     return cast(Agent, run_sync)
 
 
 class _Key(str):
-    """A key that may also be awaited: sync clients want a callable's text, async ones an awaitable."""
+    """A key that can also be awaited: sync clients call for a string, async clients for an awaitable."""
 
     __slots__ = ()
 
@@ -140,12 +142,12 @@ class _Key(str):
 
 
 def current_key() -> Any:
-    """The key of the episode that is running here; give it to a client as ``api_key=current_key``.
+    """Return the key of the episode that runs in this context, for ``api_key=current_key`` of a client.
 
-    Works for ``OpenAI`` and ``AsyncOpenAI`` alike. It is asked once per request, in the context of
-    the caller, and never suspends, so concurrent episodes may share one client. In a thread that the
-    agent starts itself, run the function in ``contextvars.copy_context()`` (``asyncio.to_thread``
-    does so by itself). Outside an episode it is OPENAI_API_KEY.
+    It works for ``OpenAI`` and ``AsyncOpenAI``. The client calls it once per request, in the context of the
+    caller, and it never suspends, so concurrent episodes can share one client. In a thread that the agent
+    starts itself, run the function in ``contextvars.copy_context()`` (``asyncio.to_thread`` does this by
+    itself). Outside an episode the key is OPENAI_API_KEY.
 
     Raises:
         AgentError: no episode runs in this context, and OPENAI_API_KEY is not set.
@@ -155,14 +157,14 @@ def current_key() -> Any:
     if not key:
         raise AgentError(
             "current_key() was called where no episode is running, and OPENAI_API_KEY is not set; in a "
-            "thread of your own, run the call in contextvars.copy_context()"
+            "thread that your agent starts, run the call in contextvars.copy_context()"
         )
     return _Key(key)
 
 
 @contextmanager
 def running(ep: Episode) -> Iterator[Episode]:
-    """Make `ep` the episode whose key `current_key` gives inside the block."""
+    """Make `current_key` return the key of `ep` inside the block."""
     token = _current.set(ep)
     try:
         yield ep
@@ -171,10 +173,10 @@ def running(ep: Episode) -> Iterator[Episode]:
 
 
 def check_signature(agent: Callable[..., Any]) -> None:
-    """AgentError unless `agent` can be called as ``agent(task, ep)``."""
+    """Raise AgentError unless `agent` can be called as ``agent(task, ep)``."""
     name = getattr(agent, "__name__", repr(agent))
     if not callable(agent):
-        raise AgentError(f"{name} is no function")
+        raise AgentError(f"an agent must be a function, got {name}")
     try:
         inspect.signature(agent).bind({}, None)
     except TypeError as error:
@@ -182,11 +184,13 @@ def check_signature(agent: Callable[..., Any]) -> None:
             f"{name}{inspect.signature(agent)} cannot be called as {name}(task, ep): {error}"
         ) from error
     if inspect.isasyncgenfunction(agent) or inspect.isgeneratorfunction(agent):
-        raise AgentError(f"{name} is a generator; an agent returns its reward, or None")
+        raise AgentError(
+            f"{name} is a generator function; an agent must return its reward, or None, and not yield"
+        )
 
 
 @contextmanager
-def _standing_alone() -> Iterator[Episode]:
+def _called_directly() -> Iterator[Episode]:
     with running(Episode.from_environment()) as own:
         yield own
 
@@ -199,7 +203,7 @@ def _rewarded(own: Episode, value: Any) -> Any:
 
 def _report_over_http(episode_id: str, base_url: str, api_key: str) -> Report:
     def report(path: str, body: dict[str, Any]) -> None:
-        from areal_agents.client import Client  # here, because it loads an HTTP library
+        from areal_agents.client import Client  # imported late, because it loads an HTTP library
 
         with Client(base_url.split("/e/")[0].removesuffix("/v1"), api_key) as client:
             client.post_to_episode(episode_id, path, body)

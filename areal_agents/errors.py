@@ -1,20 +1,20 @@
 """The errors that this package raises deliberately, one type per boundary.
 
     ArealAgentsError
-    ├── ConfigError          a configuration that cannot run: names the key and what to write instead
-    ├── DataError            a data set that is missing, empty or malformed
-    ├── AgentError           an agent that does not import, raised, or overran its time
-    ├── RenderingError       a conversation that the model's template cannot express
-    │   └── PromptTooLong        it has more tokens than its limit
-    ├── RequestError         a client's request that is refused (carries the HTTP status and code)
-    ├── EngineError          an inference engine that misbehaves
-    │   ├── EngineUnavailable    it does not answer, or not in time
-    │   └── EngineRejected       it refused the request as malformed
-    ├── StoreError           the store is unusable, foreign, or a state transition is not allowed
+    ├── ConfigError          a configuration cannot be used: names the key and what to write instead
+    ├── DataError            a data set is missing, empty or malformed
+    ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
+    ├── RenderingError       the model's template cannot express a conversation
+    │   └── PromptTooLong        the prompt has more tokens than its limit
+    ├── RequestError         a client's request is refused (carries the HTTP status and code)
+    ├── EngineError          an inference engine gave an invalid answer
+    │   ├── EngineUnavailable    the engine does not answer, or not in time
+    │   └── EngineRejected       the engine refused the request as malformed
+    ├── StoreError           the store is unusable or has another schema, or a state transition is not allowed
     │   ├── NotFound             there is no such episode, group or completion (store/errors.py)
-    │   └── Conflict             a state that the request contradicts; NoTurn: no call was recorded
-    └── TrainingError        a batch or checkpoint that cannot be trained on
-        └── TeacherError         a teacher's engine that cannot be learned from; the weights are as they were
+    │   └── Conflict             the request contradicts the stored state; NoTurn: no call was recorded
+    └── TrainingError        a batch or a checkpoint cannot be trained on
+        └── TeacherError         a teacher's engine gave no usable answer; the weights are unchanged
 
 Programming mistakes stay ValueError, TypeError and AssertionError.
 """
@@ -24,8 +24,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_MOST_SHOWN = 200  # characters of a client's value in a message
-_LONGEST_MESSAGE = 1_000  # characters of a message that a client gets and a log keeps
+_MOST_SHOWN = 200  # the most characters of a client's value in a message
+_LONGEST_MESSAGE = 1_000  # the most characters of a message that a client gets and a log keeps
 
 
 class ArealAgentsError(Exception):
@@ -33,26 +33,26 @@ class ArealAgentsError(Exception):
 
 
 class ConfigError(ArealAgentsError):
-    """A configuration that cannot run; the message names the key and what to write instead."""
+    """A configuration cannot be used; the message names the key and what to write instead."""
 
 
 class DataError(ArealAgentsError):
-    """A data set that is missing, empty or malformed."""
+    """A data set is missing, empty or malformed."""
 
 
 class AgentError(ArealAgentsError):
-    """An agent that does not import, raised, or overran its time."""
+    """An agent cannot be imported, raised an exception, or exceeded its time limit."""
 
 
 class RenderingError(ArealAgentsError):
-    """A conversation that the model's template cannot express."""
+    """The model's template cannot express a conversation."""
 
 
 class PromptTooLong(RenderingError):
-    """A prompt with more tokens than its limit, detected before all of it was encoded.
+    """A prompt has more tokens than its limit; this was detected before all of it was encoded.
 
     Args:
-        at_least: a lower bound on the number of its tokens, above the limit.
+        at_least: a lower bound on the number of the prompt's tokens; it is above the limit.
     """
 
     def __init__(self, at_least: int) -> None:
@@ -61,15 +61,15 @@ class PromptTooLong(RenderingError):
 
 
 class RequestError(ArealAgentsError):
-    """A client's request that is refused.
+    """A client's request is refused.
 
     Args:
-        message: what was got and what was expected, in the client's terms; cut where it is very long.
-        status: the HTTP status of the answer.
-        code: a stable machine-readable word, for example ``context_length_exceeded``.
-        param: the request field at fault, where there is one.
-        retry_after_s: seconds after which the same request may succeed, where that is known.
-        details: numbers that another form of the message needs, for example the limit that was exceeded.
+        message: what was got and what was expected, in the client's terms; cut if it is very long.
+        status: the HTTP status of the response.
+        code: a stable machine-readable code, for example ``context_length_exceeded``.
+        param: the invalid field of the request, if there is one.
+        retry_after_s: seconds after which the same request may succeed, if that is known.
+        details: numbers that a dialect's form of the message needs, for example the limit that was exceeded.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RequestError(ArealAgentsError):
 
 
 class EngineError(ArealAgentsError):
-    """An inference engine that misbehaves: an invalid answer, a wrong version, half a response."""
+    """An inference engine gave an invalid answer: malformed, of a wrong version, or incomplete."""
 
 
 class EngineUnavailable(EngineError):
@@ -105,24 +105,24 @@ class EngineRejected(EngineError):
 
 
 class StoreError(ArealAgentsError):
-    """The store is unusable, was written by another schema, or a state transition is not allowed."""
+    """The store is unusable or has another schema, or a state transition is not allowed."""
 
 
 class TrainingError(ArealAgentsError):
-    """A batch or a checkpoint that cannot be trained on; the message names the group or the file."""
+    """A batch or a checkpoint cannot be trained on; the message names the group or the file."""
 
 
 class TeacherError(TrainingError):
-    """A teacher's engine did not answer, or not as a teacher of this policy.
+    """A teacher's engine did not answer, or its answer does not fit this policy.
 
-    It is raised on every rank before the first optimizer step of a batch: the weights are as they were.
+    It is raised on every rank before the first optimizer step of a batch, so the weights are unchanged.
     """
 
 
 def shown(value: Any) -> str:
-    """A value of a client's JSON for a message: as `repr` writes it, cut after 200 characters.
+    """Return a value of a client's JSON for a message: as `repr` writes it, cut after 200 characters.
 
-    The work is bounded too, since a value may be as large as a whole request.
+    The work is bounded too, because a value may be as large as a whole request.
     """
     text = ""
     for piece in _pieces(value):
@@ -133,7 +133,7 @@ def shown(value: Any) -> str:
 
 
 def _pieces(value: Any) -> Iterator[str]:
-    """`repr(value)` piece by piece, of long texts only the beginning."""
+    """Yield `repr(value)` piece by piece, with only the beginning of long strings."""
     if isinstance(value, str):
         yield repr(value[:_MOST_SHOWN])
     elif isinstance(value, list):

@@ -1,8 +1,9 @@
-"""Ends processes: a process itself, its group, and the processes that it started in other sessions.
+"""Ends processes: a process itself, its process group, and the processes that it left in other sessions.
 
 A process counts as ended when it has exited, even if other processes hold its pipes, and every wait has a
-limit. Each process gets a mark in its environment, which its children inherit. Leftovers are thus found even
-in other sessions, unless they were started with a new environment. Without /proc, none is found.
+limit. Each process gets a mark in its environment, which its children inherit. Children that outlive it are
+therefore found even in other sessions, unless they were started with a new environment. Without /proc, none
+is found.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import subprocess
 import time
 from pathlib import Path
 
-RUN_MARK = "AREAL_AGENTS_PROCESS"  # of a process of a run; the value is its log file
-AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # of an agent's process, within one of a run
+RUN_MARK = "AREAL_AGENTS_PROCESS"  # marks a process of a run; the value is its log file
+AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # marks an agent's process, which a process of a run started
 KILL_S = 10.0  # longest wait in seconds for a process to exit after SIGKILL
-_LEFTOVERS_S = 5.0  # longest search in seconds for processes that are being started meanwhile
+_LEFTOVERS_S = 5.0  # longest search in seconds for processes that start during the search
 _PROC = Path("/proc")
-_STAT_ENV_END = 51 - 3  # of the fields of /proc/PID/stat behind the command, see proc(5)
+_STAT_ENV_END = 51 - 3  # index among the fields of /proc/PID/stat after the command, see proc(5)
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,8 @@ logger = logging.getLogger(__name__)
 def end_leftovers(variable: str, mark: str) -> int:
     """Kill every process whose environment has `variable` = `mark`, except this one.
 
-    Processes that these start meanwhile are found too. The search ends when a scan of all processes finds no
-    further one and none whose environment is not readable yet, or after five seconds.
+    Processes that these start during the search are found too. The search ends when a scan of all processes
+    finds no further one and none whose environment is not readable yet, or after five seconds.
 
     Returns:
         The number of processes that were killed.
@@ -42,7 +43,9 @@ def end_leftovers(variable: str, mark: str) -> int:
         found, starting = _marked(wanted)
         new = found - ended
         for pid in new:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # gone, or another user's
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # it has exited, or is another user's
                 os.kill(pid, signal.SIGKILL)
         ended |= new
         if not (new or starting) or time.monotonic() > deadline:
@@ -50,19 +53,19 @@ def end_leftovers(variable: str, mark: str) -> int:
 
 
 def signal_group(pid: int, number: int) -> None:
-    """Send a signal to the process group that `pid` leads, if any member is left."""
+    """Send a signal to the process group that `pid` leads, if it has a member."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
 def end_process(process: subprocess.Popen[bytes] | subprocess.Popen[str], *, grace_s: float) -> int | None:
-    """SIGTERM to a process, SIGKILL `grace_s` seconds later, and close the pipes to it.
+    """Send SIGTERM to a process, then SIGKILL after `grace_s` seconds, and close the pipes to it.
 
-    A process that leads a group is ended with the group: see `signal_group`.
+    Only the process itself is signalled; `signal_group` signals a process group.
 
     Returns:
-        Its exit code; None, with a warning in the log, if it has not exited `KILL_S` after SIGKILL, as
-        one that the kernel holds in uninterruptible sleep.
+        Its exit code; None, with a warning in the log, if it has not exited `KILL_S` seconds after SIGKILL,
+        for example because the kernel holds it in uninterruptible sleep.
     """
     process.terminate()
     try:
@@ -77,7 +80,7 @@ def end_process(process: subprocess.Popen[bytes] | subprocess.Popen[str], *, gra
 
 
 def kill_process(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> int | None:
-    """SIGKILL to a process; returns as `end_process`."""
+    """Send SIGKILL to a process, and return what `end_process` returns."""
     process.kill()
     try:
         return process.wait(KILL_S)
@@ -87,12 +90,12 @@ def kill_process(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> in
 
 
 def warn_unkillable(pid: int) -> None:
-    """Log that a process has not exited in time after SIGKILL."""
-    logger.warning("process %d has not exited within %g s of SIGKILL; it is left behind", pid, KILL_S)
+    """Log that a process has not exited within the time limit after SIGKILL."""
+    logger.warning("process %d has not exited within %g s of SIGKILL; it is left running", pid, KILL_S)
 
 
 def read_line(fd: int, *, timeout_s: float) -> str:
-    """The first line from a pipe, or the part of it that came before the pipe closed or the timeout."""
+    """Return the first line from a pipe, or the part that arrived before the pipe closed or the timeout."""
     deadline = time.monotonic() + timeout_s
     read = b""
     with selectors.DefaultSelector() as selector:
@@ -106,12 +109,12 @@ def read_line(fd: int, *, timeout_s: float) -> str:
 
 
 def _marked(wanted: bytes) -> tuple[set[int], bool]:
-    """The ids of processes with an environment variable, and whether one has no environment yet."""
+    """Return the ids of the processes with `wanted` in their environment, and whether one has none yet."""
     found, starting = set(), False
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # another user's, or gone
+        with contextlib.suppress(OSError):  # another user's process, or one that has exited
             environment = (entry / "environ").read_bytes()
             if wanted in environment.split(b"\0"):
                 found.add(int(entry.name))
@@ -120,10 +123,10 @@ def _marked(wanted: bytes) -> tuple[set[int], bool]:
 
 
 def _is_starting(process: Path) -> bool:
-    """Whether a process without an environment is in the middle of `execve`, which has yet to write it.
+    """Whether a process without an environment is in the middle of `execve`, which has not written it yet.
 
-    Zombies and kernel threads have no program, and one that was started with an empty environment has an
-    address for it. OSError if it is gone.
+    Zombies and kernel threads have no program, and a process that was started with an empty environment has
+    an address for it. Raises OSError if the process has exited.
     """
     fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     (process / "exe").readlink()

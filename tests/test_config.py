@@ -96,7 +96,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("trainer.activation_checkpointing=0", "activation_checkpointing must be off, full or a number"),
         ("trainer.lora.rank=0", "trainer.lora.rank"),
         ("trainer.lora.dropout=0.1", "trainer.lora.dropout"),
-        ("trainer.best_metric=heldout", "heldout needs evaluations beside training; give eval.every"),
+        ("trainer.best_metric=heldout", "heldout needs evaluations during training; give eval.every"),
         ("trainer.trackers=[tensorbord]", "trainer.trackers.0"),
         ("rollout.context_stages=[{max_token: 9}]", "did you mean 'rollout.context_stages.0.max_tokens'?"),
     ],
@@ -130,7 +130,7 @@ def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["algorithm=ppo", "trainer.critic_lr=0"], "trainer.critic_lr: ppo learns from its critic"),
+        (["algorithm=ppo", "trainer.critic_lr=0"], "trainer.critic_lr: ppo needs a critic that learns"),
         (["algorithm=ppo", "trainer.critic_model=nowhere"], "nowhere is not a Hugging Face model folder"),
         (["algorithm=grpo", "trainer.reference_model=nowhere"], "trainer.reference_model"),
         (["algorithm=gspo", "trainer.ranks=2", "trainer.context_parallel=2"],
@@ -139,7 +139,7 @@ def test_a_key_that_could_never_work_is_refused(setting: str) -> None:
         (["algorithm=dpo", "rollout.group_size=1"], "dpo needs pairs"),
         (["trainer.lora={}", "trainer.optimizer=muon"], "use optimizer: adamw"),
         (["data.episodes=store.db", "eval.data.path=x"], "eval: training on data.episodes starts no engine"),
-        (["eval={data: {episodes: store.db}}"], "eval.data: evaluation runs tasks (path)"),
+        (["eval={data: {episodes: store.db}}"], "eval.data: evaluation runs tasks and not recorded episodes"),
         (["data.episodes=store.db", "data.epochs=2"], "data.epochs: training on data.episodes lasts"),
         (["data.episodes=empty"], "is a folder without a store.db"),
         (["loop=sync", "rollout.max_staleness=2"],
@@ -230,7 +230,7 @@ def test_a_run_does_not_train_on_its_own_store(
     (minimal.parent / "run").mkdir()
     (minimal.parent / "run" / "store.db").touch()
     settings = [f"data.episodes={recorded}", "algorithm=sft"]
-    with pytest.raises(ConfigError, match="is this run's own; .* choose another folder with run_dir="):
+    with pytest.raises(ConfigError, match="is this run's own store; .* choose another folder with run_dir="):
         load_config(minimal, [*settings, "run_dir=run"])
     assert load_config(minimal, [*settings, "run_dir=other"]).data.episodes.endswith(recorded)
 

@@ -1,14 +1,9 @@
-"""Reads a configuration from a file and from the command line, explains what is wrong with it, and writes it.
+"""Reads a configuration from a YAML file and `key=value` overrides, checks it, and writes it to a file.
 
-`key=value` arguments override what the file says. A relative path in a file is relative to that file, one
-given on the command line to the working directory; either way the loaded tree holds absolute paths.
-Anything unknown is refused with the nearest known name.
-
-`key=value` settings over a plain tree; dots reach inside.
-
-Relative paths in a tree, resolved against the folder that they were written for.
-
-What pydantic found wrong, in the words of a config file.
+Overrides take precedence over the file; a dot in a key reaches into a nested mapping. A relative path in a
+file is relative to the file's folder, and one in an override to the working directory; the loaded tree holds
+absolute paths only. What pydantic refuses is reported under the keys of the configuration file, and an
+unknown key with the nearest known one.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a YAML file, apply `key=value` overrides, and validate.
+    """Read a YAML file, apply `key=value` overrides, and validate the result.
 
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is
@@ -61,14 +56,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         config = config.model_copy(update={"run_dir": str(run_dir)})
     if _records_itself(config):
         raise ConfigError(
-            f"{path}:\n  data.episodes: {config.data.episodes} is this run's own; training on it would "
-            "continue that run and write to its store; choose another folder with run_dir=..."
+            f"{path}:\n  data.episodes: {config.data.episodes} is this run's own store; training on it would "
+            "resume that run and write to its store; choose another folder with run_dir=..."
         )
     return config
 
 
 def _records_itself(config: Config) -> bool:
-    """Whether the recorded episodes to train on are those of the run folder that is written to."""
+    """Whether the recorded episodes to train on are those of the run's own store."""
     recorded, own = config.data.episodes, Path(config.run_dir).resolve()
     if not recorded:
         return False
@@ -76,7 +71,7 @@ def _records_itself(config: Config) -> bool:
 
 
 def validate_config(tree: Mapping[str, Any], *, source: str) -> Config:
-    """Validate a plain tree. ConfigError names every fault and, for unknown keys, the nearest name."""
+    """Validate a plain tree. Raises ConfigError with every fault, and the nearest name of an unknown key."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
@@ -85,15 +80,18 @@ def validate_config(tree: Mapping[str, Any], *, source: str) -> Config:
 
 
 def proxy_config(overrides: Sequence[str], **given: Any) -> ProxyConfig:
-    """The settings of a proxy that is served by itself: `given`, and `key=value` overrides over it.
+    """Return the settings of a proxy that runs outside a run: `given`, overridden by `key=value` settings.
 
-    ConfigError for an unknown key or a value that is not allowed, as in `load_config`.
+    Raises ConfigError for an unknown key or a value that is not allowed, as `load_config` does.
     """
     return with_overrides(ProxyConfig, given, overrides)
 
 
 def with_overrides(model: type[Model], given: Mapping[str, Any], overrides: Iterable[str]) -> Model:
-    """`given` settings of one component, with `key=value` overrides over them. ConfigError as above."""
+    """Return the `given` settings of one component, overridden by `key=value` settings.
+
+    Raises ConfigError as `load_config` does.
+    """
     tree = copy.deepcopy(dict(given))
     for override in overrides:
         key, value = parse_override(override)
@@ -108,7 +106,7 @@ def with_overrides(model: type[Model], given: Mapping[str, Any], overrides: Iter
 def save_config(config: Config, path: Path) -> None:
     """Write the resolved tree, so that every process of a run reads the same one.
 
-    Only the owner can read it: it may hold keys.
+    Only the owner can read the file, because it may contain keys.
     """
     temporary = path.with_suffix(".tmp")
     temporary.touch(mode=0o600)
@@ -127,10 +125,10 @@ def _text_of(config: Config) -> str:
 
 
 def parse_override(override: str) -> tuple[list[str], Any]:
-    """The parts of the key, and the value as YAML reads it. ConfigError if it is no `key=value`."""
+    """Return the parts of the key, and the value as YAML reads it. Raises ConfigError if there is no `=`."""
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"expected key=value, got {override!r}, for example trainer.steps=10")
+        raise ConfigError(f"expected key=value, for example trainer.steps=10, got {override!r}")
     try:
         return key.split("."), yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -138,17 +136,17 @@ def parse_override(override: str) -> tuple[list[str], Any]:
 
 
 def nested(key: Sequence[str], value: Any) -> dict[str, Any]:
-    """A tree of nothing but `value`, at `key`."""
+    """Return a tree that contains only `value`, at `key`."""
     for part in reversed(key):
         value = {part: value}
     return value
 
 
 def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) -> None:
-    """Put what `nested` holds at `key` into `tree`.
+    """Set the value that `nested` has at `key` in `tree`.
 
-    A setting of the algorithm can be given flat or under its part: what the tree has of it in the other form
-    is taken out.
+    A setting of the algorithm can be given flat or under its part; if the tree has it in the other form, that
+    one is removed.
     """
     if (
         len(key) > 1
@@ -159,7 +157,7 @@ def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) 
         tree["algorithm"] = _without(tree["algorithm"], key[-1])
     for part in key[:-1]:
         nested = nested[part]
-        # A string is short for a preset, or for the kind of one of its parts.
+        # A string is a shorthand for a preset, or for the kind of one of its parts.
         if key[0] == "algorithm" and isinstance(tree.get(part), str):
             tree[part] = {"preset" if part == "algorithm" else "kind": tree[part]}
         if not isinstance(tree.get(part), dict):
@@ -169,7 +167,7 @@ def set_in(tree: dict[str, Any], key: Sequence[str], nested: Mapping[str, Any]) 
 
 
 def _without(tree: dict[str, Any], name: str) -> dict[str, Any]:
-    """A copy of a tree without the settings of this name, at any depth."""
+    """Return a copy of a tree without the settings of this name, at any depth."""
     return {
         key: _without(value, name) if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -187,7 +185,7 @@ _ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "teacher
 
 
 def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """A copy of `tree` in which whatever names a file does so from anywhere."""
+    """Return a copy of `tree` in which paths that are relative to `base` are absolute."""
     out: dict[str, Any] = copy.deepcopy(dict(tree))
     for *parents, leaf in _PATH_KEYS:
         node: Any = out
@@ -199,16 +197,18 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
 
 
 def _absolute(value: str, base: Path, *, always: bool) -> str:
-    """`value` resolved against `base` if it names a file there (a function may follow a colon)."""
+    """Return `value` resolved against `base` if it names a file there (a function may follow a colon)."""
     file, colon, function = value.partition(":") if ".py:" in value else (value, "", "")
-    candidate = Path(os.path.normpath(base / file))  # links stay: the Python of an environment is one
+    candidate = Path(
+        os.path.normpath(base / file)
+    )  # symbolic links are kept: the Python of an environment is one
     if value and (always or candidate.exists()):
         return f"{candidate}{colon}{function}"
     return value
 
 
 def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """One fault of a tree that `root` refused; for an unknown key, with the nearest known one."""
+    """Describe one fault that `root` found in a tree; for an unknown key, with the nearest known one."""
     location = _without_kinds(root, [str(part) for part in fault["loc"]])
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
@@ -228,7 +228,7 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
 
 
 def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:
-    """A location as a config file has it: without the kinds that distinguish alternative parts."""
+    """Return a location as a config file has it: without pydantic's tags for alternative parts."""
     field = model.model_fields.get(location[0]) if model and location else None
     if field is None:
         return location
@@ -241,7 +241,7 @@ def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[s
 
 def _known_keys(model: type[BaseModel], location: Iterable[str]) -> list[str]:
     for part in location:
-        if part.isdigit():  # a place in a list of what the part before it names
+        if part.isdigit():  # an index into the list that the part before it names
             continue
         field = model.model_fields.get(part)
         inner = _model_in(field.annotation) if field else None

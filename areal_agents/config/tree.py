@@ -25,17 +25,20 @@ from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
 
-# The staleness that each loop sets; with "async" the user sets it.
+# The rollout.max_staleness that each loop sets; with "async" the user sets it.
 LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 
 
 class Config(BaseModel):
-    """Everything that one run needs."""
+    """All settings of one run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(default="", description="Name of the run; empty: the config file's folder.")
-    seed: int = Field(default=0, ge=0, description="Seed of data order, sampling and training.")
+    name: str = Field(
+        default="",
+        description="Name of the run; empty: the config file's name, or its folder's for config.yaml.",
+    )
+    seed: int = Field(default=0, ge=0, description="Seed of the data order, of sampling and of training.")
     run_dir: str = Field(default="", description="Folder of the run; empty: runs/<name>-seed<seed>.")
     model: str = Field(description="Hugging Face folder of the initial weights.")
     agent: str | dict[str, str] = Field(
@@ -43,15 +46,16 @@ class Config(BaseModel):
         description="module:function, file.py:function, or {command: ...}; not needed with data.episodes.",
     )
     ablation: str | None = Field(
-        default=None, description="The same agent with its tools switched off; run by --ablate-tool."
+        default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."
     )
     loop: Literal["sync", "one_step_off", "async"] = Field(
         default="async",
         description="sync: a batch is generated, then trained (max_staleness 0). one_step_off: the next one "
-        "is generated meanwhile, weights swap in between (1). async: neither waits (rollout.max_staleness).",
+        "is generated during training, and weights are swapped between batches (max_staleness 1). async: "
+        "neither waits for the other (rollout.max_staleness).",
     )
     data: DataConfig = Field(description="Training tasks.")
-    eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; absent: none.")
+    eval: EvalConfig | None = Field(default=None, description="Held-out evaluation; absent: no evaluation.")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
@@ -62,7 +66,7 @@ class Config(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_staleness(cls, given: Any) -> Any:
-        """The loop's bound, where `rollout` has none."""
+        """Set the loop's bound on staleness if `rollout` has none."""
         if not isinstance(given, Mapping) or given.get("loop") not in tuple(LOOP_STALENESS):
             return given
         rollout = given.get("rollout", {})
@@ -83,7 +87,7 @@ class Config(BaseModel):
 
 
 def faults_between_parts(config: Config) -> Iterator[str]:
-    """Every fault, with what to do about it."""
+    """Yield every fault between the settings of several packages, with what to do about it."""
     yield from _episode_faults(config)
     yield from _model_faults(config)
     yield from _algorithm_faults(config)
@@ -92,12 +96,12 @@ def faults_between_parts(config: Config) -> Iterator[str]:
 
 
 def _episode_faults(config: Config) -> Iterator[str]:
-    """What is wrong about where episodes come from."""
+    """Yield the faults of the source of episodes."""
     recorded = config.data.episodes
     if not recorded and not config.agent:
         yield "'agent' is required, unless data.episodes names recorded episodes to train on"
     if config.eval is not None and not config.eval.data.path:
-        yield "eval.data: evaluation runs tasks (path), not recorded episodes"
+        yield "eval.data: evaluation runs tasks and not recorded episodes; give the tasks in eval.data.path"
     if not recorded:
         return
     if config.eval is not None:
@@ -110,11 +114,11 @@ def _episode_faults(config: Config) -> Iterator[str]:
     if "://" not in recorded and not Path(recorded).exists():
         yield f"data.episodes: there is no store {recorded}; give a store.db, a run's folder, or a URL"
     elif Path(recorded).is_dir() and not (Path(recorded) / "store.db").is_file():
-        yield f"data.episodes: {recorded} is a folder without a store.db"
+        yield f"data.episodes: {recorded} is a folder without a store.db; give a run's folder, or a store.db"
 
 
 def _loop_faults(config: Config) -> Iterator[str]:
-    """What is wrong about the loop and its bound on staleness."""
+    """Yield the faults of the loop and its bound on staleness."""
     rollout, bound = config.rollout, config.rollout.max_staleness
     wanted = LOOP_STALENESS.get(config.loop)
     if config.data.episodes:
@@ -124,7 +128,7 @@ def _loop_faults(config: Config) -> Iterator[str]:
             ("algorithm.replay", not isinstance(config.algorithm.replay, NoReplay)),
         ):
             if used:
-                yield f"{name}: training on data.episodes has no rollouts and no staleness; leave it out"
+                yield f"{name}: training on data.episodes has no rollouts and no staleness; leave {name} out"
         return
     if wanted is not None and bound != wanted:
         yield (
@@ -133,30 +137,37 @@ def _loop_faults(config: Config) -> Iterator[str]:
         )
     if bound == 0 and not isinstance(config.algorithm.replay, NoReplay):
         yield (
-            "algorithm.replay: a group that was trained on is one version old, which "
-            "rollout.max_staleness: 0 does not allow; use at least 1"
+            "algorithm.replay: a replayed group is at least one version old, which "
+            "rollout.max_staleness: 0 does not allow; set max_staleness to at least 1"
         )
     if bound is None and rollout.on_stale in ("wait", "drop"):
-        yield f"rollout.on_stale: {rollout.on_stale} does nothing where max_staleness: inf keeps all tokens"
+        yield (
+            f"rollout.on_stale: {rollout.on_stale} does nothing with max_staleness: inf, which keeps all "
+            "tokens; leave on_stale out, or give a finite max_staleness"
+        )
     if rollout.on_stale == "downweight":
         if bound == 0:
-            yield "rollout.on_stale: downweight does nothing at max_staleness: 0, where every token counts 1"
+            yield (
+                "rollout.on_stale: downweight does nothing at max_staleness: 0, where every token has weight "
+                "1; leave on_stale out, or set max_staleness to at least 1"
+            )
         if config.algorithm.is_supervised:
             yield (
-                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss.kind}, which "
-                "does not ask which policy sampled a token; use mask, wait or drop"
+                f"rollout.on_stale: downweight has no meaning for {config.algorithm.policy_loss.kind}, whose "
+                "loss does not depend on the policy that sampled a token; use mask, wait or drop"
             )
     held = "rollout.on_stale: wait" if rollout.on_stale == "wait" else f"loop: {config.loop}"
     holds = rollout.on_stale == "wait" or config.loop == "one_step_off"
     if holds and config.trainer.batch_timeout_s <= rollout.limits.time_s:
         yield (
-            f"trainer.batch_timeout_s: {held} may hold the trainer for as long as an episode takes, which is "
-            f"rollout.limits.time_s: {rollout.limits.time_s:g}; give it more than that"
+            f"trainer.batch_timeout_s: {held} may hold the trainer for as long as an episode takes; got "
+            f"{config.trainer.batch_timeout_s:g}, expected more than rollout.limits.time_s: "
+            f"{rollout.limits.time_s:g}"
         )
 
 
 def _model_faults(config: Config) -> Iterator[str]:
-    """What is wrong about the critic, the reference policy, and how checkpoints are judged."""
+    """Yield the faults of the critic, the reference policy, the teacher and the best checkpoint."""
     trainer, algorithm = config.trainer, config.algorithm
     wanted = (
         ("critic_model", trainer.critic_model, algorithm.needs_critic, "trains no critic (estimator: gae)"),
@@ -171,26 +182,29 @@ def _model_faults(config: Config) -> Iterator[str]:
         elif path and not (Path(path) / "config.json").is_file():
             yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
     if algorithm.teacher == "model" and not trainer.teacher_model:
-        yield "trainer.teacher_model: distillation needs the folder of the model that is learned from"
+        yield "trainer.teacher_model: distillation needs a teacher; give the Hugging Face folder of its model"
     if algorithm.teacher == "model" and _vocabularies_differ(Path(config.model), Path(trainer.teacher_model)):
         yield (
             f"trainer.teacher_model: {trainer.teacher_model} has another vocabulary than {config.model} "
-            "(tokenizer.json); distillation needs a teacher with the policy's tokenizer"
+            "(tokenizer.json); choose a teacher with the policy's tokenizer"
         )
     if algorithm.teacher == "engine" and not trainer.teacher_url:
-        yield "trainer.teacher_url: distillation with teacher: engine needs the URL of a SGLang server"
+        yield "trainer.teacher_url: distillation with teacher: engine needs the URL of an SGLang server"
     if trainer.teacher_url and algorithm.teacher != "engine":
-        yield "trainer.teacher_url: no engine is a teacher; set algorithm.teacher: engine, or leave it out"
+        yield (
+            "trainer.teacher_url: the algorithm has no engine as teacher; set algorithm.teacher: engine, or "
+            "leave teacher_url out"
+        )
     if trainer.best_metric == "heldout" and (config.eval is None or config.eval.every is None):
-        yield "trainer.best_metric: heldout needs evaluations beside training; give eval.every"
+        yield "trainer.best_metric: heldout needs evaluations during training; give eval.every"
     if algorithm.needs_critic and trainer.lr > 0 and trainer.critic_lr == 0:
-        yield f"trainer.critic_lr: {algorithm.preset} learns from its critic, which would never learn at 0"
+        yield f"trainer.critic_lr: {algorithm.preset} needs a critic that learns; use more than 0"
     if trainer.publish.transport == "lora" and config.engine.kind == "sglang" and trainer.keep_weights > 6:
-        yield f"trainer.keep_weights: at most 6 adapters, for SGLang holds 8, got {trainer.keep_weights}"
+        yield f"trainer.keep_weights: at most 6, because SGLang holds 8 adapters; got {trainer.keep_weights}"
 
 
 def _algorithm_faults(config: Config) -> Iterator[str]:
-    """What the algorithm asks of the ranks and of the groups that the config does not give it."""
+    """Yield what the algorithm requires of ranks and groups and the configuration does not provide."""
     trainer, algorithm = config.trainer, config.algorithm
     loss, estimator = algorithm.policy_loss, algorithm.estimator
     by_sequence = {f"policy_loss: {loss.kind}": loss.ratio_level != "token"}
@@ -202,7 +216,7 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
             if needs_sequences:
                 yield (
                     f"trainer.context_parallel: {trainer.context_parallel} spreads a sequence over ranks, "
-                    f"and algorithm.{part} needs whole ones; use 1, or a part that looks at single tokens"
+                    f"and algorithm.{part} needs whole sequences; use 1, or a setting that works by token"
                 )
     if config.data.episodes or config.rollout.group_size > 1:
         return
@@ -225,7 +239,7 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
 
 
 def _routing_faults(config: Config) -> Iterator[str]:
-    """Why the experts that the engine chose cannot be recorded, or not be replayed."""
+    """Yield why the engine's choice of experts cannot be recorded or replayed."""
     if not config.engine.routed_experts:
         return
     if expert_layout(_json_of(Path(config.model) / "config.json")) is None:
@@ -233,12 +247,12 @@ def _routing_faults(config: Config) -> Iterator[str]:
     if config.trainer.context_parallel > 1:
         yield (
             f"engine.routed_experts: trainer.context_parallel: {config.trainer.context_parallel} spreads a "
-            "sequence over ranks, which recorded routing does not follow; use 1"
+            "sequence over ranks, which recorded routing does not support; use context_parallel: 1"
         )
 
 
 def _vocabularies_differ(model: Path, teacher: Path) -> bool:
-    """Whether two tokenizers give tokens other ids; False where a folder has no tokenizer.json."""
+    """Whether two tokenizers differ in their token ids; False if a folder has no tokenizer.json."""
     files = [folder / "tokenizer.json" for folder in (model, teacher)]
     if not all(file.is_file() for file in files):
         return False

@@ -1,4 +1,4 @@
-"""The doctor: runs one episode of a user's agent and reports what prevents training on it."""
+"""The doctor: runs one episode of a user's agent, and reports what prevents or impairs training it."""
 
 from areal_agents.doctor.report import Finding, Report
 from areal_agents.doctor.run import examine, read_task

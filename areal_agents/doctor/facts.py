@@ -1,4 +1,4 @@
-"""Computes the numbers of the report from an observed episode."""
+"""Computes the facts of the report from what was observed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST_MESSAGE = 400
 
 
 def facts_of(seen: Observed) -> Facts:
-    """The facts of an examined episode."""
+    """Return the facts of an examined episode."""
     turns, records = seen.turns, seen.records
     episodes = (seen.given, *seen.implicit)
     return Facts(
@@ -83,7 +83,7 @@ def _trained_share(seen: Observed) -> float | None:
 
 
 def _refused(seen: Observed) -> list[Refusal]:
-    """The calls that were refused, then requests to endpoints that there are not."""
+    """Return the refused calls, and then the requests to endpoints that do not exist."""
     counts: Counter[tuple[str, int, str, str]] = Counter()
     for record in seen.records:
         if record.code:

@@ -1,4 +1,4 @@
-"""What prevents training, each with what to do about it. The worst finding is the verdict."""
+"""Finds what prevents or impairs training, each with its fix. The worst finding determines the verdict."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from areal_agents.doctor.report import Branch, Facts, Finding, Refusal, Severity
 from areal_agents.errors import shown
 
 _USE_COMMAND = (
-    "Leave base_url and api_key to the client, which reads OPENAI_BASE_URL and OPENAI_API_KEY (or "
-    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY); they are set for the command. Or read them yourself."
+    "Do not pass base_url and api_key to the client: it reads OPENAI_BASE_URL and OPENAI_API_KEY (or "
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY), which are set for the command. Or pass their values."
 )
 _USE_FUNCTION = (
-    "Give the client the episode's address and key: OpenAI(base_url=ep.base_url, api_key=ep.api_key). In a "
-    "function no environment variables are set."
+    "Give the client the episode's URL and key: OpenAI(base_url=ep.base_url, api_key=ep.api_key). No "
+    "environment variables are set for a function."
 )
 _FIX_BY_CODE = {
-    "unsupported_parameter": "Leave that parameter out, or set it to what is supported (docs/protocol.md).",
-    "invalid_value": "Set that field to a value that the message allows.",
-    "context_length_exceeded": "Send less, or serve the model with a longer context.",
-    "client_closed_request": "Raise the client's timeout: it hung up before the answer was made.",
-    "not_supported": "Name a server for it under `proxy.models`.",
+    "unsupported_parameter": "Leave the parameter out, or set it to a supported value (docs/protocol.md).",
+    "invalid_value": "Set the field to a value that the message allows.",
+    "context_length_exceeded": "Send a shorter prompt, or serve the model with a longer context.",
+    "client_closed_request": "Raise the client's timeout: it disconnected before the answer was complete.",
+    "not_supported": "Name a server for the model under `proxy.models`.",
     "episode_limit": "Raise the episode's limits.",
-    "queue_full": "Make fewer calls at a time.",
-    "invalid_json": "Send a JSON object as the request's body.",
+    "queue_full": "Make fewer calls at the same time.",
+    "invalid_json": "Send a JSON object as the body of the request.",
 }
 
 
 def findings_of(seen: Observed, facts: Facts) -> list[Finding]:
-    """All findings, the worst first."""
+    """Return all findings, the worst first."""
     order: dict[Severity, int] = {"error": 0, "remark": 1, "note": 2}
     return sorted(_all(seen, facts), key=lambda finding: order[finding.severity])
 
@@ -60,9 +60,9 @@ def _ended(seen: Observed, facts: Facts) -> Iterator[Finding]:
     if seen.overran:
         yield Finding(
             "remark" if facts.turns else "error",
-            f"The agent was ended after {seen.timeout_s:g} s.",
-            "Give it longer with --timeout, or a --task that it can finish; in training such an episode "
-            "counts as truncated.",
+            f"The agent did not end within {seen.timeout_s:g} s and was stopped.",
+            "Raise --timeout, or give a --task that it can finish; in training, such an episode is "
+            "truncated.",
         )
     elif seen.error is not None and not _made_no_call(seen.error):
         when = "" if facts.calls else " before any call"
@@ -70,9 +70,9 @@ def _ended(seen: Observed, facts: Facts) -> Iterator[Finding]:
         task = (
             ""
             if facts.calls
-            else f" Its task was {shown(dict(seen.given.task.input))}; --task gives another."
+            else f" Its task was {shown(dict(seen.given.task.input))}; give another with --task."
         )
-        yield Finding("error", what, f"Make it end without an error first.{task}")
+        yield Finding("error", what, f"Fix this error first.{task}")
 
 
 def _refusals(seen: Observed, facts: Facts) -> Iterator[Finding]:
@@ -89,27 +89,29 @@ def _fix_of(refusal: Refusal, seen: Observed) -> str:
     if refusal.status in (401, 403) and refusal.code != "episode_limit":
         return _USE_COMMAND if seen.is_command else _USE_FUNCTION
     if refusal.status >= 500 and refusal.code not in _FIX_BY_CODE:
-        return "Look at the engine and at the proxy's log."
+        return "Check the engine and the proxy's log."
     return _FIX_BY_CODE.get(refusal.code, "Change the request as the message says.")
 
 
 def _fix_of_path(path: str) -> str:
     if "/v1/v1/" in path:
-        return "The base_url ends with /v1 and the client adds it again: Anthropic clients take it without."
+        return (
+            "The base_url ends with /v1 and the client adds /v1 again; Anthropic clients need it without /v1."
+        )
     if f"/v1{path}" in ("/v1/chat/completions", "/v1/responses", "/v1/completions"):
         return "Add /v1 to the client's base_url."
     if path == "/messages":
-        return "Anthropic clients add /v1/messages to the base_url by themselves; check what it is set to."
-    return "The proxy has no such endpoint (docs/protocol.md): send that request elsewhere, or do without."
+        return "Anthropic clients add /v1/messages to the base_url themselves; check the base_url."
+    return "The proxy has no such endpoint (docs/protocol.md); send the request elsewhere, or do not send it."
 
 
 def _episode(seen: Observed, facts: Facts) -> Iterator[Finding]:
     how = _USE_COMMAND if seen.is_command else _USE_FUNCTION
     if facts.episode == "implicit":
-        what = "The calls came without the episode's key, so they opened an episode of their own."
+        what = "The calls did not carry the episode's key, so the proxy opened another episode for them."
         yield Finding("error", what, how)
     elif facts.episode == "both":
-        yield Finding("remark", "Some calls came without the episode's key: they are not trained.", how)
+        yield Finding("remark", "Some calls did not carry the episode's key; they are not trained.", how)
     elif facts.calls and not facts.turns and not facts.refused:
         yield Finding("error", "No call was answered by the policy.", how)
 
@@ -121,7 +123,7 @@ def _branches(facts: Facts) -> Iterator[Finding]:
     for (reason, explanation), forks in alike.items():
         where = ", ".join(f"turn {fork.turn} from message {fork.diverged_at + 1} on" for fork in forks)
         severity: Severity = "note" if forks[0].is_normal else "remark"
-        yield Finding(severity, f"A new branch at {where} ({reason}). {explanation}", forks[0].fix)
+        yield Finding(severity, f"A new branch begins at {where} ({reason}). {explanation}", forks[0].fix)
 
 
 def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
@@ -131,15 +133,15 @@ def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "error" if none_left else "remark",
             f"{constrained} of {facts.turns} turns were sampled under a grammar (a JSON schema, or a "
-            "tool_choice that forces a call): they are recorded and not trained.",
-            "Take tool_choice auto and ask for JSON in the prompt, or set "
+            "tool_choice that forces a call); they are recorded and not trained.",
+            "Use tool_choice auto and ask for JSON in the prompt, or set "
             "`algorithm.train_constrained: true`.",
         )
-    hung_up = sum(bool(turn.discarded) for turn in seen.turns)
-    if hung_up:
+    undelivered = sum(bool(turn.discarded) for turn in seen.turns)
+    if undelivered:
         yield Finding(
             "remark",
-            f"The client hung up on {hung_up} turns before it got them: they are not trained.",
+            f"The client disconnected before it received {undelivered} turns; they are not trained.",
             "Raise the client's timeout, or wait for each answer.",
         )
     if facts.turns and seen.error is None and not seen.overran and not facts.rewarded:
@@ -157,21 +159,21 @@ def _fields(facts: Facts) -> Iterator[Finding]:
         names = ", ".join(sorted(facts.ignored_fields))
         yield Finding(
             "note",
-            f"Request fields without effect: {names}.",
-            "Nothing to fix unless the agent relies on them.",
+            f"These request fields have no effect: {names}.",
+            "Nothing to fix, unless the agent relies on them.",
         )
     if facts.overridden:
         names = ", ".join(sorted(facts.overridden))
         yield Finding(
             "note",
-            f"In training the proxy decides: {names}.",
-            "Nothing to fix; `proxy.lifted_pins` leaves one to the agent, whose turns are then not trained.",
+            f"In training, the proxy sets these parameters: {names}.",
+            "Nothing to fix. `proxy.lifted_pins` leaves one to the agent, whose turns are then not trained.",
         )
     if facts.retries:
         yield Finding(
             "remark",
-            f"{facts.retries} calls were retries, {facts.repeated} of them answered with an earlier sample.",
-            "Raise the client's timeout above the time of a slow call, and look at what was refused.",
+            f"{facts.retries} calls were retries; {facts.repeated} of them got an earlier sample.",
+            "Raise the client's timeout above the duration of a slow call, and check the refused calls.",
         )
 
 
@@ -179,7 +181,7 @@ def _outside(seen: Observed, facts: Facts) -> Iterator[Finding]:
     if seen.http_proxy is not None:
         yield Finding(
             "remark",
-            f"{seen.http_proxy.where} sends HTTP through {seen.http_proxy.host}, calls to this machine too.",
+            f"{seen.http_proxy.where} sends HTTP through {seen.http_proxy.host}, also to this machine.",
             "Set NO_PROXY=localhost,127.0.0.1 (and the proxy's host).",
         )
     if seen.requests and facts.hosts:
@@ -187,8 +189,8 @@ def _outside(seen: Observed, facts: Facts) -> Iterator[Finding]:
         where = ", ".join(f"{host.host} ({host.where})" for host in facts.hosts)
         yield Finding(
             "note",
-            f"{len(hosts)} outside {'host is' if len(hosts) == 1 else 'hosts are'} named: {where}.",
-            "Nothing to fix unless a model is called there: such calls are not recorded.",
+            f"The agent names {len(hosts)} outside {'host' if len(hosts) == 1 else 'hosts'}: {where}.",
+            "Nothing to fix, unless a model is called there: such calls are not recorded.",
         )
     for telemetry in facts.telemetry:
         yield Finding(
@@ -199,5 +201,5 @@ def _outside(seen: Observed, facts: Facts) -> Iterator[Finding]:
 
 
 def _made_no_call(error: str) -> bool:
-    """Whether this is how a rollout says it; other findings say why."""
+    """Whether a rollout reports that the agent made no call; other findings say why."""
     return error.startswith("the agent made no model call")

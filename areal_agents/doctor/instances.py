@@ -1,4 +1,4 @@
-"""Makes a small value that fits a JSON schema: an argument of a tool, or an answer in JSON."""
+"""Makes a small value that fits a JSON schema, for the tool calls and JSON answers of the scripted model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BY_FORMAT = {
 
 
 def instance_of(schema: Any) -> Any:
-    """A value that fits, as far as types, required fields, enumerations and simple bounds say."""
+    """Return a value that fits the types, required fields, enumerations and simple bounds of `schema`."""
     return _value(schema, schema if isinstance(schema, Mapping) else {}, 0)
 
 
@@ -36,7 +36,7 @@ def _value(schema: Any, root: Mapping[str, Any], depth: int) -> Any:
             return schema[listed][0]
     for choice in ("anyOf", "oneOf"):
         if schema.get(choice):
-            return _value(_first_real(schema[choice]), root, depth + 1)
+            return _value(_first_non_null(schema[choice]), root, depth + 1)
     if schema.get("allOf"):
         return _value(_merged(schema, root), root, depth + 1)
     return _typed(_type_of(schema), schema, root, depth)
@@ -79,8 +79,8 @@ def _type_of(schema: Mapping[str, Any]) -> str:
     return str(kind)
 
 
-def _first_real(choices: list[Any]) -> Any:
-    """The first alternative that is not null."""
+def _first_non_null(choices: list[Any]) -> Any:
+    """Return the first alternative that is not null."""
     real = (c for c in choices if not (isinstance(c, Mapping) and c.get("type") == "null"))
     return next(real, choices[0])
 

@@ -1,4 +1,4 @@
-"""What one examined episode left: its recorded turns, the records of its calls, and all requests."""
+"""What was observed of an episode: its recorded turns, the records of its calls, and all requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONTROL = ("/episodes", "/rewards", "/groups", "/health", "/ready", "/metrics")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A request that reached the proxy; `path` is without an episode's key."""
+    """A request that reached the proxy. `path` does not contain the episode's key."""
 
     method: str
     path: str
@@ -26,7 +26,7 @@ class Seen:
 
 
 class RequestRecorder:
-    """ASGI middleware that notes every request that is not the control API's, answered or not found."""
+    """ASGI middleware that records every request except those of the control API, whatever its status."""
 
     def __init__(self, app: ASGIApp, seen: list[Seen]) -> None:
         self._app = app
@@ -36,7 +36,7 @@ class RequestRecorder:
         if scope["type"] != "http" or scope["path"].startswith(_CONTROL):
             await self._app(scope, receive, send)
             return
-        status = 499  # unless an answer begins
+        status = 499  # if no response starts
 
         async def note(message: Message) -> None:
             nonlocal status
@@ -53,22 +53,22 @@ class RequestRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """See the module.
+    """What was observed of one examined episode.
 
     Attributes:
         given: the episode that was opened for the agent.
-        implicit: those that calls without its key opened.
-        records: one per model call.
-        requests: all requests that reached the proxy, except control calls.
-        error: why the agent failed, None if it did not.
-        overran: whether it was ended at the time limit.
-        is_command: whether it is a program of its own.
-        source_hosts: outside hosts that its source names.
-        environment_hosts: outside hosts that the environment names.
-        http_proxy: an HTTP proxy that gets the calls to this machine.
-        telemetry: what reports to outside servers.
-        timeout_s: the time limit.
-        turns: of all the episodes.
+        implicit: the episodes that calls without its key opened.
+        records: one record per model call.
+        requests: all requests that reached the proxy, except those of the control API.
+        error: why the agent failed; None if it did not.
+        overran: whether the agent was stopped at the time limit.
+        is_command: whether the agent is a command.
+        source_hosts: the outside hosts that the agent's source names.
+        environment_hosts: the outside hosts that the environment names.
+        http_proxy: an HTTP proxy through which calls to this machine go, if there is one.
+        telemetry: the frameworks that report to outside servers.
+        timeout_s: the time limit in seconds.
+        turns: the turns of all the episodes.
     """
 
     given: RecordedEpisode

@@ -11,16 +11,18 @@ from areal_agents.doctor.surroundings import Host, Telemetry
 Severity = Literal["error", "remark", "note"]
 Verdict = Literal["ok", "remarks", "cannot"]
 WORDS: dict[Verdict, str] = {
-    "ok": "ok: it can be trained as it is",
-    "remarks": "it works, with remarks",
-    "cannot": "it cannot be trained like this",
+    "ok": "ok: the agent can be trained as it is",
+    "remarks": "the agent can be trained, with remarks",
+    "cannot": "the agent cannot be trained like this",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something that the user should know. An error keeps the agent from being trained; a note asks for
-    nothing. `fix` says what to do."""
+    """Something that the user should know, with its fix.
+
+    An error prevents training, a remark impairs it, and a note needs no action.
+    """
 
     severity: Severity
     what: str
@@ -29,12 +31,12 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A turn that could not continue from recorded tokens.
+    """A turn that could not continue recorded tokens.
 
     Attributes:
-        turn: its number among the turns, from 1.
-        is_normal: whether it needs no fix.
-        diverged_at: index of the first message that is not shared.
+        turn: the number of the turn, from 1.
+        is_normal: whether there is nothing to fix.
+        diverged_at: the index of the first message that is not shared.
     """
 
     turn: int
@@ -48,7 +50,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Requests that were answered with an error, `count` alike."""
+    """`count` requests that were answered with the same error."""
 
     endpoint: str
     status: int
@@ -59,15 +61,15 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What was seen.
+    """The facts of one episode.
 
     Attributes:
-        endpoints: model calls by endpoint.
-        clients: User-Agents.
-        reused_share: of the prompt tokens after the first turn, those that are recorded ids; None if there
-            was one turn or none.
-        trained_share: of the sampled tokens, those that training would use; None if there are none.
-        episode: whether calls came with the episode's key or url ("given"), without ("implicit"), or both.
+        endpoints: the number of model calls by endpoint.
+        clients: the User-Agents of the requests.
+        reused_share: the share of the prompt tokens after the first turn that are recorded ids; None if there
+            is at most one turn.
+        trained_share: the share of the sampled tokens that training would use; None if there are none.
+        episode: whether calls carried the episode's key or URL ("given"), did not ("implicit"), or both.
     """
 
     endpoints: dict[str, int]
@@ -97,7 +99,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole examination."""
+    """The complete report."""
 
     agent: str
     model: str
@@ -108,10 +110,10 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """The worst finding decides."""
+        """The verdict, which the worst finding determines."""
         severities = {finding.severity for finding in self.findings}
         return "cannot" if "error" in severities else "remarks" if "remark" in severities else "ok"
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the report as a dict for JSON."""
         return {"verdict": self.verdict, **dataclasses.asdict(self)}

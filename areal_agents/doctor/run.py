@@ -1,7 +1,6 @@
-"""Runs one episode of a user's agent against a proxy of its own, and ends everything that it started.
+"""Runs one episode of a user's agent with a proxy of its own, and ends everything that it started.
 
-The proxy runs in a thread with its own event loop, so that an agent which blocks this one is served all the
-same.
+The proxy runs in a thread with its own event loop, so that it also serves an agent that blocks the main one.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _SCRIPTED = "scripted"
 
 @dataclass(slots=True)
 class _Proxy:
-    """A running proxy, and what it saw."""
+    """A running proxy, and the calls and requests that it received."""
 
     url: str
     store: Store
@@ -71,7 +70,7 @@ class _Proxy:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """How the agent ended in its episode."""
+    """The opened episode, and how the agent ended in it."""
 
     opened: OpenedEpisode
     outcome: Outcome
@@ -86,25 +85,26 @@ def examine(
     engine_url: str | None = None,
     timeout_s: float = 120.0,
 ) -> Report:
-    """Run one episode of an agent and say what was seen.
+    """Run one episode of an agent and report on it. Exactly one of `function` and `command` is given.
 
     Args:
-        function: "module:function" or "file.py:function", or
+        function: "module:function" or "file.py:function".
         command: the words of a command line.
-        task: what the agent is given.
-        model: a model folder, for its tokenizer and chat template; by default a small stand-in.
-        engine_url: a running SGLang to answer; by default a script does.
-        timeout_s: after which the agent is ended.
+        task: the task to give the agent.
+        model: a model folder, for its tokenizer and chat template; default: a small built-in model.
+        engine_url: the URL of a running SGLang server; default: scripted answers.
+        timeout_s: the time limit of the agent in seconds.
 
     Raises:
-        ConfigError: not exactly one of function and command, no model folder, or an engine without one.
-        AgentError: the function does not import or cannot be called as (task, ep).
+        ConfigError: not exactly one of function and command is given, the model folder is missing, or an
+            engine is given without one.
+        AgentError: the function cannot be imported, or not be called as (task, ep).
         RequestError: the engine does not answer.
     """
     if (function is None) == (not command):
-        raise ConfigError("name the agent: either --agent module:function or -- followed by a command")
+        raise ConfigError("give exactly one of --agent module:function or -- followed by the agent's command")
     if engine_url is not None and model is None:
-        raise ConfigError("--engine-url needs --model: the folder of the model that it serves")
+        raise ConfigError("--engine-url needs --model, the folder of the model that the server serves")
     before = frozenset(sys.modules)
     agent: Agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
     with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
@@ -122,7 +122,7 @@ def examine(
     facts = facts_of(seen)
     return Report(
         agent=function or shlex.join(command),
-        model=str(model) if model else f"a stand-in ({folder.name})",
+        model=str(model) if model else f"built-in ({folder.name})",
         engine=engine_url or _SCRIPTED,
         agent_error=seen.error,
         facts=facts,
@@ -131,7 +131,7 @@ def examine(
 
 
 def read_task(text: str) -> dict[str, Any]:
-    """A task as it is given on a command line. ConfigError if it is no JSON object."""
+    """Parse the task of a command line. Raises ConfigError if it is not a JSON object."""
     try:
         task = json.loads(text)
     except ValueError as error:
@@ -143,7 +143,7 @@ def read_task(text: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Iterator[str]:
-    """The URL of the engine that answers."""
+    """Yield the URL of the engine that answers."""
     if engine_url is not None:
         yield engine_url.rstrip("/")
         return
@@ -156,7 +156,7 @@ def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Ite
 
 @contextlib.contextmanager
 def _serving(proxy: _Proxy, engine_url: str, renderer: ChatRenderer) -> Iterator[None]:
-    """Serve until the block is left; then nothing more is added to what `proxy` saw."""
+    """Run the proxy inside the block; afterwards nothing is added to `proxy`."""
     with listen("127.0.0.1", 0) as listener:
         proxy.url = url_of(listener)
         engine = SGLangEngine(engine_url)
@@ -192,7 +192,7 @@ async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: f
     limits = LimitsConfig(time_s=timeout_s)
     try:
         async with AsyncClient(url) as client:
-            await client.served_version()  # an engine that does not answer is reported at once
+            await client.served_version()  # fails at once if the engine does not answer
             attempt = Attempt(Task("doctor", task), "train")
             opened = await open_attempt(client, attempt, limits=limits)
             outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)
@@ -225,7 +225,7 @@ def _observed(
         environment_hosts=tuple(
             hosts_in_environment(os.environ, overridden=GIVEN_TO_COMMANDS if command else ())
         ),
-        # A command's environment leaves the proxy's address out already; see CommandAgent.
+        # The environment of a command already bypasses HTTP proxies for this proxy; see CommandAgent.
         http_proxy=http_proxy_in_the_way(bypassing_proxies(os.environ, proxy.url) if command else os.environ),
         telemetry=tuple(telemetry_of(imports_of(files) | imported, clients, os.environ, text_of(files))),
         timeout_s=timeout_s,
@@ -233,4 +233,4 @@ def _observed(
 
 
 def _masked(error: str | None, key: str) -> str:
-    return (error or "it failed").replace(key, "***")
+    return (error or "the agent failed").replace(key, "***")

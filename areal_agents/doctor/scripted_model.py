@@ -1,7 +1,7 @@
-"""The model that exercises an agent: it reasons, calls the tools that are offered, and then answers.
+"""A scripted model that exercises an agent: it thinks, calls the tools that it is offered, and then answers.
 
-It sees prompts only, as any model does, so it finds the tools in what the template made of them, and writes
-its calls the way the template writes them.
+It sees only prompts, as any model does, so it finds the tools in the rendered prompt, and writes its calls in
+the format of the template.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER = "This is the scripted model of areal-agents doctor; it has seen your me
 _THOUGHT = "The scripted model thinks a little."
 _CALLS_IN_A_ROW = 2
 _QUESTION = Message("user", "?")
-_SECTION = ("<tools>\n", "\n</tools>")  # of the families that list tools as JSON lines
+_SECTION = ("<tools>\n", "\n</tools>")  # for model families that list tools as JSON lines
 _PROBE = {
     "type": "function",
     "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
@@ -38,11 +38,11 @@ class Tool:
 
 
 class ScriptedModel:
-    """A script for the scripted engine; see the module. To be called on one event loop."""
+    """A script for the scripted engine. It must be called on one event loop only."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._asked: Counter[tuple[str, ...]] = Counter()  # by the names of the tools offered
+        self._asked: Counter[tuple[str, ...]] = Counter()  # by the names of the offered tools
         self._called: Counter[tuple[str, ...]] = Counter()
         probe = renderer.tokenizer.decode(renderer.render([_QUESTION], [_PROBE]).tolist())
         self._lists_tools = _SECTION[0] in probe
@@ -57,30 +57,32 @@ class ScriptedModel:
         return self._reply(Message("assistant", ANSWER, reasoning=_THOUGHT))
 
     def _calls_now(self, tools: Sequence[Tool]) -> bool:
-        """Whether it is a call's turn: after a few of them comes an answer, then calls again."""
+        """Whether the next reply calls a tool: after some calls comes an answer, and then calls again."""
         names = tuple(tool.name for tool in tools)
         self._asked[names] += 1
         return self._asked[names] % (_CALLS_IN_A_ROW + 1) != 0
 
     def _next_of(self, tools: Sequence[Tool]) -> Tool:
-        """One tool after the other."""
+        """Return the tools in turn."""
         names = tuple(tool.name for tool in tools)
         self._called[names] += 1
         return tools[(self._called[names] - 1) % len(tools)]
 
     def _tools(self, prompt: str) -> list[Tool]:
-        if self._lists_tools:  # elsewhere, what looks like a tool is part of the conversation
+        if self._lists_tools:  # what looks like a tool elsewhere is part of a message
             prompt = prompt.partition(_SECTION[0])[2].partition(_SECTION[1])[0]
         return tools_in(prompt)
 
     def _reply(self, message: Message) -> ScriptedReply:
-        """The tokens with which the template writes `message` after a question, up to its first end."""
+        """Return the tokens of `message` as the template renders it, up to the first stop token."""
         asked = self._renderer.render([_QUESTION]).tolist()
         try:
             whole = self._renderer.render([_QUESTION, message], generation_prompt=False).tolist()
         except RenderingError as error:
-            return ScriptedReply(error=f"the scripted model cannot write this: {error}", error_status=400)
-        if whole[: len(asked)] != asked:  # some templates open the reply with more than they later show
+            return ScriptedReply(
+                error=f"the template cannot render the scripted reply: {error}", error_status=400
+            )
+        if whole[: len(asked)] != asked:  # some templates open a reply with tokens that they omit later
             return ScriptedReply(message.content or _as_text(message))
         ids = whole[len(asked) :]
         ends = [index for index, token in enumerate(ids) if token in self._renderer.stop_token_ids]
@@ -88,7 +90,7 @@ class ScriptedModel:
 
 
 def tools_in(prompt: str) -> list[Tool]:
-    """The tools that a string offers: JSON objects with a name and parameters."""
+    """Return the tools that a prompt offers: JSON objects with a name and parameters."""
     found: dict[str, Tool] = {}
     for data in _objects(prompt):
         function = data.get("function", data)
@@ -101,7 +103,7 @@ def tools_in(prompt: str) -> list[Tool]:
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
-    """The outermost JSON objects that begin a line."""
+    """Yield the outermost JSON objects that begin a line."""
     decoder = json.JSONDecoder()
     at = text.find("{")
     while at >= 0:
@@ -118,7 +120,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Allowed:
-    """What a reply may be: calls of these tools, an answer in text, or one that fits `schema`."""
+    """What a reply may be: a call of one of these tools, an answer in text, or one that fits `schema`."""
 
     tools: tuple[Tool, ...]
     answer: bool = True
@@ -126,7 +128,7 @@ class _Allowed:
 
 
 def _allowed(params: Mapping[str, Any], offered: Sequence[Tool]) -> _Allowed:
-    """What the sampling parameters of a request let through."""
+    """Return what the sampling parameters of a request allow as a reply."""
     if schema := params.get("json_schema"):
         return _Allowed((), schema=json.loads(schema))
     if not (tag := params.get("structural_tag")):
@@ -134,7 +136,7 @@ def _allowed(params: Mapping[str, Any], offered: Sequence[Tool]) -> _Allowed:
     nodes = list(_leaves(json.loads(tag)["format"]))
     texts = "".join(node for node in nodes if isinstance(node, str))
     tools = tuple(tool for tool in offered if json.dumps(tool.name, ensure_ascii=False)[1:-1] in texts)
-    # The name of a tool precedes its arguments, so a schema that comes first is that of an answer.
+    # The name of a tool precedes its arguments, so a schema without a name before it is that of an answer.
     before = ""
     for node in nodes:
         if not isinstance(node, str):
@@ -146,7 +148,7 @@ def _allowed(params: Mapping[str, Any], offered: Sequence[Tool]) -> _Allowed:
 
 
 def _leaves(node: Any) -> Iterator[str | dict[str, Any]]:
-    """The texts and the JSON schemas of a structural tag, in the order in which they are written."""
+    """Yield the constant strings and the JSON schemas of a structural tag, in order."""
     if isinstance(node, list):
         for item in node:
             yield from _leaves(item)
@@ -167,7 +169,7 @@ def _called(tool: Tool) -> Message:
 
 
 def _as_text(message: Message) -> str:
-    """Calls in the markup that most templates share."""
+    """Return the calls in the markup that most templates share."""
     return "\n".join(
         f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n</tool_call>'
         for call in message.tool_calls

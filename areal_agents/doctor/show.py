@@ -1,4 +1,4 @@
-"""Prints a report on the terminal: the facts as a table, the findings with their fixes, and the verdict."""
+"""Prints a report: the facts in a table, then the findings with their fixes, and the verdict last."""
 
 from __future__ import annotations
 
@@ -32,25 +32,28 @@ def _rows(report: Report) -> list[tuple[str, str]]:
     facts = report.facts
     return [
         ("agent", report.agent),
-        ("model", f"{report.model}, answered by {_engine(report)}"),
+        ("model", f"{report.model}, with answers from {_engine(report)}"),
         ("episode", _EPISODES[facts.episode]),
         ("calls", _calls(facts)),
         ("clients", ", ".join(facts.clients) or "none"),
         ("turns", f"{facts.turns} in {_count(facts.branches, 'branch', 'branches')}{_forks(facts)}"),
-        ("reused", f"{_share(facts.reused_share)} of the prompt tokens after the first turn, exactly"),
+        (
+            "reused",
+            f"{_share(facts.reused_share)} of the prompt tokens after the first turn are recorded tokens",
+        ),
         ("trained", f"{_share(facts.trained_share)} of {facts.sampled_tokens} sampled tokens"),
         ("ignored", _counted(facts.ignored_fields)),
         ("overridden", _counted(facts.overridden)),
         ("refused", f"{sum(refusal.count for refusal in facts.refused)}, retries {facts.retries}"),
-        ("outside", ", ".join(f"{host.host} ({host.where})" for host in facts.hosts) or "none seen"),
+        ("outside", ", ".join(f"{host.host} ({host.where})" for host in facts.hosts) or "none found"),
     ]
 
 
 _EPISODES = {
-    "given": "its own key was used",
-    "implicit": "opened by calls without its key",
-    "both": "its own key was used, by some calls only",
-    "none": "no call got that far",
+    "given": "all calls carried its key",
+    "implicit": "no call carried its key",
+    "both": "only some calls carried its key",
+    "none": "no call reached an episode",
 }
 
 

@@ -1,6 +1,6 @@
-"""Finds the endpoints that an agent may call besides the proxy, from its environment and its source.
+"""Finds the servers that an agent may call besides the proxy, from its environment and its source.
 
-Source is read, never run, and of values no more than the host is kept: they may hold keys.
+Source code is parsed and never run. Of a URL only the host is kept, because URLs may contain keys.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-# Set for every command, so what they were before does not count.
+# These are set for every command, so their values outside do not matter.
 GIVEN_TO_COMMANDS = frozenset({"OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL"})
 _URL_NAME = re.compile(r"(_BASE_URL|_API_BASE|_BASE|_API_URL|_ENDPOINT|_API_HOST)$")
 _HTTP_PROXIES = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
@@ -23,7 +23,7 @@ _MOST_FILES = 50
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host that something names: `where` is a variable or file:line."""
+    """A host, and `where` it is named: an environment variable or file:line."""
 
     host: str
     where: str
@@ -31,7 +31,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """A framework that reports to a server of its own unless `variable` is set to `value`."""
+    """A framework that reports to a server unless `variable` is set to `value`."""
 
     framework: str
     variable: str
@@ -42,9 +42,9 @@ class Telemetry:
 @dataclass(frozen=True, slots=True)
 class _Known:
     import_name: str
-    client: str  # part of the User-Agent, "" for none of its own
+    client: str  # part of its User-Agent; "" if it has none
     telemetry: Telemetry
-    switch: str = ""  # what is in a source that turns it off itself
+    switch: str = ""  # a name in the source that shows that the agent turns telemetry off
 
 
 _KNOWN = (
@@ -54,35 +54,42 @@ _KNOWN = (
         Telemetry("openai-agents", "OPENAI_AGENTS_DISABLE_TRACING", "1", "uploads traces to api.openai.com"),
         switch="tracing_disabled",
     ),
-    _Known("crewai", "", Telemetry("crewai", "CREWAI_DISABLE_TELEMETRY", "true", "sends usage to its maker")),
-    _Known("agno", "", Telemetry("agno", "AGNO_TELEMETRY", "false", "sends usage to its maker")),
+    _Known(
+        "crewai",
+        "",
+        Telemetry("crewai", "CREWAI_DISABLE_TELEMETRY", "true", "sends usage data to its vendor"),
+    ),
+    _Known("agno", "", Telemetry("agno", "AGNO_TELEMETRY", "false", "sends usage data to its vendor")),
     _Known(
         "browser_use",
         "",
-        Telemetry("browser-use", "ANONYMIZED_TELEMETRY", "false", "sends usage to its maker"),
+        Telemetry("browser-use", "ANONYMIZED_TELEMETRY", "false", "sends usage data to its vendor"),
     ),
     _Known(
         "litellm",
         "litellm",
-        Telemetry("litellm", "LITELLM_LOCAL_MODEL_COST_MAP", "True", "fetches prices when it is imported"),
+        Telemetry("litellm", "LITELLM_LOCAL_MODEL_COST_MAP", "True", "fetches model prices on import"),
     ),
     _Known(
         "claude_agent_sdk",
         "claude-cli",
         Telemetry(
-            "claude-code", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1", "sends usage and asks for updates"
+            "claude-code",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC",
+            "1",
+            "sends usage data and checks for updates",
         ),
     ),
     _Known(
         "haystack",
         "",
-        Telemetry("haystack", "HAYSTACK_TELEMETRY_ENABLED", "false", "sends usage to its maker"),
+        Telemetry("haystack", "HAYSTACK_TELEMETRY_ENABLED", "false", "sends usage data to its vendor"),
     ),
 )
 
 
 def hosts_in_environment(environment: Mapping[str, str], *, overridden: Iterable[str] = ()) -> list[Host]:
-    """The outside hosts that variables name as a base URL or endpoint, but for the `overridden` ones."""
+    """Return the outside hosts that variables other than `overridden` name as a base URL or endpoint."""
     ours = set(overridden)
     found = []
     for name, value in sorted(environment.items()):
@@ -92,7 +99,7 @@ def hosts_in_environment(environment: Mapping[str, str], *, overridden: Iterable
 
 
 def http_proxy_in_the_way(environment: Mapping[str, str]) -> Host | None:
-    """The HTTP proxy that would get the calls to this machine."""
+    """Return the HTTP proxy through which calls to this machine would go, if there is one."""
     direct = environment.get("NO_PROXY", environment.get("no_proxy", ""))
     if any(name.strip() in ("*", *_LOOPBACK) for name in direct.split(",")):
         return None
@@ -105,9 +112,9 @@ def http_proxy_in_the_way(environment: Mapping[str, str]) -> Host | None:
 def telemetry_of(
     imported: Iterable[str], clients: Iterable[str], environment: Mapping[str, str], source: str = ""
 ) -> list[Telemetry]:
-    """What reports to outside servers among the imported packages and the User-Agents that were seen.
+    """Return the frameworks that report to outside servers, found by imported packages and User-Agents.
 
-    `source` is the agent's own, which may turn it off.
+    `source` is the agent's source code, which may turn telemetry off.
     """
     names, agents = set(imported), tuple(clients)
     return [
@@ -120,7 +127,7 @@ def telemetry_of(
 
 
 def sources_of(command: Sequence[str], function: str | None) -> list[Path]:
-    """The agent's own files: those that it names, and their neighbours that they import."""
+    """Return the agent's own files: the named ones, and the files beside them that they import."""
     waiting = [Path(part).resolve() for part in command if part.endswith(".py") and Path(part).is_file()]
     if function is not None:
         target = function.rpartition(":")[0]
@@ -138,7 +145,7 @@ def sources_of(command: Sequence[str], function: str | None) -> list[Path]:
 
 
 def imports_of(files: Iterable[Path]) -> set[str]:
-    """The top-level names of the packages that files import."""
+    """Return the top-level names of the packages that files import."""
     names: set[str] = set()
     for node in (node for path in files for node in ast.walk(_parsed(path))):
         if isinstance(node, ast.Import):
@@ -149,7 +156,7 @@ def imports_of(files: Iterable[Path]) -> set[str]:
 
 
 def hosts_in_sources(files: Iterable[Path]) -> list[Host]:
-    """The outside hosts of URLs that are written out in files."""
+    """Return the outside hosts of URLs that are string literals in files."""
     found: dict[str, Host] = {}
     for path in files:
         for line, text in _texts(_parsed(path)):
@@ -159,7 +166,7 @@ def hosts_in_sources(files: Iterable[Path]) -> list[Host]:
 
 
 def text_of(files: Iterable[Path]) -> str:
-    """All that is written in files."""
+    """Return the contents of files, joined."""
     return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in files)
 
 
@@ -172,7 +179,7 @@ def _texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _parsed(path: Path) -> ast.Module:
     try:
         return ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):  # running it will give a better error
+    except (OSError, ValueError, SyntaxError):  # running the file reports the error better
         return ast.Module([], [])
 
 
@@ -185,7 +192,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _outside(url: str) -> str:
-    """The host of a URL that is not on this machine, else ""."""
+    """Return the host of a URL if it is not this machine, else ""."""
     if not url.startswith(("http://", "https://")):
         return ""
     try:
@@ -196,6 +203,6 @@ def _outside(url: str) -> str:
 
 
 def _settings(value: str) -> frozenset[str]:
-    """The ways in which a switch is written that means the same as `value`."""
+    """Return the values of a switch that mean the same as `value`."""
     on, off = frozenset({"1", "true", "yes"}), frozenset({"0", "false", "no"})
     return on if value.lower() in on else off

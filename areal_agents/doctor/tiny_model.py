@@ -1,6 +1,6 @@
 """Writes a model folder without weights: one token per byte, and Qwen3's special tokens.
 
-Every text has tokens, so an agent can be examined where no model is at hand.
+It can tokenise any string, so an agent can be examined without a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"
 
 
 def write_tiny_model(parent: Path) -> Path:
-    """Write the folder below `parent`; where it is."""
+    """Write the folder into `parent`, and return its path."""
     folder = parent / NAME
     folder.mkdir()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -1,1 +1,1 @@
-"""Starts, watches and ends the processes of a run on one machine, and shows what they do."""
+"""Starts, watches and ends the processes of a run on one machine, and shows its progress."""

@@ -1,8 +1,8 @@
-"""Child processes with a log file each. None of them outlives the supervisor, however it ends.
+"""Child processes with one log file each; none of them outlives the supervisor, however it ends.
 
-A child gets SIGTERM first and SIGKILL when its time is up; it leads a process group, so that what
-it started itself ends with it. One that keeps nothing which is not in the store is started again when it
-is killed, after a pause that grows; the others' death, or too many, end the run.
+A child gets SIGTERM first, and SIGKILL after a time limit; it leads a process group, so that the processes
+that it started end with it. A child whose state is all in the store is restarted when it was killed, after a
+pause that grows; the death of another child, or too many deaths of one, end the run.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from areal_agents.processes import KILL_S, RUN_MARK, end_leftovers, signal_group
 TAIL_LINES = 15
 SERVERS = ("engine", "proxy")
 SERVER_STOP_TIMEOUT_S = 15.0
-MOST_RESTARTS = 5  # of one child within RESTARTS_WITHIN_S
+MOST_RESTARTS = 5  # the most restarts of one child within RESTARTS_WITHIN_S
 RESTARTS_WITHIN_S = 600.0
-FIRST_PAUSE_S = 0.5  # before a restart; doubles with each of those
-LONG_LIFE_S = 60.0  # what fails after it is no fault of the configuration
-_ASKED = (-signal.SIGTERM, -signal.SIGINT)  # somebody wanted it to end
+FIRST_PAUSE_S = 0.5  # pause before the first restart; each further restart doubles it
+STABLE_AFTER_S = 60.0  # a failure after this run time is not caused by the configuration
+_ENDED_ON_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # exit codes of a child that was asked to end
 
 
 class ChildDied(ArealAgentsError):
-    """A process of the run ended although it was needed; the message holds the end of its log."""
+    """A process that the run needs has ended; the message contains the end of its log."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A process, as it was started last.
+    """A child process; after a restart, the one that was started last.
 
     Attributes:
-        restart: starts it again; None if its death ends the run.
-        restarted: when it was started again lately.
-        due: when that is to happen; None while it runs, or is not to.
-        log_start: bytes that the log already had, from earlier runs in the same folder.
+        restart: starts the process again; None if its death ends the run.
+        restarted: the times of the latest restarts.
+        due: the time of the next restart; None if none is due.
+        log_start: the size of the log before this run, in bytes; earlier runs in the folder wrote it.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Child:
     log_start: int = 0
 
     def tail(self) -> str:
-        """The last lines that it wrote to its log in this run."""
+        """Return the last lines that the process wrote to its log in this run."""
         lines = self.log.read_bytes()[self.log_start :].decode(errors="replace").splitlines()
         return "\n".join(lines[-TAIL_LINES:])
 
 
 class Children:
-    """The processes of one run, by name. `say` is told of those that are started again."""
+    """The processes of one run, by name. `say` is called with a message about every restart."""
 
     module = "areal_agents.launch.processes"
 
@@ -95,8 +95,8 @@ class Children:
     ) -> Child:
         """Start `python -m areal_agents.launch.processes ARGUMENTS` with its output in `log`.
 
-        With more than one rank, torchrun starts that many of it. With `restarts` it is started again when
-        it was killed, or failed after it had run for long.
+        With more than one rank, torchrun starts that many processes. With `restarts`, the process is
+        restarted when it was killed, or failed after running for `STABLE_AFTER_S`.
         """
         torchrun = (
             ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
@@ -110,7 +110,7 @@ class Children:
             with open(log, "ab") as file:
                 return subprocess.Popen(
                     [sys.executable, *command],
-                    stdin=subprocess.PIPE,  # closes when this process ends, however it ends
+                    stdin=subprocess.PIPE,  # closes when this process ends in any way
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, **environment, RUN_MARK: mark},
@@ -122,35 +122,35 @@ class Children:
         return self._children[name]
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:
-        """Start again what may be. ChildDied if another process ended that should not have, or too often."""
+        """Restart processes that are due. Raises ChildDied if one ended that cannot be restarted (again)."""
         for child in self._children.values():
             code = child.process.poll()
             if code is None or (code == 0 and child.name in may_finish):
                 continue
             if child.due is not None:
                 if time.monotonic() >= child.due:
-                    _start_again(child)
+                    _restart(child)
                 continue
             how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             if not _may_restart(child, code):
                 raise ChildDied(f"the {child.name} process {how}. The end of {child.log}:\n{child.tail()}")
             child.due = time.monotonic() + FIRST_PAUSE_S * 2 ** len(child.restarted)
             self._say(
-                f"the {child.name} process {how}; it is started again ({len(child.restarted) + 1} of at most "
+                f"the {child.name} process {how}; it is restarted ({len(child.restarted) + 1} of at most "
                 f"{MOST_RESTARTS} times in {RESTARTS_WITHIN_S / 60:.0f} minutes)"
             )
 
     def finished(self, name: str) -> bool:
-        """Whether the process has ended and is not started again."""
+        """Whether the process has ended and will not be restarted."""
         child = self._children[name]
         code = child.process.poll()
         return code is not None and child.due is None and not _may_restart(child, code)
 
     def stop(self) -> None:
-        """End every process; returns when all are gone.
+        """End every process, and return when all have exited.
 
-        Those that call the engine and the proxy end first, so that a trainer can still publish and
-        write its checkpoint, and the rollouts can seal their episodes.
+        The processes that call the engine and the proxy end first, so that a trainer can still publish and
+        write its checkpoint, and the rollout process can seal its episodes.
         """
         servers = [child for child in self._children.values() if _is_server(child)]
         callers = [child for child in self._children.values() if not _is_server(child)]
@@ -170,14 +170,14 @@ def _may_restart(child: Child, code: int) -> bool:
     now = time.monotonic()
     while child.restarted and now - child.restarted[0] > RESTARTS_WITHIN_S:
         child.restarted.popleft()
-    killed = code < 0 and code not in _ASKED
-    failed_late = code == 1 and now - child.started > LONG_LIFE_S
+    killed = code < 0 and code not in _ENDED_ON_REQUEST
+    failed_late = code == 1 and now - child.started > STABLE_AFTER_S
     return child.restart is not None and (killed or failed_late) and len(child.restarted) < MOST_RESTARTS
 
 
-def _start_again(child: Child) -> None:
+def _restart(child: Child) -> None:
     assert child.restart is not None
-    signal_group(child.process.pid, signal.SIGKILL)  # what it left behind in its group
+    signal_group(child.process.pid, signal.SIGKILL)  # the processes that it left in its group
     if child.process.stdin is not None:
         child.process.stdin.close()
     child.process = child.restart()
@@ -194,7 +194,7 @@ def _wait_or_kill(child: Child, deadline: float) -> None:
             child.process.wait(KILL_S)
         except subprocess.TimeoutExpired:
             warn_unkillable(child.process.pid)
-    signal_group(child.process.pid, signal.SIGKILL)  # what it left behind in its group
-    end_leftovers(RUN_MARK, str(child.log))  # and elsewhere
+    signal_group(child.process.pid, signal.SIGKILL)  # the processes that it left in its group
+    end_leftovers(RUN_MARK, str(child.log))  # and those that it left in other sessions
     if child.process.stdin is not None:
         child.process.stdin.close()

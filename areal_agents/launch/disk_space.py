@@ -1,7 +1,7 @@
-"""Checks whether the disks of a run have space left before anything new is submitted.
+"""Checks that the disks of a run have enough free space before new groups are submitted.
 
-What is on its way may still be written: so the answer is no while there is still room for the episodes
-that run, the next checkpoint and the next weights.
+The check fails early enough that running episodes, the next checkpoint and the next weights can still be
+written.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from areal_agents.training.publish.config import versions_folder
 GB = 1e9
 
 
-class Room:
+class DiskSpace:
     """The disks that a run writes to.
 
     Args:
-        folders: everything that is written lies in one of them; they need not exist yet.
-        kept: folders of folders that are written whole, the checkpoints and the weights; each needs room
-            for one more as large as its newest.
-        min_free_gb: what stays free besides, on every disk; 0 asks for nothing.
+        folders: the folders that the run writes to; they need not exist yet.
+        kept: the folders of checkpoints and of weights; each needs space for one more entry as large as its
+            newest.
+        min_free_gb: the free space that every disk needs besides, in GB; 0 disables the check.
     """
 
     def __init__(self, folders: Iterable[Path], *, kept: Iterable[Path], min_free_gb: float) -> None:
         self._folders = tuple(folders)
         self._kept = tuple(kept)
         self._min_free = min_free_gb * GB
-        self._sizes: dict[Path, int] = {}  # of the newest entry of each kept folder, by its path
+        self._sizes: dict[Path, int] = {}  # bytes of the newest entry of each kept folder, by path
 
-    def lack(self) -> str | None:
-        """What is missing where, for the user; None if there is room."""
+    def shortage(self) -> str | None:
+        """Return a message for the user about a disk with too little free space, or None if there is none."""
         if not self._min_free:
             return None
         needs: dict[int, tuple[Path, float]] = {}
@@ -48,9 +48,9 @@ class Room:
             free = shutil.disk_usage(path).free
             if free < need:
                 return (
-                    f"the disk of {path} has {free / GB:.1f} GB free and the run keeps {need / GB:.1f} GB "
-                    "(store.min_free_gb, the next checkpoint and weights): nothing new is submitted until "
-                    "there is room"
+                    f"the disk of {path} has {free / GB:.1f} GB free, and the run needs {need / GB:.1f} GB "
+                    "(store.min_free_gb, the next checkpoint and weights); no groups are submitted until "
+                    "there is enough free space"
                 )
         return None
 
@@ -62,18 +62,18 @@ class Room:
         if newest not in self._sizes:
             try:
                 found = sum(_size(file) for file in newest.rglob("*"))
-            except FileNotFoundError:  # an old one that is being removed is the last that was changed
+            except FileNotFoundError:  # an old entry that is being removed was modified last
                 return max((size for path, size in self._sizes.items() if path.parent == folder), default=0)
             self._sizes = {path: size for path, size in self._sizes.items() if path.parent != folder}
             self._sizes[newest] = found
         return self._sizes[newest]
 
 
-def room_of(config: Config, folder: RunFolder) -> Room:
-    """The disks of a run: its folder, and a store elsewhere."""
+def disk_space_of(config: Config, folder: RunFolder) -> DiskSpace:
+    """Return the disks of a run: that of its folder, and that of a store elsewhere."""
     store = folder.store_at(config.store.url)
     elsewhere = [] if "://" in str(store) else [Path(store).absolute().parent]
-    return Room(
+    return DiskSpace(
         [folder.root, *elsewhere],
         kept=[folder.root / "checkpoints", versions_folder(config.trainer.publish.folder, folder.root)],
         min_free_gb=config.store.min_free_gb,
@@ -81,7 +81,7 @@ def room_of(config: Config, folder: RunFolder) -> Room:
 
 
 def _existing(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """Return the path, or the nearest folder above it that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 
 
@@ -96,7 +96,7 @@ def _scan(folder: Path) -> list[os.DirEntry[str]]:
 def _modified(entry: os.DirEntry[str]) -> float:
     try:
         return entry.stat().st_mtime
-    except FileNotFoundError:  # the trainer removes old ones meanwhile
+    except FileNotFoundError:  # the trainer may remove old entries at the same time
         return 0.0
 
 

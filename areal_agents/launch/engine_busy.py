@@ -1,4 +1,4 @@
-"""The time for which the engines of a run were sampling while it trained, by their own counters."""
+"""Measures the idle share of a run's engines during training, from the engines' own counters."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from areal_agents.direct_http import direct_client
 
 
 class EngineBusy:
-    """The share of the training time in which the engines were not sampling, over all of them.
+    """The share of the training time in which the engines were not sampling, as a mean over the engines.
 
-    An engine that was started again counts from zero; one that does not answer is asked again later.
+    The counter of an engine that was restarted begins at zero; an engine that does not answer is queried
+    again later.
 
     Args:
-        urls: of the engines.
+        urls: the URLs of the engines.
         timeout_s: longest wait in seconds for one answer.
     """
 
     def __init__(self, urls: tuple[str, ...], *, timeout_s: float = 2.0) -> None:
         self._timeout_s = timeout_s
         self._urls = urls
-        self._counted = True  # whether engines count their busy time; a real SGLang does not
+        self._counted = True  # whether the engines count their busy time; SGLang does not
         self._busy_s = 0.0
         self._last: dict[str, float] = {}  # by URL
         self._from: float | None = None
         self._to = 0.0
 
     def follow(self, done: int, steps: int) -> None:
-        """Note the counters while the trainer is between its first and its last step."""
+        """Read the counters while the trainer is between its first and its last step."""
         if not (1 <= done < steps and self._counted):
             return
         for url in self._urls:
@@ -38,7 +39,7 @@ class EngineBusy:
         self._from = self._from or self._to
 
     def idle_share(self) -> float | None:
-        """Between 0 and 1; None where an engine does not count its busy time."""
+        """Return the idle share, from 0 to 1, or None if an engine does not count its busy time."""
         if not self._counted or self._from is None or self._to <= self._from:
             return None
         return max(0.0, 1.0 - self._busy_s / (self._to - self._from) / len(self._urls))

@@ -1,6 +1,6 @@
-"""The engines of a run: how many start, on which devices, and what engines that already run must have.
+"""Plans and starts the engines of a run, and checks running servers that it uses instead.
 
-The plan is made before anything starts, so that a plan that cannot work is refused at once.
+The plan is made before any process starts, so that a configuration that cannot work is refused at once.
 """
 
 from __future__ import annotations
@@ -36,21 +36,23 @@ from areal_agents.launch.run_folder import RunFolder
 log = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 30.0
-EXIT_NEVER_SERVED = 4  # a fault of the configuration or the machine: starting again would not help
+EXIT_NEVER_SERVED = 4  # caused by the configuration or the machine, so a restart would not help
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The engines that a run starts: where each computes, one per engine, and what serves, for the user.
+    """The engines that a run starts.
 
-    `placements` is empty where the run uses running servers.
+    Attributes:
+        placements: the GPUs of each engine; empty if the run uses running servers.
+        software: the name of the engine's software or the running servers, for the user.
     """
 
     placements: tuple[GpuPlacement, ...]
     software: str
 
     def describe(self, folder: RunFolder) -> str:
-        """What is started, where it computes and where its logs are, on one line."""
+        """Return one line that says which engines are started, on which devices, and where their logs are."""
         count = len(self.placements)
         if not count:
             return f"engines: {self.software}"
@@ -61,10 +63,10 @@ class EnginePlan:
 
 
 def plan_engines(config: Config) -> EnginePlan:
-    """How the engines of a run are started.
+    """Plan how the engines of a run are started.
 
     Raises:
-        ConfigError: no SGLang where engine.python says, one that is too old, or too few GPUs.
+        ConfigError: engine.python has no SGLang or one that is too old, or there are too few GPUs.
     """
     engine = config.engine
     if engine.urls:
@@ -82,12 +84,12 @@ def plan_engines(config: Config) -> EnginePlan:
 
 
 def engine_name(replica: int, replicas: int) -> str:
-    """What the process of one engine, and its log, is called."""
+    """Return the name of an engine's process, which is also that of its log."""
     return "engine" if replicas == 1 else f"engine-{replica}"
 
 
 def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Sequence[int]) -> None:
-    """Be the process of one engine: serve until SIGTERM."""
+    """Run one engine in this process until SIGTERM."""
     placement = GpuPlacement(tuple(gpus))
     if config.engine.kind == "sglang":
         _serve_sglang(config, folder, placement, replica)
@@ -98,25 +100,25 @@ def serve_engine(config: Config, folder: RunFolder, *, replica: int, gpus: Seque
 
 
 def adapter_rank(config: Config) -> int:
-    """The rank of the LoRA adapters that engines serve; 0 where they serve whole weights."""
+    """Return the rank of the LoRA adapters that engines serve, or 0 if they serve whole weights."""
     lora = config.trainer.lora
     return lora.rank if lora is not None and config.trainer.publish.transport == "lora" else 0
 
 
 def ready_path(config: Config) -> str:
-    """What every engine of a run answers with 200 once it serves.
+    """Return the path that an engine of a run answers with status 200 once it serves.
 
-    SGLang's /health samples a token. A running server that a lost trainer left paused answers /model_info
-    alone, and continues when the trainer that waits for it here publishes.
+    SGLang's /health samples a token. A running server that a dead trainer left paused answers /model_info
+    only, and continues when the trainer that waits for it here publishes.
     """
     return "/model_info" if config.engine.urls else "/health"
 
 
 def memory_to_release(config: Config) -> tuple[MemoryKind, ...]:
-    """What of the engines' memory is given back while a step is trained."""
+    """Return the kinds of memory that the engines release while a step is trained."""
     if config.engine.colocate != "sleep":
         return ()
-    # SGLang keeps a copy of its weights in the memory of the host; an embedded engine has none.
+    # SGLang keeps a copy of its weights in host memory; the embedded engine does not.
     return ("kv_cache", "weights") if config.engine.kind == "sglang" else ("kv_cache",)
 
 
@@ -128,18 +130,19 @@ def wait_for_engines(
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Return when the engines of a run serve: all that it starts, and of running servers at least one.
+    """Return when the engines of a run serve: all engines that it starts, or at least one running server.
 
     A running server that does not answer is left to the proxy, which brings it to the current version before
     it gets a call.
 
     Args:
-        urls: of the engines.
-        check: called before each look; what it raises ends the wait.
-        say: is told what is waited for; warn: of each running server that is not there.
+        urls: the URLs of the engines.
+        check: called before each attempt; an exception from it ends the wait.
+        say: called with what is waited for.
+        warn: called with a message about each running server that does not answer.
 
     Raises:
-        ArealAgentsError: not in time, or `check_running` of one that answers.
+        ArealAgentsError: the engines do not serve in time, or `check_running` refuses one.
     """
     path, timeout_s = ready_path(config), config.engine.start_timeout_s
     if not config.engine.urls:
@@ -154,35 +157,37 @@ def wait_for_engines(
     for url in urls:
         if url not in ready:
             warn(
-                f"engine.urls: {url} does not answer; the run begins without it, and takes it in when it does"
+                f"engine.urls: {url} does not answer; the run starts without it, and uses it once it answers"
             )
 
 
 def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
-    """Ask running servers whether they were started with what this run needs of them.
+    """Check that running servers were started with the flags that this run needs.
 
     Args:
-        config: of the run.
-        urls: of the servers, by default all of engine.urls.
+        config: the configuration of the run.
+        urls: the URLs of the servers; default: all of engine.urls.
 
     Raises:
-        ConfigError: one was not; the message names the flag.
-        EngineUnavailable: one does not answer.
+        ConfigError: a server was started without a flag; the message names it.
+        EngineUnavailable: a server does not answer.
     """
     for url in config.engine.urls if urls is None else urls:
         try:
             with direct_client(timeout_s=INFO_TIMEOUT_S) as client:
                 info = client.get(url + "/get_server_info").json()
         except (httpx.HTTPError, ValueError) as error:
-            raise EngineUnavailable(f"engine.urls: {url} does not say how it was started: {error}") from error
+            raise EngineUnavailable(
+                f"engine.urls: {url} did not answer /get_server_info with its settings: {error}"
+            ) from error
         for field, flag, why in _needs(config):
-            # A server that does not know the setting at all, such as the embedded engine, does not need it.
+            # A server without the setting, such as the embedded engine, does not need the flag.
             if isinstance(info, dict) and info.get(field, True) in (False, None):
                 raise ConfigError(f"engine.urls: {url} was started without {flag}, which {why} needs")
 
 
 def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
-    """(setting of the server, the flag that sets it, what needs it)"""
+    """Yield (setting of the server, flag that sets it, setting of the run that needs it)."""
     if config.engine.colocate == "sleep":
         yield "enable_memory_saver", "--enable-memory-saver", "engine.colocate: sleep"
         yield "enable_weights_cpu_backup", "--enable-weights-cpu-backup", "engine.colocate: sleep"
@@ -197,9 +202,9 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
 
 
 def _serve_sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica: int) -> None:
-    """Start the server, end with it, and end it on SIGTERM.
+    """Start the server, end it on SIGTERM, and exit when it exits.
 
-    One that ends after it has served takes this process along as a kill would, so that it is started again.
+    If the server exits after it has served, this process kills itself, so that the supervisor restarts both.
     """
     signal.signal(signal.SIGTERM, _exit)
     server = _sglang(config, folder, placement, replica)

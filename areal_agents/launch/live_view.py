@@ -1,4 +1,4 @@
-"""The live view of a run: a panel on a terminal, or one line per step anywhere else."""
+"""The live view of a run: a panel that is redrawn on a terminal, and one line per step otherwise."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class LiveView:
-    """Shows the snapshots that it is given; entering and leaving it starts and ends the display."""
+    """Shows snapshots of a run's progress; used as a context manager, which starts and ends the display."""
 
     def __init__(self, console: Console, *, title: str, steps: int, eval_episodes: int) -> None:
         self._console = console
@@ -47,26 +47,26 @@ class LiveView:
             self._live.stop()
 
     def stage(self, text: str) -> None:
-        """Say what the run is doing before there are figures."""
+        """Show what the run is doing before the first step."""
         self._stage = text
         if not self._live:
             self._console.print(f"[{self._elapsed():5.0f} s] {text}")
 
     def event(self, text: str) -> None:
-        """Say that something happened; on a terminal it stands until something else does."""
+        """Show an event; on a terminal it is shown until the next one."""
         self._event = f"[{self._elapsed():.0f} s] {text}"
         if not self._live:
             self._console.print(f"[{self._elapsed():5.0f} s] {text}", highlight=False, soft_wrap=True)
 
     def warn(self, text: str | None) -> None:
-        """Say what holds for now and wants the user's attention; None when it is over."""
+        """Show a condition that needs the user's attention; None ends it."""
         if not self._live and (text is None) != (self._warning is None):
-            said = f"warning: {text}" if text else "the cause of the warning is gone; the run continues"
+            said = f"warning: {text}" if text else "the warning is over: the run continues"
             self._console.print(f"[{self._elapsed():5.0f} s] {said}", highlight=False, soft_wrap=True)
         self._warning = text
 
     def update(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> None:
-        """Show the newest figures."""
+        """Show the newest metrics and progress."""
         if self._live:
             self._live.update(self._panel(rows, progress), refresh=True)
             return
@@ -113,12 +113,12 @@ class LiveView:
             expected = self._expected(rows, progress)
             body.add_row(f"held-out {evaluation.label}", _describe_held_out(evaluation, expected))
         counts = progress.groups
-        queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} being rolled out"
+        queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} in progress"
         body.add_row(
             "queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped"
         )
         footer = Text(
-            f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends everything",
+            f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
             "dim",
         )
         said = [Text(self._warning, "bold red")] if self._warning else []
@@ -126,7 +126,7 @@ class LiveView:
         return Panel(Group(head, body, *said, footer), title=self._title, width=min(100, self._console.width))
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
-        """Episodes of an evaluation: once training has begun, as many as the one before it had."""
+        """Return the expected number of episodes of an evaluation; after "before", as many as that had."""
         before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
         return min([self._eval_episodes, *(before if rows else [])])
 
@@ -135,7 +135,7 @@ class LiveView:
             return ""
         recent = rows[-10:]
         per_step = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
-        return f"{per_step:.1f} s a step, about {per_step * (self._steps - rows[-1]['step']):.0f} s left"
+        return f"{per_step:.1f} s per step, about {per_step * (self._steps - rows[-1]['step']):.0f} s left"
 
 
 def _describe_held_out(evaluation: HeldOut, expected: int) -> str:
@@ -145,7 +145,7 @@ def _describe_held_out(evaluation: HeldOut, expected: int) -> str:
 
 
 def describe_step(row: dict[str, Any], steps: int) -> str:
-    """One line on one training step."""
+    """Return one line about one training step."""
     groups = f"{row['groups_solved_all']}/{row['groups_solved_some']}/{row['groups_solved_none']}"
     return (
         f"step {row['step']:>3}/{steps}  reward {row['reward_mean']:.3f}  groups all/some/none {groups}  "
@@ -156,7 +156,7 @@ def describe_step(row: dict[str, Any], steps: int) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """The values as a row of block characters, scaled between their own extremes."""
+    """Return the values as a row of block characters, scaled between their minimum and maximum."""
     low, high = min(values), max(values)
     span = (high - low) or 1.0
     return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in values)

@@ -2,7 +2,7 @@
 
     python -m areal_agents.launch.processes engine|proxy|trainer|rollout --folder DIR
 
-SIGTERM ends each of them cleanly, and so does the death of the supervisor.
+SIGTERM ends each process cleanly, and so does the death of the supervisor.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from pathlib import Path
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import ArealAgentsError, ConfigError
-from areal_agents.launch.disk_space import room_of
+from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
 
-EXIT_STOPPED = 3  # asked to end before the work was done
-GRACE_S = 20.0  # between the supervisor's death and a hard end
+EXIT_STOPPED = 3  # the process was asked to end before its work was done
+GRACE_S = 20.0  # from the supervisor's death until this process exits at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one process of a run; its exit code."""
+    """Run one process of a run; return its exit code."""
     parser = argparse.ArgumentParser(prog="areal_agents.launch.processes")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("--folder", dest="run", type=Path, required=True)
     parser.add_argument(
-        "--first-version", type=int, default=0, help="rollout: the version that the trainer begins with"
+        "--first-version", type=int, default=0, help="rollout: the version that the trainer starts with"
     )
-    parser.add_argument("--replica", type=int, default=0, help="engine: which of them this is")
-    parser.add_argument("--gpus", default="", help="engine: the GPUs that it computes on; none: the CPU")
+    parser.add_argument("--replica", type=int, default=0, help="engine: the index of the engine")
+    parser.add_argument(
+        "--gpus", default="", help="engine: the GPUs to compute on, as N,N,...; empty: the CPU"
+    )
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
         "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
     )
-    for name in ("httpx", "httpx2", "openai"):  # their URLs hold episode keys
+    for name in ("httpx", "httpx2", "openai"):  # the URLs that they log contain episode keys
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = RunFolder(options.run)
     try:
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def end_with_supervisor() -> None:
-    """Get a SIGTERM when the supervisor is gone, however it ended, and a hard end if that does not help.
+    """Send this process SIGTERM when the supervisor has ended in any way, and exit at once if that has no
+    effect.
 
     Standard input is a pipe whose other end only the supervisor holds.
     """
@@ -108,10 +111,10 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
 
 
 def _vocab_size(model: Path) -> int | None:
-    """What the model folder's config.json says; None where it says nothing."""
+    """Return the vocabulary size in the model folder's config.json, or None if it has none."""
     try:
         tree = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # loading the model reports what is wrong with it
+    except (OSError, ValueError):  # the process that loads the model reports the error
         return None
     size = (tree.get("text_config") or tree).get("vocab_size")
     return size if isinstance(size, int) else None
@@ -170,7 +173,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
 
 def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     endpoints = folder.read_endpoints()
-    # For agents with a module-level client: the URL is every episode's, the key is `current_key`.
+    # For agents with a module-level client: all episodes have this URL, and the key is `current_key`.
     os.environ["OPENAI_BASE_URL"] = endpoints.proxy_url + "/v1"
     asyncio.run(_collect(config, folder, options))
 
@@ -195,14 +198,14 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 steps=config.trainer.steps,
                 seed=config.seed,
                 first_version=options.first_version,
-                lack=room_of(config, folder).lack,
+                shortage=disk_space_of(config, folder).shortage,
                 stop=stop,
             )
             if stop.is_set():
                 raise SystemExit(EXIT_STOPPED)
             return
         if config.eval is None:
-            raise ConfigError("there is nothing to evaluate on: the config has no eval.data")
+            raise ConfigError("there is nothing to evaluate on: the config has no eval.data; add it")
         await evaluate(
             store=store,
             proxy_url=endpoints.proxy_url,
@@ -228,7 +231,7 @@ def _end_if(stop: threading.Event) -> None:
 
 
 def _stop_event() -> threading.Event:
-    """An event that SIGTERM sets."""
+    """Return an event that SIGTERM sets."""
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
     return stop

@@ -1,4 +1,4 @@
-"""The progress of a run, read from its store and its metrics file. Writes nothing."""
+"""Reads the progress of a run from its store and its metrics file, without writing to either."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class HeldOut:
 
     Attributes:
         label: "before", "step-<version>" or "after".
-        done: episodes that ended.
-        reward: mean score over the ended episodes; a failed one counts as 0.
-        failed: episodes that failed for reasons that are not the policy's.
-        versions: smallest and largest policy version that its tokens came from.
+        done: the number of episodes that ended.
+        reward: the mean score of these episodes; a failed one counts as 0.
+        failed: the number of episodes that failed for reasons that are not the policy's doing.
+        versions: the smallest and the largest policy version of its tokens; -1 without tokens.
     """
 
     label: str
@@ -31,10 +31,10 @@ class HeldOut:
 
 
 class MetricsFile:
-    """Follows metrics.jsonl as it grows; a line that is not whole yet is read next time.
+    """Follows metrics.jsonl as it grows; an incomplete last line is read next time.
 
-    A trainer that resumes replaces the file by one without the steps that it takes again; it is then
-    read again.
+    A trainer that resumes replaces the file by one without the steps that it repeats; the new file is then
+    read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,21 +68,21 @@ class RunProgress:
 
 
 def read_progress(store: Store) -> RunProgress:
-    """Groups by state, the published version, and every evaluation so far."""
+    """Return the number of groups in each state, the newest version, and every evaluation so far."""
     return RunProgress(
         version=store.max_version(), groups=store.group_counts(), held_out=read_held_out(store)
     )
 
 
 def read_held_out(store: Store) -> list[HeldOut]:
-    """Every evaluation in the store, in the order in which they began."""
+    """Return every evaluation in the store, in the order in which they began."""
     by_label: dict[str, tuple[int, dict[str, EpisodeSummary]]] = {}
     for episode in store.episodes(split="eval", metadata={"source": "rollout"}):
         if episode.status != "aborted" and "eval" in episode.metadata:
-            # A task that was attempted again counts by its last attempt.
+            # If a task was attempted several times, its last attempt counts.
             label, step = episode.metadata["eval"], episode.metadata.get("step", 0)
             if label not in by_label or step > by_label[label][0]:
-                by_label[label] = (step, {})  # a run that was extended evaluates "after" once more
+                by_label[label] = (step, {})  # a run that was extended evaluates "after" again
             by_label[label][1][episode.task_id] = episode
     return [_held_out(label, list(episodes.values())) for label, (_, episodes) in by_label.items()]
 

@@ -1,4 +1,4 @@
-"""Waits for HTTP servers to answer, while watching the processes that they depend on."""
+"""Waits for HTTP servers to answer, while a check watches the processes that they depend on."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ POLL_S = 0.1
 def wait_until_ready(
     url: str, *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
 ) -> None:
-    """Return when `url` answers 200.
+    """Return when `url` answers with status 200.
 
     Args:
-        url: what to ask.
-        check: called before each attempt; what it raises ends the wait.
-        timeout_s: longest wait.
+        url: the URL to request.
+        check: called before each attempt; an exception from it ends the wait.
+        timeout_s: longest wait in seconds.
 
     Raises:
-        ArealAgentsError: no answer in time.
+        ArealAgentsError: there was no such answer in time.
     """
     deadline = time.monotonic() + timeout_s
     with direct_client(timeout_s=ANSWER_S) as client:
@@ -42,12 +42,12 @@ def wait_until_ready(
 def wait_until_any_ready(
     urls: Sequence[str], *, check: Callable[[], object] = lambda: None, timeout_s: float = READY_TIMEOUT_S
 ) -> tuple[str, ...]:
-    """The `urls` that answer 200, as soon as one does.
+    """Wait until one of `urls` answers with status 200, and return all that do.
 
     Args:
-        urls: what to ask, at least one.
-        check: called before each round; what it raises ends the wait.
-        timeout_s: longest wait for the first.
+        urls: the URLs to request, at least one.
+        check: called before each round; an exception from it ends the wait.
+        timeout_s: longest wait in seconds for the first answer.
 
     Raises:
         ArealAgentsError: none answered in time.
@@ -60,7 +60,7 @@ def wait_until_any_ready(
             if any(answers):
                 return tuple(url for url, answered in zip(urls, answers, strict=True) if answered)
             time.sleep(POLL_S)
-    raise ArealAgentsError(f"none of {', '.join(urls)} answered within {timeout_s:.0f} s")
+    raise ArealAgentsError(f"none of {', '.join(urls)} answered within {timeout_s:.0f} s; see their logs")
 
 
 def _answers(client: httpx.Client, url: str) -> bool:

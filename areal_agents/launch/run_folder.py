@@ -1,4 +1,4 @@
-"""The folder of a run: its files, and the lock that admits only one supervisor."""
+"""The folder of a run: the path of each file, and the lock that lets only one supervisor use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from areal_agents.store.trainer_lock import TrainerLock
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the processes of a run find each other. Kept in a file that only the owner can read."""
+    """The addresses of a run's processes. They are kept in a file that only the owner can read."""
 
     engine_urls: tuple[str, ...]
     proxy_host: str
@@ -34,7 +34,7 @@ class Endpoints:
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths below the folder of one run."""
+    """The paths in the folder of one run."""
 
     root: Path
 
@@ -49,31 +49,31 @@ class RunFolder:
         return self.root / "store.db"
 
     def store_at(self, url: str | None) -> str | Path:
-        """Where the run's store is: at `url`, the configuration's, or in the folder without one."""
+        """Return the store of the run: `url`, or the file in the folder if the configuration has no URL."""
         return url or self.store
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a training step."""
+        """One JSON object per training step."""
         return self.root / "metrics.jsonl"
 
     @property
     def final_model(self) -> Path:
-        """The trained weights, a plain Hugging Face folder."""
+        """The trained weights, as a plain Hugging Face folder."""
         return self.root / "final"
 
     @property
     def summary(self) -> Path:
-        """Figures of the finished run."""
+        """The metrics of the finished run."""
         return self.root / "summary.json"
 
     @property
     def reward_plot(self) -> Path:
-        """Reward and held-out reward by step."""
+        """A plot of the reward and the held-out reward by step."""
         return self.root / "reward.png"
 
     def log(self, process: str) -> Path:
-        """Log of one process."""
+        """Return the log file of one process."""
         return self.root / "logs" / f"{process}.log"
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
@@ -86,20 +86,20 @@ class RunFolder:
         temporary.replace(self.root / "endpoints.json")
 
     def read_endpoints(self) -> Endpoints:
-        """The addresses that the supervisor wrote."""
+        """Return the addresses that the supervisor wrote."""
         data = json.loads((self.root / "endpoints.json").read_text())
         return Endpoints(**{**data, "engine_urls": tuple(data["engine_urls"])})
 
     def set_aside(self, store_url: str | None = None) -> list[Path]:
-        """Rename an earlier run out of the way, and its store where the configuration names one elsewhere.
+        """Rename the folder of an earlier run, and its store if that is elsewhere.
 
         Returns:
-            The new names, of what was there.
+            The new paths of the folder and the store, as far as they existed.
 
         Raises:
-            ConfigError: that run is still alive, the folder holds something that is no run, or the store
-                is none that can be renamed.
-            Conflict: its trainer is still ending.
+            ConfigError: the earlier run is still running, the folder is not that of a run, or the store is
+                not a file.
+            Conflict: the trainer of the earlier run is still ending.
         """
         store = _store_file(str(self.store_at(store_url)))
         is_elsewhere = not store.is_relative_to(self.root.resolve()) and store.exists()
@@ -112,17 +112,18 @@ class RunFolder:
         stamp = f".{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         with self.locked(store_url), TrainerLock(store).held(ENDING_TRAINER_S):
             for suffix in ("-wal", "-shm") if is_elsewhere else ():
-                with contextlib.suppress(FileNotFoundError):  # it holds commits that are not in the file yet
+                with contextlib.suppress(FileNotFoundError):  # they may hold commits
                     _beside(store, suffix).rename(_beside(store, stamp + suffix))
             return [path.rename(_beside(path, stamp)) for path in found]
 
     @contextmanager
     def locked(self, store_url: str | None = None) -> Iterator[None]:
-        """Hold the run for this process, and its store. ConfigError if another process has one of them."""
+        """Lock the run folder and its store. Raises ConfigError if another process uses one of them."""
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / "logs").mkdir(exist_ok=True)
         in_use = (
-            f"another process is using the run folder {self.root}; stop it, or choose another with run_dir="
+            f"another process is using the run folder {self.root}; stop it, or choose another with "
+            "run_dir=..."
         )
         with contextlib.ExitStack() as held:
             held.enter_context(_held(self.root / "lock", in_use))
@@ -133,13 +134,13 @@ class RunFolder:
             yield
 
 
-ENDING_TRAINER_S = 60.0  # that a trainer may take to end after its supervisor did
+ENDING_TRAINER_S = 60.0  # longest wait for a trainer to end after its supervisor
 _STORE_IN_USE = "another run is using the store {}; stop it, or choose another with store.url=..."
 
 
 @contextmanager
 def _held(lock: Path, in_use: str) -> Iterator[None]:
-    """Hold a lock file; the system lets it go when this process ends. ConfigError saying `in_use`."""
+    """Hold a lock file, which the system releases when this process ends. Raises ConfigError(`in_use`)."""
     with open(lock, "w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,18 +150,18 @@ def _held(lock: Path, in_use: str) -> Iterator[None]:
 
 
 def _store_file(url: str) -> Path:
-    """The file of a SQLite store. ConfigError for any other: it cannot be set aside from here."""
+    """Return the file of a SQLite store. Raises ConfigError for another store, which cannot be renamed."""
     file = _sqlite_file(url)
     if file is None:
         raise ConfigError(
-            f"--fresh cannot set the store {url.partition('://')[0]}://… aside: drop its tables, or give an "
-            "empty database with store.url=..., and start with --fresh again; without it the run continues"
+            f"--fresh cannot set the store {url.partition('://')[0]}://… aside; drop its tables, or give an "
+            "empty database with store.url=..., and use --fresh again; without --fresh the run is resumed"
         )
     return file
 
 
 def _sqlite_file(url: str) -> Path | None:
-    """The file of a SQLite store by whatever name; None for any other store."""
+    """Return the file of a SQLite store given as a path or a URL, or None for any other store."""
     scheme, separator, rest = url.partition(":///")
     if not separator and "://" not in url:
         return Path(url).expanduser().resolve()

@@ -1,4 +1,4 @@
-"""Turns Ctrl-C and SIGTERM into one exception, and defers it in sections that it must not interrupt."""
+"""Turns Ctrl-C and SIGTERM into one exception, and blocks of code in which they are ignored."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(BaseException):
-    """The user, or the system, requested the program to end."""
+    """The user or the system requested that the program ends."""
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise Interrupted. Main thread only."""
+    """Make SIGINT and SIGTERM raise Interrupted inside the block. Main thread only."""
     with _handled_by(_interrupt):
         yield
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM are ignored: what ends other processes must get to its end."""
+    """Ignore SIGINT and SIGTERM inside the block, which ends other processes and must complete."""
     with _handled_by(signal.SIG_IGN):
         yield
 

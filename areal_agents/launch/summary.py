@@ -1,4 +1,4 @@
-"""The summary of a finished run: summary.json, a table, and a plot of the rewards."""
+"""The results of a finished run: summary.json, a table, and a plot of the rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_agents.launch.progress import HeldOut
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Figures of a run. Shares are fractions of the training time; rewards are means."""
+    """The results of a run. Idle times are fractions of the training time; rewards are means."""
 
     heldout_before: float | None
     heldout_after: float | None
@@ -43,7 +43,7 @@ class Summary:
         engine_idle: float | None,
         without_tool: float | None = None,
     ) -> Summary:
-        """Compute it from the rows of metrics.jsonl and the evaluations."""
+        """Compute the summary from the rows of metrics.jsonl and the evaluations."""
         by_label = {e.label: e.reward for e in held_out if e.done}
         trained = sum(row["tokens"] for row in rows)
         train_s = sum(row["step_s"] for row in rows)
@@ -69,35 +69,35 @@ class Summary:
 
     @classmethod
     def read(cls, path: Path) -> Summary:
-        """What `write` wrote."""
+        """Read a summary that `write` wrote."""
         return cls(**json.loads(path.read_text()))
 
     def write(self, path: Path) -> None:
-        """Write summary.json, whole or not at all."""
+        """Write summary.json atomically."""
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
         temporary.replace(path)
 
     def table(self) -> Table:
-        """The figures for a terminal."""
-        table = Table(title="areal-agents: the run in figures", show_header=False)
+        """Return the results as a table for a terminal."""
+        table = Table(title="areal-agents: summary of the run", show_header=False)
         table.add_row("held-out reward before", _share(self.heldout_before))
         table.add_row("held-out reward after", f"[bold]{_share(self.heldout_after)}[/bold]")
         if self.heldout_before is not None and self.heldout_after is not None:
             table.add_row("gain", f"[bold green]{self.heldout_after - self.heldout_before:+.3f}[/bold green]")
         if self.heldout_without_tool is not None:
-            table.add_row("held-out reward with a dead tool", _share(self.heldout_without_tool))
+            table.add_row("held-out reward without the tool", _share(self.heldout_without_tool))
         table.add_row("steps, policy versions", f"{self.steps}, {self.versions}")
-        table.add_row("wall time", f"{self.wall_s:.0f} s, of which training {self.train_s:.0f} s")
+        table.add_row("wall time", f"{self.wall_s:.0f} s, of which {self.train_s:.0f} s training")
         table.add_row("sampled / trained tokens", f"{self.sampled_tokens:,} / {self.trained_tokens:,}")
         table.add_row("staleness mean / max", f"{self.staleness_mean:.2f} / {self.staleness_max}")
         table.add_row("trainer idle, engine idle", f"{self.trainer_idle:.0%}, {_percent(self.engine_idle)}")
-        table.add_row("generation paused for swaps", f"{self.pause_s:.2f} s in all")
+        table.add_row("generation paused for swaps", f"{self.pause_s:.2f} s in total")
         return table
 
 
 def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], path: Path) -> None:
-    """Draw the reward of the training groups and the held-out reward by step."""
+    """Plot the reward of the training groups and the held-out reward by step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""`areal-agents train`: starts the processes of a run, shows them, and ends them all.
+"""`areal-agents train`: starts the processes of a run, shows their progress, and ends them all.
 
-The supervisor holds no state of its own: what happened is in the store and in metrics.jsonl, so
-stopping it at any moment and starting it again continues from the last checkpoint.
+The supervisor has no state of its own: the state of the run is in the store and in metrics.jsonl, so a run
+that is stopped at any time resumes from the last checkpoint when it is started again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_agents.config import Config, is_saved, save_config
 from areal_agents.errors import ConfigError
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.launch.children import Children
-from areal_agents.launch.disk_space import room_of
+from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
 from areal_agents.launch.live_view import LiveView
@@ -39,21 +39,21 @@ WITHOUT_TOOL = "after-without-tool"
 
 
 def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
-    """Run the whole loop of `config` to its end.
+    """Train as `config` says, to the end.
 
-    A run that ended with the same config is only shown again.
+    If a run has already ended with the same configuration, only its summary is shown.
 
     Args:
         config: the resolved configuration.
-        console: where progress goes.
+        console: the console for progress and results.
         fresh: set an earlier run in the same folder aside instead of resuming it.
-        ablate_tool: afterwards, evaluate once more with the agent's tool switched off.
+        ablate_tool: after training, also evaluate with the agent's tool switched off.
 
     Raises:
         ConfigError: another process uses the run folder, a port is taken, a tracker is not installed, or an
-            engine cannot be started or used as the config says.
-        ChildDied: the trainer ended that should not have, or another process too often.
-        Interrupted: the user stopped the run; everything has been ended.
+            engine cannot be started or used as the configuration says.
+        ChildDied: the trainer ended before its last step, or another process ended too often.
+        Interrupted: the user stopped the run; all processes have been ended.
     """
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
@@ -65,14 +65,14 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
         if not ablate_tool and has_ended(config, folder):
             console.print(
-                f"{folder.root} is finished: raise trainer.steps to continue it, or start again with --fresh",
+                f"{folder.root} is finished; raise trainer.steps to continue, or use --fresh to start over",
                 soft_wrap=True,
             )
             return _shown(Summary.read(folder.summary), folder, console)
-        folder.summary.unlink(missing_ok=True)  # it is of a run that ended with this config
-        _say_if_resumed(folder, console)
+        folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
+        _report_resume(folder, console)
         save_config(config, folder.config)
-        _say_what_starts(config, folder, console, plan)
+        _report_plan(config, folder, console, plan)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
             console,
@@ -86,30 +86,30 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
                     wall_s, idle = _run_recorded(config, folder, children, view)
                 else:
                     wall_s, idle = _run(config, endpoints, folder, children, view, plan)
-            dead_tool = None
+            without_tool = None
             if ablate_tool:
-                console.print("evaluating once more with the agent's tool switched off")
-                dead_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
-        return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=dead_tool)
+                console.print("evaluating with the agent's tool switched off")
+                without_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
+        return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
 
 
 def has_ended(config: Config, folder: RunFolder) -> bool:
-    """Whether a run of exactly this config has come to its end in `folder`, and what it left is there."""
+    """Whether a run with exactly this configuration has ended in `folder`, and its results still exist."""
     left = (folder.summary, folder.final_model)
     return all(path.exists() for path in left) and is_saved(config, folder.config)
 
 
 def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> float:
-    """Evaluate the weights in `config.model` on the held-out tasks; the mean score.
+    """Evaluate the weights in `config.model` on the held-out tasks, and return the mean score.
 
     Raises:
         ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`.
-        ChildDied: a process ended that should not have.
+        ChildDied: a process ended before the evaluation.
     """
     _check_evaluation(config, ablate_tool)
     if config.engine.urls:
         raise ConfigError(
-            "eval measures the weights of `model` in an engine that it starts; leave out engine.urls"
+            "eval evaluates the weights of `model` in an engine that it starts; leave engine.urls out"
         )
     config = without_trainer(config)
     plan = _plan(config, trains=False)
@@ -125,9 +125,9 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
 
 
 def without_trainer(config: Config) -> Config:
-    """`config` for engines that have their GPUs to themselves.
+    """Return `config` for engines that share no GPU with a trainer, and with a store of its own.
 
-    With a store of its own: the versions in the run's would be swapped in, in place of `model`.
+    The versions in the store of the run would be swapped in, in place of `model`.
     """
     engine = config.engine.model_copy(update={"colocate": "none"})
     store = config.store.model_copy(update={"url": None})
@@ -135,15 +135,15 @@ def without_trainer(config: Config) -> Config:
 
 
 def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
-    """How the engines are started; the log says what of `engine` changes nothing about them.
+    """Plan how the engines are started, and log the settings of `engine` that have no effect on them.
 
     Args:
-        trains: whether a trainer runs beside them, which takes the first GPUs.
+        trains: whether a trainer runs beside the engines, on the first GPUs.
     """
     if names := config.engine.without_effect:
         log.warning(
             "no effect on %s: %s",
-            "running servers, which are as they were started" if config.engine.urls else "SGLang",
+            "running servers, which keep their own settings" if config.engine.urls else "SGLang",
             ", ".join(f"engine.{name}" for name in names),
         )
     if not trains:
@@ -152,16 +152,16 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
     return plan_engines(config)
 
 
-def _say_if_resumed(folder: RunFolder, console: Console) -> None:
+def _report_resume(folder: RunFolder, console: Console) -> None:
     metrics = MetricsFile(folder.metrics)
     metrics.update()
     if metrics.rows:
         step = metrics.rows[-1]["step"]
-        said = f"resuming {folder.root} after step {step}; --fresh starts again"
-        console.print(said, soft_wrap=True)
+        message = f"resuming {folder.root}, which has trained {step} steps; use --fresh to start over"
+        console.print(message, soft_wrap=True)
 
 
-def _say_what_starts(config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None) -> None:
+def _report_plan(config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None) -> None:
     if plan is not None:
         console.print(plan.describe(folder), soft_wrap=True)
     ranks = config.trainer.ranks
@@ -176,7 +176,7 @@ def _say_what_starts(config: Config, folder: RunFolder, console: Console, plan: 
 
 @contextmanager
 def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
-    """Ports of this machine where the config names none, reserved for a with-block; a new admin key."""
+    """Choose ports that the config does not name, reserved within the with-block, and a new admin key."""
     with reserved_ports(1 + config.engine.replicas) as (proxy, *engines):
         urls = config.engine.urls or tuple(f"http://127.0.0.1:{port}" for port in engines)
         key = config.proxy.admin_key or f"admin-{secrets.token_urlsafe(24)}"
@@ -184,13 +184,13 @@ def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
-    """Environment that gives a process its share of the cores: engines and trainer half each.
+    """Return environment variables that give a process its share of the cores: engines and trainer half each.
 
     Args:
-        role: what the process is.
-        alone: give it all of them.
-        engines: how many share the engines' half.
-        given: threads that the engines get together instead of a half; 0 for none.
+        role: the role of the process.
+        alone: whether the process gets all cores.
+        engines: the number of engines that share their half.
+        given: the number of threads of all engines together, instead of half of the cores; 0: half.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     engine = max(1, cores // 2)
@@ -201,7 +201,7 @@ def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int 
 
 
 def start_serving(config: Config, folder: RunFolder, children: Children, plan: EnginePlan) -> None:
-    """Start the engines of the plan, and the proxy."""
+    """Start the engines of the plan and the proxy."""
     count = len(plan.placements)
     for replica, placement in enumerate(plan.placements):
         _start(
@@ -222,14 +222,14 @@ def wait_until_serving(
     say: Callable[[str], None],
     warn: Callable[[str], None] | None = None,
 ) -> None:
-    """Return when engines and proxy answer, of running servers one.
+    """Return when the proxy and the engines answer; of running servers, one is enough.
 
     Args:
-        warn: is told of running servers that are not there; by default `say`.
+        warn: called with a message about running servers that do not answer; default: `say`.
 
     Raises:
         ChildDied: a process ended before that.
-        ConfigError: a running server was started without what the run needs of it.
+        ConfigError: a running server was started without a flag that the run needs.
     """
     wait_for_engines(config, endpoints.engine_urls, check=children.check, say=say, warn=warn or say)
     say("waiting for the proxy")
@@ -244,28 +244,28 @@ def _run(
     view: LiveView,
     plan: EnginePlan,
 ) -> tuple[float, float | None]:
-    """Rollouts and training side by side; the seconds they took, and the engine's idle share."""
+    """Run rollouts and training side by side; return the seconds taken and the engines' idle share."""
     started = time.monotonic()
     folder.write_endpoints(endpoints)
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
         first = store.max_version() + 1
     start_serving(config, folder, children, plan)
-    if config.engine.colocate != "none":  # an engine measures what memory is left for it before it serves
+    if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
         wait_until_serving(config, endpoints, children, view.stage)
-    # Each waits for what it needs, so that they load side by side.
+    # Each process waits for those that it needs, so all of them load at the same time.
     _start(children, folder, "trainer", ranks=config.trainer.ranks)
     _start(children, folder, "rollout", "--first-version", str(first))
     wait_until_serving(config, endpoints, children, view.stage, view.event)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
-    room = room_of(config, folder)
+    disk_space = disk_space_of(config, folder)
     with Store.open(folder.store_at(config.store.url)) as store:
         while not (children.finished("rollout") and children.finished("trainer")):
             children.check(may_finish=("rollout", "trainer"))
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
-            view.warn(room.lack())
+            view.warn(disk_space.shortage())
             view.update(metrics.rows, read_progress(store))
             time.sleep(REFRESH_S)
         children.check(may_finish=("rollout", "trainer"))
@@ -277,7 +277,7 @@ def _run(
 def _run_recorded(
     config: Config, folder: RunFolder, children: Children, view: LiveView
 ) -> tuple[float, float | None]:
-    """Training on recorded episodes: the trainer alone, with all of the cores."""
+    """Train on recorded episodes: run the trainer alone, with all cores."""
     started = time.monotonic()
     view.stage("reading the recorded episodes")
     _start(children, folder, "trainer", ranks=config.trainer.ranks, alone=True)
@@ -296,9 +296,11 @@ def _run_recorded(
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:
     if config.eval is None:
-        raise ConfigError("there is nothing to evaluate on: the config has no eval.data")
+        raise ConfigError("there is nothing to evaluate on: the config has no eval.data; add it")
     if ablate_tool and config.ablation is None:
-        raise ConfigError("--ablate-tool needs `ablation:`, the agent function with its tools switched off")
+        raise ConfigError(
+            "--ablate-tool needs `ablation:` in the config, the agent function with its tools switched off"
+        )
 
 
 def _evaluate_once(
@@ -336,7 +338,7 @@ def _start(
         log=folder.log(name or role),
         environment=threads_for(role, alone=alone) if environment is None else environment,
         ranks=ranks,
-        restarts=role != "trainer",  # its death costs steps, so the user should know
+        restarts=role != "trainer",  # its death loses steps, so the user should know
     )
 
 
@@ -365,7 +367,7 @@ def _finish(
 def _shown(summary: Summary, folder: RunFolder, console: Console) -> Summary:
     console.print(summary.table())
     console.print(
-        f"the trained model: {folder.final_model}\nthe figures: {folder.summary}, {folder.reward_plot}",
+        f"trained model: {folder.final_model}\nsummary: {folder.summary}, {folder.reward_plot}",
         soft_wrap=True,
     )
     return summary

@@ -1,4 +1,4 @@
-"""`areal-agents verify`: checks whether the engines of a run hold the weights that were published."""
+"""`areal-agents verify`: compares the weights in a run's engines with the published weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from areal_agents.training.publish.verifying import verify
 
 
 def run(folder: Path, console: Console) -> bool:
-    """Check every engine of the run in `folder` and print what it holds; returns whether all agree.
+    """Verify every engine of the run in `folder`, and print the results; return whether all agree.
 
-    ConfigError if that is no run, or none that was started.
+    Raises ConfigError if `folder` is not that of a run, or the run was never started.
     """
     found = RunFolder(folder)
     if not found.config.is_file():

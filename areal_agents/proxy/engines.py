@@ -94,7 +94,7 @@ async def without_trainer(store: Store) -> AsyncIterator[bool]:
     """Whether no trainer of the store is running; then none begins within, since one that starts waits."""
     with contextlib.ExitStack() as looking:
         try:
-            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).nobody())
+            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).unheld())
         except OSError as error:
             log.warning("cannot find out whether a trainer is running: %s", error)
             alone = False

@@ -1,5 +1,5 @@
-"""Runs agents: episodes of tasks in groups, under the staleness gate, and evaluations.
+"""Runs agents: groups of training episodes under the staleness gate, and evaluations.
 
-It knows the proxy only over HTTP and the store only by reading. Nothing is imported here, so that
+This package calls the proxy over HTTP only, and only reads the store. This module imports nothing, so that
 the worker processes of synchronous agents start fast.
 """

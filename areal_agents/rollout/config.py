@@ -1,4 +1,4 @@
-"""Settings of tasks, episodes and evaluations."""
+"""Settings of tasks, training episodes and evaluations."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from areal_agents.core.rollout import OnStale
 
 
 class LimitsConfig(BaseModel):
-    """Limits that the policy may run into; an episode that does is truncated, not failed."""
+    """Limits of an episode; an episode that reaches one is truncated, not failed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    max_turns: int | None = Field(default=None, ge=1, description="Model calls per episode.")
+    max_turns: int | None = Field(default=None, ge=1, description="Most model calls per episode.")
     max_tokens: int | None = Field(
-        default=None, ge=1, description="Sampled tokens per episode, over all its calls."
+        default=None, ge=1, description="Most sampled tokens per episode, over all its calls."
     )
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="Sampled tokens of one call.")
+    max_completion_tokens: int | None = Field(default=None, ge=1, description="Most sampled tokens per call.")
     context_tokens: int | None = Field(
-        default=None, ge=2, description="Tokens of a prompt with its completion, in every call."
+        default=None, ge=2, description="Most tokens of a prompt plus its completion, in every call."
     )
     time_s: float = Field(default=600.0, gt=0, description="Wall-clock time of an episode, in seconds.")
 
 
 class ContextStage(BaseModel):
-    """A bound on the context of training episodes in the first part of a run."""
+    """A bound on the context of training episodes during a part of the run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     until_step: int | None = Field(
-        default=None, ge=1, description="Holds while fewer steps than this are published; absent: to the end."
+        default=None, ge=1, description="The stage ends when this step is published; absent: with the run."
     )
-    max_tokens: int = Field(ge=2, description="Tokens of a prompt with its completion, in every call.")
+    max_tokens: int = Field(ge=2, description="Most tokens of a prompt plus its completion, in every call.")
 
 
 class RolloutConfig(BaseModel):
@@ -48,37 +48,44 @@ class RolloutConfig(BaseModel):
     over_sample: int = Field(
         default=0,
         ge=0,
-        description="Episodes of a group beyond group_size; the slowest are aborted: favours short ones.",
+        description="Episodes of a group beyond group_size; aborting the slowest favours short ones.",
     )
     max_staleness: int | None = Field(
         default=1,
         ge=0,
-        description="η: how many versions behind the trainer a token may be; 0 is on-policy, inf unbounded.",
+        description="η: most versions that a token may be behind the trainer; 0: on-policy, inf: no bound.",
     )
     on_stale: OnStale = Field(
         default="mask",
-        description="Tokens beyond max_staleness are masked; or their groups dropped; or the trainer waits "
-        "for old groups, so that none are; or within the bound too the older count less (downweight).",
+        description="mask: tokens beyond max_staleness are masked. drop: their groups are dropped. wait: the "
+        "trainer waits for old groups, so that no token exceeds the bound. downweight: as mask, and within "
+        "the bound older tokens have less weight.",
     )
     concurrency: int = Field(default=64, ge=1, description="Training episodes that run at the same time.")
     workers: int = Field(
-        default=8, ge=1, description="Processes for a synchronous agent; each runs one episode at a time."
+        default=8,
+        ge=1,
+        description="Processes for a synchronous agent; each runs one episode at a time.",
     )
     retries: int = Field(default=2, ge=0, description="New attempts at an episode after a failed one.")
     on_failed: Literal["refill", "drop"] = Field(
         default="refill",
-        description="When those have failed too: complete the group from fresh episodes of its task, at most "
-        "group_size of them, or drop it.",
+        description="When all retries have failed: complete the group with new episodes of its task, at most "
+        "group_size of them (refill), or drop the group (drop).",
     )
     give_up_after: int = Field(
-        default=128, ge=1, description="Failed attempts in a row, over all tasks, that end the run."
+        default=128,
+        ge=1,
+        description="Failed attempts in a row, over all tasks, that end the run.",
     )
     give_up_s: float = Field(
-        default=60.0, ge=0, description="But not before they have gone on for so long: outages pass."
+        default=60.0,
+        ge=0,
+        description="Shortest time in seconds that such failures must last to end the run.",
     )
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     context_stages: tuple[ContextStage, ...] = Field(
-        default=(), description="Iterative context lengthening: shorter contexts first, in stages by step."
+        default=(), description="Iterative context lengthening: stages with growing bounds on the context."
     )
 
     @field_validator("max_staleness", mode="before")
@@ -94,18 +101,18 @@ class RolloutConfig(BaseModel):
     @classmethod
     def _stages_lengthen(cls, stages: tuple[ContextStage, ...]) -> tuple[ContextStage, ...]:
         if any(stage.until_step is None for stage in stages[:-1]):
-            raise ValueError("only the last stage may be without until_step")
+            raise ValueError("every stage but the last needs until_step")
         ends = [stage.until_step for stage in stages if stage.until_step is not None]
         for name, numbers in (("until_step", ends), ("max_tokens", [s.max_tokens for s in stages])):
             if any(later <= earlier for earlier, later in pairwise(numbers)):
-                raise ValueError(f"{name} must grow from stage to stage, got {numbers}")
+                raise ValueError(f"{name} must increase from stage to stage, got {numbers}")
         return stages
 
     def limits_at(self, step: int) -> LimitsConfig:
-        """The limits of a training episode that is opened while `step` is the published step.
+        """Return the limits of a training episode that is opened while `step` is the published step.
 
-        A stage's bound and `limits.context_tokens` hold both. After the last stage's `until_step`,
-        only the latter does.
+        Both the stage's bound and `limits.context_tokens` apply. After the last stage's `until_step`, only
+        the latter does.
         """
         for stage in self.context_stages:
             if stage.until_step is None or step < stage.until_step:
@@ -115,25 +122,25 @@ class RolloutConfig(BaseModel):
 
 
 class DataConfig(BaseModel):
-    """Where tasks come from; or, in place of tasks, the recorded episodes to train on."""
+    """The source of tasks, or of recorded episodes to train on instead."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     episodes: str = Field(
         default="",
-        description="A store of recorded episodes (a file, a run's folder or a URL) to train on in place "
-        "of rollouts of tasks: no engine is started.",
+        description="A store of recorded episodes (a file, a run's folder or a URL) to train on instead of "
+        "rollouts of tasks; no engine is started.",
     )
     path: str = Field(
         default="",
-        description="A .jsonl, .json, .parquet or .csv file, a data set of the hub, or a function: "
-        "module:function or file.py:function.",
+        description="A .jsonl, .json, .parquet or .csv file, a data set of the Hugging Face Hub, or a "
+        "function: module:function or file.py:function.",
     )
-    subset: str | None = Field(default=None, description="Configuration of a data set of the hub.")
-    split: str | None = Field(default=None, description="Split; default: train of a data set of the hub.")
-    id: str = Field(default="id", description="Column with a unique id; rows are numbered without it.")
+    subset: str | None = Field(default=None, description="Configuration name of a data set of the Hub.")
+    split: str | None = Field(default=None, description="Split of a data set of the Hub; default: train.")
+    id: str = Field(default="id", description="Column with a unique id; without it, rows are numbered.")
     seed: int | None = Field(
-        default=None, description="Seed of the order; default: the seed of the run. Evaluation: 0."
+        default=None, description="Seed of the order; default: the seed of the run, and 0 for evaluation."
     )
     epochs: int | None = Field(
         default=None, ge=1, description="Passes over the tasks; default: as many as the run needs."
@@ -152,9 +159,13 @@ class EvalConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     data: DataConfig
-    episodes: int = Field(default=128, ge=1, description="Tasks, one episode each; fewer if the data ends.")
-    every: int | None = Field(
-        default=None, ge=1, description="Also evaluate every so many steps, beside training."
+    episodes: int = Field(
+        default=128, ge=1, description="Tasks, with one episode each; at most as many as the data has."
     )
-    concurrency: int = Field(default=16, ge=1, description="Episodes at the same time, beside training.")
+    every: int | None = Field(
+        default=None, ge=1, description="Also evaluate during training, every this many steps."
+    )
+    concurrency: int = Field(
+        default=16, ge=1, description="Evaluation episodes at the same time, during training."
+    )
     temperature: float = Field(default=0.0, ge=0, description="Sampling temperature; 0 is greedy.")

@@ -1,4 +1,4 @@
-"""Repeats control calls until they are answered, because the proxy may be restarting."""
+"""Control calls that are repeated until the proxy answers, because it may be restarting."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ logger = logging.getLogger(__name__)
 
 
 class ControlCalls:
-    """What a collector asks the proxy to do about groups. Refused with a conflict there is nothing to do any
-    more: the trainer has the group.
+    """The calls of a collector to the proxy about groups.
+
+    A call that is refused with a conflict is ignored, because then the trainer has the group.
 
     Raises (every method):
         AgentError: too many attempts and calls in a row failed.
-        RequestError: the proxy refuses.
+        RequestError: the proxy refused the call for another reason.
     """
 
     def __init__(self, client: AsyncClient, patience: FailureStreak) -> None:
@@ -28,14 +29,14 @@ class ControlCalls:
 
     async def drop(self, group_id: str, reason: str) -> None:
         """Drop a group."""
-        await self._insist(lambda: self._client.drop_group(group_id, reason))
+        await self._repeat(lambda: self._client.drop_group(group_id, reason))
 
     async def abort(self, episodes: Iterable[str], reason: str) -> None:
-        """Abort open episodes that are no longer run."""
+        """Abort open episodes that no runner runs."""
         left = list(episodes)
-        await self._insist(lambda: abort_episodes(self._client, left, reason))
+        await self._repeat(lambda: abort_episodes(self._client, left, reason))
 
-    async def _insist(self, call: Callable[[], Awaitable[object]]) -> None:
+    async def _repeat(self, call: Callable[[], Awaitable[object]]) -> None:
         while True:
             try:
                 await call()
@@ -45,6 +46,6 @@ class ControlCalls:
                     return
                 if error.status < 500:
                     raise
-                logger.warning("a control call is repeated: %s", error)
+                logger.warning("repeating a control call that failed: %s", error)
                 self._patience.note(str(error))
                 await asyncio.sleep(backoff_s(1))

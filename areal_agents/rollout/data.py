@@ -1,7 +1,7 @@
-"""Reads tasks from files, the hub or a function, in an order that depends only on the seed.
+"""Loads tasks from files, the Hugging Face Hub or a function, in an order that depends on the seed alone.
 
-Row order, ids and shuffling are deterministic, so that a restarted run continues where it stopped by
-knowing nothing but which (task, epoch) pairs were started.
+The order of rows, ids and shuffling are deterministic, so a restarted run continues where it stopped, given
+only the (task, epoch) pairs that were started.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class TaskSource:
     """The tasks of a data set.
 
     Attributes:
-        tasks: in the data's order; ids are unique.
-        seed: of the order in each epoch.
-        epochs: passes, None without end.
+        tasks: the tasks in the order of the data; ids are unique.
+        seed: the seed of the order in each epoch.
+        epochs: the number of passes over the tasks; None: no end.
     """
 
     tasks: tuple[Task, ...]
@@ -41,13 +41,13 @@ class TaskSource:
             raise DataError("the data set is empty")
 
     def epoch(self, epoch: int) -> list[Task]:
-        """Every task once, in the order of that epoch."""
+        """Return every task once, in the order of that epoch."""
         order = list(self.tasks)
         random.Random(f"{self.seed}/{epoch}").shuffle(order)
         return order
 
     def stream(self, started: Collection[tuple[str, int]] = ()) -> Iterator[tuple[Task, int]]:
-        """(task, epoch) of every epoch in order, without the pairs (task id, epoch) in `started`."""
+        """Yield (task, epoch) of every epoch in order, without the pairs (task id, epoch) in `started`."""
         epoch = 0
         while self.epochs is None or epoch < self.epochs:
             for task in self.epoch(epoch):
@@ -62,11 +62,11 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
     A function is called with `split` and `seed`, as far as it accepts them, and returns dicts or Tasks.
 
     Args:
-        config: where they are.
-        seed: used where the config has none.
+        config: the source of the tasks.
+        seed: the seed if the configuration has none.
 
     Raises:
-        DataError: missing, unreadable or empty data; a repeated id; a row that is not JSON.
+        DataError: the data is missing, unreadable or empty, an id is repeated, or a row is not JSON.
     """
     seed = config.seed if config.seed is not None else seed
     rows = _from_function(config, seed) if names_a_function(config.path) else _from_datasets(config)
@@ -104,9 +104,9 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
 
 
 def _from_datasets(config: DataConfig) -> Iterable[Any]:
-    import datasets  # here, because it takes a second and a function's data does not need it
+    import datasets  # imported late: it takes a second, and a function does not need it
 
-    datasets.disable_progress_bars()  # they would fill the log
+    datasets.disable_progress_bars()  # progress bars would fill the log
     path = Path(config.path)
     is_file = path.suffix in _FORMATS
     if is_file and not path.is_file():
@@ -117,10 +117,10 @@ def _from_datasets(config: DataConfig) -> Iterable[Any]:
         if is_file:
             return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
         return datasets.load_dataset(config.path, config.subset, split=config.split or "train")
-    except Exception as error:  # the library passes on whatever its readers and the hub raise
+    except Exception as error:  # the library raises any error of its readers and the Hub
         raise DataError(
             f"cannot load {config.path!r} ({type(error).__name__}: {error}); expected a .jsonl, .json, "
-            ".parquet or .csv file, a data set of the hub, module:function or file.py:function"
+            ".parquet or .csv file, a data set of the Hugging Face Hub, module:function or file.py:function"
         ) from error
 
 
@@ -132,7 +132,7 @@ def _task(row: Any, number: int, id_column: str) -> Task:
     try:
         json.dumps(row, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise DataError(f"row {number} is not JSON, which tasks must be: {error}") from error
+        raise DataError(f"row {number} cannot be written as JSON, as every task must be: {error}") from error
     task_id = row.get(id_column)
     if task_id is None and id_column != "id":
         raise DataError(f"row {number} has no id column {id_column!r}; it has {', '.join(map(str, row))}")

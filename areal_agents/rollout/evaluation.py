@@ -1,4 +1,4 @@
-"""Runs one evaluation: each held-out task once, sampled greedily, never trained on."""
+"""Evaluates the policy: runs each held-out task once. These episodes are never trained on."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ async def evaluate_tasks(
     retries: int,
     patience: FailureStreak,
 ) -> None:
-    """Run every task that the store has no scored episode of under this label and step.
+    """Run every task that has no scored episode under this label and step in the store.
 
-    The episodes carry split "eval" and metadata {"eval": label, "step": step}. What is sampled follows from
-    `seed` and the task, whatever the label: evaluations differ by the weights alone. A task that still
+    The episodes have split "eval" and metadata {"eval": label, "step": step}. The seeds of sampling depend on
+    `seed` and the task and not on the label, so evaluations differ only by the weights. A task that still
     fails after `retries` new attempts stays failed; the last attempt at a task is the one that counts.
 
     Raises:
@@ -86,7 +86,7 @@ async def evaluate_tasks(
 async def abort_open(
     client: AsyncClient, store: Store, *, split: str | None = None, label: str | None = None
 ) -> None:
-    """Abort the open episodes of runners, for example of one that was killed."""
+    """Abort the open episodes of runners, for example those of one that was killed."""
     metadata = OPENED_BY_RUNNER if label is None else {**OPENED_BY_RUNNER, "eval": label}
     left = store.episodes(split=split, status="open", metadata=metadata)
-    await abort_episodes(client, [episode.id for episode in left], "nobody runs it any more")
+    await abort_episodes(client, [episode.id for episode in left], "its runner no longer runs it")

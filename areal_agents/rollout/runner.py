@@ -1,7 +1,7 @@
-"""The rollout process: evaluates, collects training groups with evaluations in between, and evaluates again.
+"""The rollout process: evaluates, collects training groups and evaluates meanwhile, and evaluates again.
 
-What to do next follows from the store alone, so a runner that was killed continues when it is started
-again. It writes nothing but over HTTP.
+The next action follows from the store alone, so a runner that was killed continues when it is restarted. It
+writes only over HTTP.
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ async def run(
     steps: int,
     seed: int = 0,
     first_version: int = 0,
-    lack: Callable[[], str | None] = lambda: None,
+    shortage: Callable[[], str | None] = lambda: None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
 
-    Evaluations are labelled "before" (on step 0, before any training episode), "step-<n>" (beside
+    Evaluations are labelled "before" (at step 0, before any training episode), "step-<n>" (during
     training, for each passed multiple of `evaluation.every`) and "after" (training episodes aborted).
 
     Args:
-        store: read only.
-        proxy_url: without a path.
+        store: the store of the run, which is only read.
+        proxy_url: the URL of the proxy, without a path.
         agent: see `load_agent`.
-        seed: of what is sampled, and of the data's order where the data has none.
-        first_version: the one that the trainer begins with; earlier ones are of an earlier process run of the
-            run, and a server that outlived it may still serve them.
-        lack: what the run lacks to take more on, for example room on a disk; no group is submitted while
-            it lacks anything.
-        stop: ends the run early; agents are ended and open episodes aborted.
+        seed: the seed of sampling, and of the data's order if the data has none.
+        first_version: the version that the trainer starts with; earlier versions are from before a resume,
+            and a server that was not restarted may still serve them.
+        shortage: returns what the run is short of, for example disk space, or None; no group is submitted
+            during a shortage.
+        stop: an event that ends the run early; agents are ended and open episodes aborted.
 
     Raises:
-        AgentError: the agent does not load, or nothing but failures in a row.
-        DataError: the tasks do not load, or do not suffice.
-        RequestError: the proxy is gone.
+        AgentError: the agent cannot be loaded, or too many attempts in a row failed.
+        DataError: the tasks cannot be loaded, or are too few.
+        RequestError: the proxy cannot be reached.
         TrainingError: no version was published in time.
     """
     source = load_tasks(data, seed=seed)
@@ -75,7 +75,7 @@ async def run(
     tasks = held_out_tasks(evaluation) if evaluation else []
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
         await _unless_stopped(
-            runner.run(source, tasks, steps=steps, first_version=first_version, lack=lack), stop
+            runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
         )
 
 
@@ -91,7 +91,7 @@ async def evaluate(
     seed: int = 0,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """One evaluation of whatever is served now. Arguments and errors as for `run`."""
+    """Evaluate the weights that are served now. Arguments and errors are those of `run`."""
     tasks = held_out_tasks(evaluation)
     latest = store.latest_version()
     async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
@@ -101,16 +101,16 @@ async def evaluate(
 
 
 def end_of_data(data: DataConfig, store: Store, *, seed: int = 0) -> Callable[[], bool]:
-    """Returns a function that tells whether all groups of `data` were begun, now or before a restart.
+    """Return a function that says whether every group of `data` was begun, before or after a resume.
 
     Data without `epochs` has no end, and is not loaded.
 
     Args:
-        store: read only.
-        seed: as for `run`.
+        store: the store of the run, which is only read.
+        seed: see `run`.
 
     Raises:
-        DataError: the tasks do not load.
+        DataError: the tasks cannot be loaded.
     """
     if data.epochs is None:
         return lambda: False
@@ -119,7 +119,7 @@ def end_of_data(data: DataConfig, store: Store, *, seed: int = 0) -> Callable[[]
 
 
 def held_out_tasks(evaluation: EvalConfig) -> list[Task]:
-    """The tasks of an evaluation: the same ones each time."""
+    """Return the tasks of an evaluation, which are the same each time."""
     return load_tasks(evaluation.data).epoch(0)[: evaluation.episodes]
 
 
@@ -133,8 +133,8 @@ async def _runner(
     evaluation: EvalConfig | None,
     seed: int,
 ) -> AsyncIterator[_Runner]:
-    """A runner whose agents and connections are closed at the end, whatever happens."""
-    # Two, so that evaluation has worker processes of its own.
+    """Create a runner, and close its agents and connections at the end of the block."""
+    # Two agents, so that evaluation has worker processes of its own.
     trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency))
     evaluated = load_agent(agent, workers=min(rollout.workers, evaluation.concurrency if evaluation else 1))
     client = AsyncClient(proxy_url, admin_key)
@@ -173,7 +173,7 @@ class _Runner:
         *,
         steps: int,
         first_version: int,
-        lack: Callable[[], str | None],
+        shortage: Callable[[], str | None],
     ) -> None:
         await self._published(first_version)
         await self._reach_proxy()
@@ -183,7 +183,7 @@ class _Runner:
             if held_out and first.step == 0:
                 await self.evaluate(held_out, "before", step=0, alone=True)
             if first.step < steps:
-                await self._train(source, held_out, steps=steps, lack=lack)
+                await self._train(source, held_out, steps=steps, shortage=shortage)
                 await abort_open(self._client, self._store)
             if held_out:
                 last = await self._served(SWAP_TIMEOUT_S)
@@ -195,7 +195,7 @@ class _Runner:
     async def evaluate(
         self, tasks: Sequence[Task], label: str, *, step: int | None, alone: bool = False
     ) -> None:
-        """One evaluation of the weights of `step`; `alone` when no training episodes run beside it."""
+        """Evaluate the weights of `step`; `alone` if no training episodes run at the same time."""
         assert self._evaluation is not None
         beside = self._evaluation.concurrency
         logger.info("evaluation %s of %d tasks begins", label, len(tasks))
@@ -216,10 +216,10 @@ class _Runner:
         logger.info("evaluation %s has ended", label)
 
     async def _published(self, first_version: int) -> None:
-        """Return once `first_version` or a later one is published."""
+        """Return when `first_version` or a later version is published."""
         watch = StoreWatch(self._store)
         changed = watch.listen()
-        async with _cancelled_at_the_end(watch.run()):
+        async with _running_beside(watch.run()):
             try:
                 async with asyncio.timeout(FIRST_VERSION_TIMEOUT_S):
                     while self._store.max_version() < first_version:
@@ -232,7 +232,7 @@ class _Runner:
                 ) from None
 
     async def _reach_proxy(self) -> None:
-        """Return once the proxy can be reached: it may still be starting. RequestError if it never can."""
+        """Return when the proxy can be reached; it may still be starting. RequestError if it never can."""
         deadline = asyncio.get_running_loop().time() + PROXY_TIMEOUT_S
         while True:
             try:
@@ -246,9 +246,9 @@ class _Runner:
             await asyncio.sleep(SWAP_POLL_S)
 
     async def _served(self, timeout_s: float) -> VersionRow:
-        """The latest version, once the engine serves it: it is published before it is swapped in.
+        """Return the latest version when the engine serves it; it is published before it is swapped in.
 
-        A server that earlier runs have used may serve a higher version than the latest before the swap.
+        Before the swap, a server that earlier runs have used may serve a higher version than the latest.
         """
         latest, served = self._latest(), -1
         try:
@@ -265,7 +265,7 @@ class _Runner:
 
     def _latest(self) -> VersionRow:
         latest = self._store.latest_version()
-        assert latest is not None, "the first version is there before"
+        assert latest is not None, "_published has waited for the first version"
         return latest
 
     async def _served_version(self) -> int:
@@ -274,7 +274,7 @@ class _Runner:
         except RequestError as error:
             if error.status < 500:
                 raise
-            return -1  # proxy and engine may still be starting, or in the middle of a swap
+            return -1  # the proxy or the engine may still be starting, or be in the middle of a swap
 
     async def _train(
         self,
@@ -282,9 +282,9 @@ class _Runner:
         held_out: Sequence[Task],
         *,
         steps: int,
-        lack: Callable[[], str | None],
+        shortage: Callable[[], str | None],
     ) -> None:
-        """Collect and evaluate side by side until the last step is published."""
+        """Collect groups and evaluate side by side until the last step is published."""
         watch = StoreWatch(self._store)
         collector = Collector(
             client=self._client,
@@ -294,15 +294,15 @@ class _Runner:
             config=self._rollout,
             steps=steps,
             seed=self._seed,
-            lack=lack,
+            shortage=shortage,
             changed=watch.listen(),
             patience=self._patience,
         )
         evaluating = self._evaluate_along(held_out, watch.listen(), steps=steps)
         async with (
-            _cancelled_at_the_end(watch.run()),
-            _cancelled_at_the_end(collector.run()),
-            _cancelled_at_the_end(evaluating),
+            _running_beside(watch.run()),
+            _running_beside(collector.run()),
+            _running_beside(evaluating),
         ):
             await self._last_version(watch.listen(), steps=steps)
 
@@ -315,7 +315,7 @@ class _Runner:
             await changed.wait()
 
     async def _evaluate_along(self, held_out: Sequence[Task], changed: asyncio.Event, *, steps: int) -> None:
-        """Evaluate whenever the step has passed another multiple of `every`."""
+        """Evaluate whenever the step has passed a further multiple of `every`."""
         every = self._evaluation.every if self._evaluation is not None else None
         if every is None or not held_out:
             return
@@ -326,7 +326,7 @@ class _Runner:
             if version is not None and version.step < steps and version.step // every > evaluated // every:
                 evaluated = (await self._served(SWAP_TIMEOUT_S)).step
                 if evaluated >= steps:
-                    return  # the evaluation after training is this one
+                    return  # the evaluation after training replaces this one
                 await self.evaluate(held_out, f"step-{evaluated}", step=evaluated)
             await changed.wait()
 
@@ -334,13 +334,18 @@ class _Runner:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
                 await abort_open(self._client, self._store)
-        except (TimeoutError, RequestError) as error:  # the proxy may be gone; the next process aborts
+        except (
+            TimeoutError,
+            RequestError,
+        ) as error:  # a restarted runner aborts them
             logger.warning("open episodes could not be aborted: %s", error)
 
 
 @asynccontextmanager
-async def _cancelled_at_the_end(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block. Its error ends the block and is raised; the block's end cancels it."""
+async def _running_beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run `work` concurrently with the block. An error of `work` ends the block and is raised; the end of the
+    block cancels `work`.
+    """
     async with asyncio.TaskGroup() as group:
         task = group.create_task(work)
         yield
@@ -348,7 +353,7 @@ async def _cancelled_at_the_end(work: Coroutine[Any, Any, None]) -> AsyncIterato
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event | None) -> None:
-    """Run `work` until it ends or `stop` is set; its one error, out of its exception groups."""
+    """Run `work` until it ends or `stop` is set. Raises the first error inside its exception groups."""
     main = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait()) if stop is not None else None
     try:
@@ -373,5 +378,5 @@ def _check_enough(source: TaskSource, *, groups: int, steps: int) -> None:
     if source.epochs is not None and len(source.tasks) * source.epochs < groups * steps:
         raise DataError(
             f"{len(source.tasks)} tasks × {source.epochs} epochs are fewer than the {groups * steps} groups "
-            f"that {steps} steps of {groups} need; raise data.epochs or leave it out"
+            f"that {steps} steps of {groups} groups need; raise data.epochs or leave it out"
         )

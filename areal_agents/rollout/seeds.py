@@ -1,4 +1,4 @@
-"""Derives the seed of an episode from the seed of the run and the identity of the episode."""
+"""Derives the seed of an episode from the run's seed and the identity of the episode."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from areal_agents.core.completion import MAX_SEED
 
 
 def episode_seed(run_seed: int, *of: str | int) -> int:
-    """From 0 to MAX_SEED, another one for every `of`: a group, a place in it and the attempts before."""
+    """Return a seed from 0 to MAX_SEED, different for every `of`, for example (group, index, attempt)."""
     name = "/".join(map(repr, (run_seed, *of)))
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") & MAX_SEED

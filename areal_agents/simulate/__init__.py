@@ -1,7 +1,7 @@
-"""A discrete-event model of the loop, to size a cluster: engines, trainer, agents, the gate, and swaps.
+"""A discrete-event simulation of training, to size a cluster: engines, trainer, agents, the gate, and swaps.
 
-It knows nothing of the system but its rules (groups, gate, oldest first, a swap per step) and the times that
-it is given. Imports no torch.
+The simulation has the rules of the system (groups, gate, oldest first, one swap per step) and takes all times
+as parameters. It imports no torch.
 """
 
 from areal_agents.simulate.engine import StepTime

@@ -1,7 +1,7 @@
-"""One engine: continuous batching in which every running request gets a token per step.
+"""Simulates one engine: continuous batching in which every running request gets one token per step.
 
-Progress is kept as a virtual clock that counts tokens per running request, so that a change of the batch
-costs O(log n): a request that started at clock c and wants n tokens ends when the clock is at c + n.
+Progress is a virtual clock that counts the tokens of each running request, so that a change of the batch
+costs O(log n): a request of n tokens that started at clock c ends when the clock reaches c + n.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds of a decoding step with r running requests: base_s + per_request_s · r."""
+    """The duration in seconds of a decoding step with r running requests: base_s + per_request_s · r."""
 
     base_s: float
     per_request_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not (self.base_s >= 0 and self.per_request_s >= 0 and self.base_s + self.per_request_s > 0):
-            raise ValueError(f"a step takes some time, got {self}")
+            raise ValueError(f"base_s and per_request_s must be at least 0 and not both 0, got {self}")
 
     def __call__(self, running: int) -> float:
         return self.base_s + self.per_request_s * running
@@ -32,7 +32,7 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """A finished generation: who requested it, and its tokens by the version that sampled them."""
+    """A finished generation: its owner, and its number of tokens by the version that sampled them."""
 
     owner: Any
     tokens: dict[int, float]
@@ -40,11 +40,12 @@ class Generated:
 
 @dataclass(slots=True)
 class EngineModel:
-    """An engine with `slots` places; the others wait in order.
+    """An engine that runs at most `slots` requests; further requests wait in order.
 
     Attributes:
-        busy_s: seconds in which it generated; request_s: the same, of every request that ran.
-        retracted: tokens whose keys and values were recomputed after swaps.
+        busy_s: the seconds in which the engine generated.
+        request_s: the same, summed over the running requests.
+        retracted: the number of tokens whose keys and values were recomputed after swaps.
     """
 
     step_time: StepTime
@@ -63,11 +64,11 @@ class EngineModel:
 
     @property
     def running(self) -> int:
-        """Requests that run."""
+        """The number of running requests."""
         return len(self._running)
 
     def advance(self, now: float) -> list[Generated]:
-        """Let the time pass until `now`, not beyond `next_end`; what ended just then."""
+        """Advance the time to `now`, at most `next_end`; return the generations that ended at `now`."""
         started = max(self._now, min(self._stopped_until, now))
         if self._running and now > started:
             self._clock += (now - started) / self.step_time(len(self._running))
@@ -82,24 +83,24 @@ class EngineModel:
         return ended
 
     def submit(self, tokens: float, owner: Any) -> None:
-        """Ask for a generation, at the time of the last `advance`."""
+        """Submit a request of `tokens` tokens, at the time of the last `advance`."""
         self._waiting.append((tokens, owner))
         self._admit()
 
     def next_end(self) -> float:
-        """When the next generation ends if nothing else happens; NEVER without one."""
+        """Return when the next generation ends if nothing else happens; NEVER if none is running."""
         if not self._running:
             return NEVER
         steps = max(0.0, self._running[0][0] - self._clock)
         return max(self._now, self._stopped_until) + steps * self.step_time(len(self._running))
 
     def hold(self, held: bool) -> None:
-        """Begin nothing new while `held`."""
+        """Start no new request while `held`."""
         self._held = held
         self._admit()
 
     def swap(self, *, pause_s: float, recompute_s_per_token: float) -> None:
-        """New weights, at the time of the last `advance`: a pause, and what runs is recomputed."""
+        """Swap the weights at the time of the last `advance`: pause, and recompute the running requests."""
         self._swaps.append(self._clock)
         recomputed = sum(self._clock - start for _, _, start, _ in self._running)
         self.retracted += recomputed
@@ -113,7 +114,7 @@ class EngineModel:
             self._order += 1
 
     def _by_version(self, start: float, end: float) -> dict[int, float]:
-        """Tokens by version between two readings of the clock."""
+        """Return the number of tokens by version between two values of the clock."""
         version = bisect_right(self._swaps, start)
         out: dict[int, float] = {}
         while version < len(self._swaps) and self._swaps[version] < end:

@@ -1,9 +1,9 @@
-"""The loop as a discrete-event simulation: gate, groups, engines, trainer, swaps.
+"""Simulates the training loop by discrete events: gate, groups, engines, trainer, and swaps.
 
-The rules are those of the real one. Groups are submitted in order while those submitted and not yet trained
+The rules are those of the real loop. Groups are submitted in order while those submitted and not yet trained
 are at most (η + 1) · groups; their episodes run in order, `concurrency` at a time; the trainer takes the
-oldest complete groups as soon as there are enough for a batch; a step ends with a swap in every engine. The
-step in training has weights of version v and makes v + 1. Tokens older than η do not train.
+oldest complete groups as soon as there are enough for a batch; a step ends with a swap in every engine. A
+step trains weights of version v and publishes v + 1. Tokens older than η are not trained.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from areal_agents.simulate.work import EpisodePlan
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The result of a simulated run; times in seconds, over its counted steps unless stated otherwise.
+    """The result of a simulated run; times are in seconds, over the counted steps unless stated otherwise.
 
     Attributes:
-        step_s: between the ends of two steps. tokens_per_s: sampled tokens of the batches per
-            second, masked ones included.
-        trainer_idle: share of the time in which the trainer waited for groups; rollout_idle: in which
-            an engine generated nothing, mean over the engines.
-        running: mean of the requests that run in one engine while it generates.
-        staleness: trained tokens by their staleness, masked ones left out.
+        step_s: mean time between the ends of two steps.
+        tokens_per_s: sampled tokens of the batches per second, including masked ones.
+        trainer_idle: share of the time in which the trainer waited for groups.
+        rollout_idle: share of the time in which an engine generated nothing, as a mean over the engines.
+        running: mean number of running requests in one engine while it generates.
+        staleness: number of trained tokens by their staleness, without masked ones.
         masked: share of the batches' tokens that were older than η.
         group_staleness: mean of (version that trained a group − version at its submission).
-        submitted, trained, in_flight: groups of the whole run, warm-up included; in_flight at its end.
-        most_in_flight: groups submitted and not yet trained, at most.
-        overlap_s: time of the whole run in which trainer and engines worked at once.
+        submitted, trained, in_flight: number of groups over the whole run, including the warm-up; in_flight
+            at its end.
+        most_in_flight: largest number of groups that were submitted and not yet trained.
+        overlap_s: time of the whole run in which trainer and engines worked at the same time.
         end_s: when the last step ended.
     """
 
@@ -56,20 +57,20 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        """Of the trained tokens."""
+        """The mean staleness of the trained tokens."""
         total = sum(self.staleness.values())
         return sum(age * tokens for age, tokens in self.staleness.items()) / total if total else 0.0
 
 
 def simulate(scenario: Scenario) -> SimulationResult:
-    """Run the loop of `scenario` to its last step."""
+    """Simulate `scenario` to its last step."""
     return _Loop(scenario).run()
 
 
 @dataclass(slots=True, eq=False)
 class _Group:
     number: int
-    version: int  # when it was submitted
+    version: int  # the version at its submission
     missing: int
     tokens: Counter[int] = field(default_factory=Counter)
 
@@ -78,13 +79,13 @@ class _Group:
 class _Episode:
     group: _Group
     plan: EpisodePlan
-    engine: int  # it stays there
+    engine: int  # all its turns run on this engine
     turn: int = 0
 
 
 @dataclass(slots=True)
 class _Step:
-    """A batch trained: when, and what of it counts."""
+    """A trained batch, and the counters at its end."""
 
     ended: float
     waited: float
@@ -108,7 +109,7 @@ class _Loop:
         self._submitted = 0
         self._most = 0
         self._running = 0
-        self._places: deque[_Group] = deque()  # an entry per episode that has not started
+        self._places: deque[_Group] = deque()  # one entry per episode that has not started
         self._complete: list[tuple[int, _Group]] = []
         self._training: list[_Group] | None = None
         self._draining = False
@@ -117,7 +118,7 @@ class _Loop:
         self._steps: list[_Step] = []
 
     def run(self) -> SimulationResult:
-        """Until the last step is trained."""
+        """Run until the last step is trained."""
         self._fill()
         while len(self._steps) < self._s.steps:
             self._advance()
@@ -126,10 +127,10 @@ class _Loop:
     # -- time -----------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Go to the next moment at which something happens, and let it."""
+        """Advance to the time of the next event, and process the events of that time."""
         next_event = self._events[0][0] if self._events else NEVER
         now = min([next_event, *(engine.next_end() for engine in self._engines)])
-        assert now < NEVER, "nothing is left to happen, and steps are missing"
+        assert now < NEVER, "no event is left before the last step"
         busy = sum(engine.busy_s for engine in self._engines)
         ended: list[Generated] = [one for engine in self._engines for one in engine.advance(now)]
         worked = (sum(engine.busy_s for engine in self._engines) - busy) / len(self._engines)
@@ -156,12 +157,12 @@ class _Loop:
     # -- rollout --------------------------------------------------------------------------------
 
     def _fill(self) -> None:
-        """Submit what the gate allows, and start what there is room for."""
+        """Start episodes up to `concurrency`, and submit groups as the gate allows."""
         while self._running < self._s.concurrency and (self._places or self._admit()):
             self._running += 1
             engine = min(range(len(self._engines)), key=self._episodes.__getitem__)
             self._episodes[engine] += 1
-            episode = _Episode(self._places.popleft(), self._s.work.draw(self._random), engine)
+            episode = _Episode(self._places.popleft(), self._s.work.sample(self._random), engine)
             self._at(self._s.call_s, "call", episode)
 
     def _admit(self) -> bool:
@@ -196,7 +197,7 @@ class _Loop:
     # -- training -------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """Begin the next batch, if the trainer is free and the batch is there."""
+        """Start the next batch if the trainer is free and the batch is complete."""
         if self._training is not None or len(self._complete) < self._s.groups:
             return
         self._training = [heapq.heappop(self._complete)[1] for _ in range(self._s.groups)]
@@ -205,7 +206,7 @@ class _Loop:
         self._at(self._s.trainer_s + self._s.trainer_s_per_token * tokens, "trained")
 
     def _swap(self) -> None:
-        """Publish: at once, or when the engines are empty."""
+        """Swap the weights: at once, or when the engines are empty if they are not interruptible."""
         if not self._s.interruptible:
             for engine in self._engines:
                 engine.hold(True)
@@ -243,7 +244,7 @@ class _Loop:
         self._train()
         self._fill()
 
-    # -- figures --------------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
 
     def _outcome(self) -> SimulationResult:
         warm_up = self._s.warm_up

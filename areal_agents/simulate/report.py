@@ -1,4 +1,4 @@
-"""`areal-agents simulate`: reads parameters, simulates, and prints, plots or returns the result."""
+"""`areal-agents simulate`: reads parameters, simulates, and reports the results as text, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ WORK = ("tokens", "turns", "tool_s")
 
 @dataclass(frozen=True, slots=True)
 class SimulationReport:
-    """What was simulated.
+    """The simulated runs.
 
     Attributes:
-        parameters: of the best split; trace: that they were read from.
-        best: of `tried`; synchronous: the fastest run at η = 0 on the same GPUs.
+        parameters: the parameters of the best split.
+        gpus: the number of GPUs that were split.
+        best: the fastest split of `tried`.
+        tried: the simulated splits.
+        synchronous: the fastest run at η = 0 on the same GPUs.
         by_bound: the best split under several η.
-        replayed: the traced run itself, as it was set up.
+        trace: the recorded run that the parameters were read from, if any.
+        replayed: the simulation of the recorded run with its own settings.
     """
 
     parameters: Parameters
@@ -42,11 +46,11 @@ class SimulationReport:
 
     @property
     def speedup(self) -> float:
-        """Over synchronous."""
+        """The throughput of the best split, divided by that of the best synchronous run."""
         return self.best.outcome.tokens_per_s / self.synchronous.outcome.tokens_per_s
 
     def to_dict(self) -> dict[str, Any]:
-        """For `--json`."""
+        """Return the report for `--json`."""
         return {
             "gpus": self.gpus,
             "max_staleness": self.parameters.max_staleness,
@@ -76,22 +80,23 @@ class SimulationReport:
 def run(
     overrides: Sequence[str], *, source: Path | None, gpus: int | None, plot: Path | None, json: bool
 ) -> SimulationReport:
-    """Simulate, print, draw; with `json` the last line printed is one JSON object.
+    """Simulate, and print and plot the results; with `json` the last line printed is one JSON object.
 
     Args:
-        overrides: key=value, of `Parameters`.
-        source: a run's folder to take the parameters from.
-        gpus: to be shared out; None: as many as the parameters have.
+        overrides: `key=value` settings of `Parameters`.
+        source: the folder of a run to take the parameters from.
+        gpus: the number of GPUs to split; None: that of the parameters.
+        plot: the PNG file to write, if any.
 
     Raises:
-        ConfigError: a parameter is wrong, the folder holds no run, or there are too few GPUs.
+        ConfigError: a parameter is invalid, the folder is not that of a run, or there are too few GPUs.
     """
     report = _report(overrides, source=source, gpus=gpus)
     console = Console(soft_wrap=True, highlight=False)
     _show(report, console)
     if plot is not None:
         draw(report, plot)
-        console.print(f"drawn in {plot}")
+        console.print(f"wrote the plot to {plot}")
     if json:
         print(orjson.dumps(report.to_dict()).decode())
     return report
@@ -100,8 +105,8 @@ def run(
 def _report(overrides: Sequence[str], *, source: Path | None, gpus: int | None) -> SimulationReport:
     trace = read_trace(source) if source is not None else None
     parameters = read_parameters(overrides, trace.parameters if trace else None)
-    drawn = trace is None or any(o.partition("=")[0].partition(".")[0] in WORK for o in overrides)
-    work: Work | None = None if drawn or trace is None else trace.work
+    is_random = trace is None or any(o.partition("=")[0].partition(".")[0] in WORK for o in overrides)
+    work: Work | None = None if is_random or trace is None else trace.work
     gpus = gpus or parameters.engines * parameters.gpus_per_engine + parameters.trainers
     tried = splits(parameters, work, gpus=gpus)
     best = fastest(tried)
@@ -115,26 +120,28 @@ def _show(report: SimulationReport, console: Console) -> None:
     if report.trace is not None and report.replayed is not None:
         console.print(
             f"from {report.trace.steps} steps and {report.trace.episodes} episodes: "
-            f"{report.trace.step_s:.2f} s a step measured, {report.replayed.step_s:.2f} s simulated"
+            f"{report.trace.step_s:.2f} s per step measured, {report.replayed.step_s:.2f} s simulated"
         )
         for setting in report.trace.not_modelled:
             console.print(f"[yellow]not modelled:[/yellow] {setting}")
-    table = Table("engines", "trainers", "s a step", "tokens/s", "trainer idle", "engines idle", "staleness")
+    table = Table(
+        "engines", "trainers", "s per step", "tokens/s", "trainer idle", "engines idle", "staleness"
+    )
     for split in report.tried:
         style = "bold" if split is report.best else ""
         table.add_row(str(split.engines), str(split.trainers), *_row(split.outcome), style=style)
     console.print(table)
-    table = Table("η", "s a step", "tokens/s", "trainer idle", "engines idle", "staleness", "masked")
+    table = Table("η", "s per step", "tokens/s", "trainer idle", "engines idle", "staleness", "masked")
     for bound, outcome in report.by_bound.items():
         table.add_row("∞" if bound is None else str(bound), *_row(outcome), f"{outcome.masked:.1%}")
     console.print(table)
     best, sync = report.best, report.synchronous
-    how = "all of them in turn" if sync.colocated else f"{sync.engines} + {sync.trainers}"
+    how = "all GPUs for both in turn" if sync.colocated else f"{sync.engines} + {sync.trainers}"
     console.print(
         f"best split of {report.gpus} GPUs: {best.engines} engines of {report.parameters.gpus_per_engine}, "
         f"{best.trainers} trainers; {best.outcome.tokens_per_s:,.0f} tokens/s, {report.speedup:.2f}× the "
         f"best synchronous run ({how}: {sync.outcome.tokens_per_s:,.0f}), "
-        f"{best.outcome.tokens_per_s / report.by_bound[0].tokens_per_s:.2f}× its own η = 0"
+        f"{best.outcome.tokens_per_s / report.by_bound[0].tokens_per_s:.2f}× the same split at η = 0"
     )
     shares = ", ".join(f"{age}: {share:.0%}" for age, share in _shares(best.outcome).items())
     console.print(f"staleness of the trained tokens, mean {best.outcome.staleness_mean:.2f}: {shares}")
@@ -171,7 +178,7 @@ def _shares(outcome: SimulationResult) -> dict[str, float]:
 
 
 def draw(report: SimulationReport, path: Path) -> None:
-    """Throughput by split and by η, and the staleness of the best split, as a PNG."""
+    """Plot throughput by split and by η, and the staleness of the best split, as a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""A cluster and a run on it: the inputs of a simulation."""
+"""The inputs of a simulation: a cluster and a run on it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,24 @@ from areal_agents.simulate.work import Work
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run of the loop.
+    """A run of the training loop; times are in seconds.
 
     Attributes:
-        work: draws the episodes.
-        groups, group_size: B = groups × group_size episodes make a batch.
+        work: samples the episodes.
+        groups, group_size: a batch has B = groups × group_size episodes.
         max_staleness: η of the gate; None: no bound.
-        concurrency: episodes that run at the same time.
-        engines, slots: replicas, and the requests that each runs at a time.
-        step_time: of one replica.
-        call_s: of every model call, beside its tokens: proxy, prompt, network.
-        trainer_s, trainer_s_per_token: of training a batch, fixed and by its sampled tokens.
-        publish_s: of the trainer after each batch, the swap included. pause_s: of it, how long engines stop.
-        recompute_s_per_token: of the engine after a swap, by the tokens that its running requests have.
-        interruptible: False: a swap waits for the requests that run, and new ones wait for it.
-        steps: batches to be trained; the first `warm_up` are not counted.
-        seed: of the draws. The k-th episode is the same in every scenario with the same work and seed.
+        concurrency: the most episodes that run at the same time.
+        engines: the number of replicas.
+        slots: the most requests that each replica runs at the same time.
+        step_time: the duration of a decoding step of one replica.
+        call_s: the duration of a model call besides its tokens: proxy, prompt, network.
+        trainer_s, trainer_s_per_token: the duration of training a batch: fixed, and per sampled token.
+        publish_s: the time of the trainer after each batch, including the swap.
+        pause_s: the part of `publish_s` in which the engines pause.
+        recompute_s_per_token: the time of an engine after a swap, per token of its running requests.
+        interruptible: if False, a swap waits for the running requests, and new ones wait for the swap.
+        steps: the number of batches to train; the first `warm_up` are not counted.
+        seed: the seed of `work`. The k-th episode is the same in every scenario with the same work and seed.
     """
 
     work: Work
@@ -67,7 +69,7 @@ class Scenario:
 
     @property
     def batch(self) -> int:
-        """B, in episodes."""
+        """B, the number of episodes in a batch."""
         return self.groups * self.group_size
 
 

@@ -1,4 +1,4 @@
-"""Splits GPUs between engines and trainers, and compares the result with the best synchronous run."""
+"""Splits GPUs between engines and trainers, and compares with the best synchronous run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from areal_agents.simulate.parameters import Parameters
 from areal_agents.simulate.work import Work
 
 BOUNDS: tuple[int | None, ...] = (0, 1, 2, 4, 8, None)
-TRIED = 12  # splits of a first look, evenly spread; then the neighbours of the best
+TRIED = 12  # splits that are simulated first, evenly spaced; then the neighbours of the best
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """GPUs shared out, and what comes of it. `colocated`: all generate, then all train."""
+    """A split of the GPUs and its result. With `colocated`, all GPUs generate and then all train."""
 
     engines: int
     trainers: int
@@ -25,8 +25,11 @@ class Split:
 
 
 def with_split(parameters: Parameters, *, engines: int, trainers: int) -> Parameters:
-    """The same run on other numbers of GPUs: a batch is shared by the trainers, and every engine is like
-    those given. Concurrency grows with the engines."""
+    """Return the same run on other numbers of GPUs.
+
+    The trainers divide a batch evenly, every engine is like the given ones, and concurrency is proportional
+    to the number of engines.
+    """
     concurrency = parameters.concurrency
     return parameters.model_copy(
         update={
@@ -39,18 +42,19 @@ def with_split(parameters: Parameters, *, engines: int, trainers: int) -> Parame
 
 
 def splits(parameters: Parameters, work: Work | None, *, gpus: int) -> list[Split]:
-    """The splits of `gpus` that were tried, by number of engines; the best is among them.
+    """Simulate splits of `gpus`, and return them by number of engines; the best is among them.
 
-    ConfigError if there are not enough for one engine and one trainer.
+    Raises ConfigError if there are too few GPUs for one engine and one trainer.
     """
     most = (gpus - 1) // parameters.gpus_per_engine
     if most < 1:
         raise ConfigError(
-            f"{gpus} GPUs are too few for an engine of {parameters.gpus_per_engine} and a trainer of one"
+            f"gpus must be at least {parameters.gpus_per_engine + 1}, got {gpus}: an engine needs "
+            f"{parameters.gpus_per_engine} and a trainer 1"
         )
     tried: dict[int, Split] = {}
 
-    def look(engines: int) -> None:
+    def try_split(engines: int) -> None:
         if 1 <= engines <= most and engines not in tried:
             trainers = gpus - engines * parameters.gpus_per_engine
             changed = with_split(parameters, engines=engines, trainers=trainers)
@@ -58,18 +62,18 @@ def splits(parameters: Parameters, work: Work | None, *, gpus: int) -> list[Spli
 
     count = min(TRIED, most)
     for number in range(count):
-        look(1 + round(number * (most - 1) / max(1, count - 1)))
+        try_split(1 + round(number * (most - 1) / max(1, count - 1)))
     while True:
         best = fastest(tried.values()).engines
         before = len(tried)
-        look(best - 1)
-        look(best + 1)
+        try_split(best - 1)
+        try_split(best + 1)
         if len(tried) == before:
             return [tried[engines] for engines in sorted(tried)]
 
 
 def synchronous(parameters: Parameters, work: Work | None, *, gpus: int) -> Split:
-    """The fastest run at η = 0 on `gpus`: shared out in the best way, or colocated, changing in no time."""
+    """Return the fastest run at η = 0 on `gpus`: the best split, or colocated with no time to change over."""
     parameters = parameters.model_copy(update={"max_staleness": 0})
     everywhere = gpus // parameters.gpus_per_engine
     all_both = with_split(parameters, engines=everywhere, trainers=gpus)
@@ -78,12 +82,12 @@ def synchronous(parameters: Parameters, work: Work | None, *, gpus: int) -> Spli
 
 
 def fastest(found: Iterable[Split]) -> Split:
-    """The one with the most tokens per second."""
+    """Return the split with the most tokens per second."""
     return max(found, key=lambda split: split.outcome.tokens_per_s)
 
 
 def bounds(parameters: Parameters, work: Work | None) -> dict[int | None, SimulationResult]:
-    """The same run under each η of BOUNDS."""
+    """Return the results of the same run under each η of BOUNDS."""
     return {
         bound: simulate(parameters.model_copy(update={"max_staleness": bound}).scenario(work))
         for bound in BOUNDS

@@ -1,8 +1,9 @@
-"""Derives parameters from a recorded run: lengths, latencies, the engine's speed and the trainer's times.
+"""Estimates simulation parameters from a run: lengths and latencies, the engine's speed, the trainer's times.
 
-A turn is recorded when its generation ends, so what an episode's first turn took is known (no tool comes
-before it), and of a later one only what tool and generation took together. The first turns give the engine's
-times, those give the tools'. How many requests ran beside each is reconstructed from the turns themselves.
+A turn is recorded when its generation ends. The duration of an episode's first turn is therefore known (no
+tool precedes it), and for a later turn only the sum of tool and generation. The first turns give the times of
+the engine, and these give the times of the tools. The number of requests that ran at the same time is
+reconstructed from the turns.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from areal_agents.simulate.work import EmpiricalWork, EpisodePlan
 from areal_agents.store import Store
 from areal_agents.store.rows import TurnTime
 
-ROUNDS = 8  # of fitting the engine's times and counting who ran beside whom
+ROUNDS = 8  # rounds of fitting the engine's times and counting the concurrent requests
 LEAST_STEPS, LEAST_EPISODES = 4, 8
-WARM_UP = 0.25  # share of the steps that are left out where there are enough
+WARM_UP = 0.25  # share of the steps that are excluded from the measured step time
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a run has shown.
+    """The estimates from a run.
 
     Attributes:
-        parameters: that explain it, by their names in `Parameters`; work: its episodes.
-        episodes, steps: that were read.
-        step_s: measured between two steps, after the first quarter of them.
-        not_modelled: settings of the run that the simulated loop does not have.
+        parameters: the estimated parameters, by their names in `Parameters`.
+        work: the episodes of the run.
+        episodes, steps: the number of episodes and steps that were read.
+        step_s: the measured seconds per step, without the first quarter of the steps.
+        not_modelled: the settings of the run that the simulation does not have.
     """
 
     parameters: Mapping[str, Any]
@@ -49,7 +51,7 @@ class Trace:
 
 
 def read_trace(folder: Path) -> Trace:
-    """The trace of a run's folder. ConfigError if it holds no run, or too little of one."""
+    """Read the trace of a run's folder. Raises ConfigError if it is not one, or the run is too short."""
     run = RunFolder(folder)
     if not run.config.is_file():
         raise ConfigError(f"{folder} is not the folder of a run (no {run.config.name} in it)")
@@ -60,19 +62,22 @@ def read_trace(folder: Path) -> Trace:
         turns = _Turns.of(store.turn_times())
     if len(metrics.rows) < LEAST_STEPS or turns.episodes < LEAST_EPISODES:
         raise ConfigError(
-            f"{folder}: {len(metrics.rows)} steps and {turns.episodes} episodes are too little to go by; it "
-            f"takes {LEAST_STEPS} and {LEAST_EPISODES}"
+            f"{folder}: a trace needs at least {LEAST_STEPS} steps and {LEAST_EPISODES} episodes, got "
+            f"{len(metrics.rows)} and {turns.episodes}; train for longer"
         )
     return _trace(config, metrics.rows, turns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Turns:
-    """All turns of all episodes, one after the other; every array [turns], times in seconds.
+    """All turns of all episodes, concatenated; every array is [turns], with times in seconds.
 
     Attributes:
-        first: whether no turn of its episode comes before. gaps: between the end of the turn before, or the
-            opening of the episode, and its own end.
+        first: whether the turn is the first of its episode.
+        ends: when the turn ended.
+        gaps: the time from the end of the previous turn, or the opening of the episode, to the end of the
+            turn.
+        tokens: the number of sampled tokens.
     """
 
     first: np.ndarray
@@ -82,7 +87,7 @@ class _Turns:
 
     @classmethod
     def of(cls, recorded: Iterable[TurnTime]) -> _Turns:
-        """Episodes whose turns were sampled side by side are left out: their times cannot be separated."""
+        """Collect recorded turns, without episodes with concurrent turns, whose times cannot be separated."""
         rows: list[tuple[bool, float, float, float]] = []
         for _, own in itertools.groupby(recorded, key=lambda turn: turn.episode_id):
             turns = list(own)
@@ -97,16 +102,16 @@ class _Turns:
 
     @property
     def episodes(self) -> int:
-        """How many there are."""
+        """The number of episodes."""
         return int(self.first.sum())
 
     def generation_s(self, step_time: StepTime, call_s: float, running: np.ndarray) -> np.ndarray:
-        """How long each was generated: a first one all of its gap, any other at most that."""
+        """Return the generation time of each turn: the gap of a first turn, and at most that of others."""
         expected = call_s + (step_time.base_s + step_time.per_request_s * running) * self.tokens
         return np.where(self.first, self.gaps, np.minimum(self.gaps, expected))
 
     def plans(self, generation_s: np.ndarray) -> list[EpisodePlan]:
-        """The episodes, what is not generation being their tools."""
+        """Return the episodes; the rest of each gap besides generation is the time of tools."""
         tools = self.gaps - generation_s
         starts = np.flatnonzero(self.first).tolist()
         return [
@@ -155,7 +160,7 @@ def _not_modelled(config: Config) -> Iterator[str]:
 
 
 def _trainer_times(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Seconds of a step that are neither publishing nor waiting: fixed, and per sampled token."""
+    """Return the seconds of a step without publishing and waiting: fixed, and per sampled token."""
     work = np.array([max(0.0, row["step_s"] - row["wait_s"] - row["publish_s"]) for row in rows])
     tokens = np.array([row["sampled_tokens"] for row in rows], float)
     fixed, per_token = least_squares(np.stack([np.ones_like(tokens), tokens], 1), work)
@@ -163,7 +168,7 @@ def _trainer_times(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def _engine_times(turns: _Turns, replicas: int) -> tuple[StepTime, float, np.ndarray]:
-    """A replica's decoding step, a call's time beside its tokens, and how long each turn was generated."""
+    """Return a replica's step time, a call's time besides its tokens, and each turn's generation time."""
     first, tokens = turns.gaps[turns.first], turns.tokens[turns.first]
     step_time, call_s = StepTime(float((first / tokens).min())), 0.0
     running = np.ones(len(turns.tokens))
@@ -175,14 +180,14 @@ def _engine_times(turns: _Turns, replicas: int) -> tuple[StepTime, float, np.nda
         )
         if base + slope <= 0:
             raise ConfigError(
-                "the run's first turns show no time per token; it takes a run with turns of different lengths"
+                "the run's first turns show no time per token; use a run with turns of different lengths"
             )
         step_time = StepTime(base, slope)
     return step_time, call_s, turns.generation_s(step_time, call_s, running)
 
 
 def mean_running(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """[N] how many of the spans [N] there are at a time during each of them, itself included."""
+    """Return [N] the mean number of concurrent spans during each of the spans [N], itself included."""
     times = np.concatenate([starts, ends])
     change = np.concatenate([np.ones(len(starts)), -np.ones(len(ends))])
     order = np.argsort(times, kind="stable")
@@ -194,9 +199,10 @@ def mean_running(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
 
 
 def least_squares(columns: np.ndarray, values: np.ndarray) -> tuple[float, ...]:
-    """Coefficients [K] ≥ 0 of `columns` [N, K] that explain `values` [N] best; K is small.
+    """Return the coefficients [K] ≥ 0 of `columns` [N, K] with the least squared error from `values` [N]; K
+    is small.
 
-    The best subset of the columns whose plain solution has no negative coefficient.
+    They are those of the best subset of the columns whose unconstrained solution has no negative coefficient.
     """
     count = columns.shape[1]
     best, least = np.zeros(count), float((values**2).sum())

@@ -1,4 +1,4 @@
-"""The work of an episode: tokens per turn and seconds per tool call, sampled or taken from a recorded run."""
+"""The episodes of a simulation, sampled from distributions or from the episodes of a recorded run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """A log-normal distribution: `mean` before the cap, `sigma` of the logarithm; larger values are cut."""
+    """A log-normal distribution: `mean` before the cap, `sigma` of the logarithm; values are cut to `cap`."""
 
     mean: float
     sigma: float = 0.0
@@ -22,8 +22,8 @@ class LogNormal:
         if not (self.mean >= 0 and self.sigma >= 0 and self.cap > 0):
             raise ValueError(f"mean and sigma must be at least 0 and cap above 0, got {self}")
 
-    def draw(self, random: np.random.Generator, count: int) -> np.ndarray:
-        """[count] values."""
+    def sample(self, random: np.random.Generator, count: int) -> np.ndarray:
+        """Return [count] values."""
         if self.mean == 0:
             return np.zeros(count)
         return np.minimum(
@@ -33,27 +33,29 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
-    """One episode: `tokens` of each turn (at least 1), and the seconds `between` each two of them."""
+    """One episode: the `tokens` of each turn (at least 1), and the seconds `between` consecutive turns."""
 
     tokens: tuple[float, ...]
     between: tuple[float, ...]
 
     def __post_init__(self) -> None:
         if len(self.between) != len(self.tokens) - 1:
-            raise ValueError(f"{len(self.tokens)} turns have {len(self.tokens) - 1} times between them")
+            raise ValueError(
+                f"{len(self.tokens)} turns need {len(self.tokens) - 1} times between, got {len(self.between)}"
+            )
 
 
 class Work(Protocol):
-    """Draws episodes."""
+    """Samples episodes."""
 
-    def draw(self, random: np.random.Generator) -> EpisodePlan:
-        """The next episode."""
+    def sample(self, random: np.random.Generator) -> EpisodePlan:
+        """Return the next episode."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LogNormalWork:
-    """`turns` model calls of log-normal lengths with a tool between each two."""
+    """Episodes of `turns` model calls of log-normal lengths, with a tool between consecutive calls."""
 
     tokens: LogNormal
     turns: int = 1
@@ -63,22 +65,22 @@ class LogNormalWork:
         if self.turns < 1:
             raise ValueError(f"turns must be at least 1, got {self.turns}")
 
-    def draw(self, random: np.random.Generator) -> EpisodePlan:
-        """See Work."""
-        tokens = np.maximum(1.0, self.tokens.draw(random, self.turns).round())
-        return EpisodePlan(tuple(tokens.tolist()), tuple(self.tool_s.draw(random, self.turns - 1).tolist()))
+    def sample(self, random: np.random.Generator) -> EpisodePlan:
+        """See `Work.sample`."""
+        tokens = np.maximum(1.0, self.tokens.sample(random, self.turns).round())
+        return EpisodePlan(tuple(tokens.tolist()), tuple(self.tool_s.sample(random, self.turns - 1).tolist()))
 
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalWork:
-    """Whole episodes of a recorded run, sampled with replacement: lengths and latencies stay together."""
+    """Whole episodes of a recorded run, sampled with replacement, so lengths and latencies stay together."""
 
     plans: Sequence[EpisodePlan]
 
     def __post_init__(self) -> None:
         if not self.plans:
-            raise ValueError("there is no episode to draw from")
+            raise ValueError("plans must have at least one episode, got none")
 
-    def draw(self, random: np.random.Generator) -> EpisodePlan:
-        """See Work."""
+    def sample(self, random: np.random.Generator) -> EpisodePlan:
+        """See `Work.sample`."""
         return self.plans[int(random.integers(len(self.plans)))]

@@ -1,4 +1,4 @@
-"""The store: episodes, groups, leases and versions in one database. Proxy and trainer share nothing else."""
+"""The durable store: episodes, groups, leases and versions in one database, which proxy and trainer share."""
 
 from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.database import store_path

@@ -1,6 +1,6 @@
-"""Converts a turn to a row and back: JSON for what people read, little-endian blobs for arrays.
+"""Encodes a turn as a row and decodes it: JSON for messages and settings, little-endian blobs for arrays.
 
-The codec's number is in every row; a row of another codec is refused, never guessed at.
+Every row has the number of its codec; a row of another codec is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import StoreError
 
 CODEC_VERSION = 1
-EMPTIED = 0  # of a turn whose texts and tokens were given up
+EMPTIED = 0  # the codec of a turn whose texts and tokens were deleted
 
 _INT32, _FLOAT32, _INT16 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i2")
 _SAMPLING_DEFAULTS = {
@@ -30,7 +30,7 @@ _SAMPLING_DEFAULTS = {
 
 
 def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any]:
-    """The row of `turn` for the table `turns`, without its sequence number."""
+    """Return the row of `turn` for the table `turns`, without its sequence number."""
     completion = turn.completion
     versions, routing = completion.versions, completion.routed_experts
     return {
@@ -54,9 +54,9 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
 
 
 def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
-    """The turn that `encode_turn` wrote. StoreError if another codec wrote it, or it was given up."""
+    """Return the turn that `encode_turn` wrote. Raises StoreError for another codec or a deleted turn."""
     if row["codec"] == EMPTIED:
-        raise StoreError(f"the texts and tokens of turn {row['id']} are no longer kept (store.retain)")
+        raise StoreError(f"the texts and tokens of turn {row['id']} were deleted (store.retain)")
     if row["codec"] != CODEC_VERSION:
         raise StoreError(f"turn {row['id']} was written with codec {row['codec']}, expected {CODEC_VERSION}")
     record = orjson.loads(row["record"])

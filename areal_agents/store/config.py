@@ -1,4 +1,4 @@
-"""Settings of the store: location, durability of a commit, retention, and disk space to keep free."""
+"""Settings of the store: its URL, durability and retention, and the disk space that must stay free."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ Durability = Literal["process", "power"]
 
 
 class RetainConfig(BaseModel):
-    """What is kept of groups that were trained, or dropped by the trainer, some versions ago.
+    """How long the turns of groups are kept that were trained, or dropped by the trainer.
 
-    Of the others a summary stays: episodes, rewards, and the size, versions and end of every turn.
+    After their texts and tokens are deleted, a summary remains: episodes, rewards, and the size, versions and
+    finish reason of every turn.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -20,17 +21,20 @@ class RetainConfig(BaseModel):
     versions: int | None = Field(
         default=None,
         ge=1,
-        description="Turns of the groups of so many last versions are kept; texts and tokens of older go. "
-        "Absent: all are kept.",
+        description="Keep the turns of the groups of this many last versions, and delete the texts and "
+        "tokens of older ones. Absent: keep all.",
     )
     export: str = Field(
-        default="", description="Folder that gets what goes, as Parquet files, before it does; empty: none."
+        default="",
+        description="Folder to write turns to, as Parquet files, before they are deleted; empty: none.",
     )
 
     @model_validator(mode="after")
     def _something_goes(self) -> RetainConfig:
         if self.export and self.versions is None:
-            raise ValueError("export writes what goes, and nothing does without versions: N")
+            raise ValueError(
+                "export writes turns before they are deleted; without versions: N none are deleted"
+            )
         return self
 
 
@@ -40,21 +44,22 @@ class StoreConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     url: str | None = Field(
-        default=None, description="SQLAlchemy URL or a path; by default store.db in the run's folder."
+        default=None,
+        description="SQLAlchemy URL or path of the store; default: store.db in the run's folder.",
     )
     durability: Durability = Field(
         default="process",
-        description="'process': a commit survives the death of any process; 'power': a power cut too.",
+        description="process: a commit survives the death of any process; power: also a power failure.",
     )
     retain: RetainConfig = Field(
         default_factory=RetainConfig,
-        description="all, or {versions: N, export: FOLDER}: what of trained groups is kept.",
+        description="What is kept of trained groups: all, or {versions: N, export: FOLDER}.",
     )
     min_free_gb: float = Field(
         default=1.0,
         ge=0,
-        description="Nothing new is submitted while a disk of the run has less free than this, and room for "
-        "the next checkpoint and weights.",
+        description="No groups are submitted while a disk of the run has less free space than this, in GB, "
+        "plus the size of the next checkpoint and weights.",
     )
 
     @field_validator("retain", mode="before")
@@ -62,6 +67,6 @@ class StoreConfig(BaseModel):
     def _all_is_a_word(cls, value: object) -> object:
         if isinstance(value, str):
             if value != "all":
-                raise ValueError(f"expected all, or {{versions: N}}, got {value!r}")
+                raise ValueError(f"must be all or {{versions: N}}, got {value!r}")
             return RetainConfig()
         return value

@@ -1,9 +1,9 @@
 """Connections to the store: one writer thread per process, any number of readers.
 
-Every write is a job, a function of a connection. The writer runs as many queued jobs as there are
-in one BEGIN IMMEDIATE transaction and commits once; a job's future resolves only after the commit,
-so whatever was acknowledged survives kill -9. Jobs must have no effect but through the connection:
-if one of a batch fails, the batch is rolled back and each job runs again in a transaction of its own.
+Every write is a job, which is a function of a connection. The writer runs all queued jobs in one BEGIN
+IMMEDIATE transaction and commits once; a job's future resolves only after the commit, so an acknowledged
+write survives kill -9. A job must have no effect except through the connection: if one job of a batch fails,
+the batch is rolled back and each job runs again in a transaction of its own.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def _run(job: Job[T], connection: sa.Connection) -> T:
 
 
 class _Written(Future[T]):
-    """The future of a queued write, which cannot be withdrawn.
+    """The future of a queued write, which cannot be cancelled.
 
-    So the writer need not mark it as running. That would take the lock that a waiter takes at the same
-    moment, to add its callback, and cost both threads a change of hands at every write.
+    The writer therefore need not mark it as running. Marking it would take the lock that a waiter takes at
+    the same time to add its callback, and both threads would contend for it at every write.
     """
 
     def cancel(self) -> bool:
@@ -63,7 +63,7 @@ class _Written(Future[T]):
 
 
 class Database:
-    """An open store file. Thread-safe; not to be carried over a fork."""
+    """An open store file. Thread-safe; it must not be used after a fork."""
 
     def __init__(self, url: str, durability: Durability) -> None:
         self._writer_engine = _engine(url, durability, "BEGIN IMMEDIATE")
@@ -87,7 +87,7 @@ class Database:
     def submit(self, job: Job[T]) -> Future[T]:
         """Queue a write. The future resolves after its commit, or with the job's exception."""
         future: Future[T] = _Written()
-        with self._lock:  # so that nothing is queued behind the closing mark
+        with self._lock:  # so that no job is queued after the None that closes the queue
             if self._closed:
                 raise StoreError("the store is closed")
             self._jobs.put((job, future))
@@ -95,7 +95,7 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """A connection that sees one consistent snapshot. StoreError if the database fails."""
+        """Open a connection that sees one consistent snapshot. Raises StoreError if the database fails."""
         if self._closed:
             raise StoreError("the store is closed")
         try:
@@ -105,12 +105,12 @@ class Database:
             raise StoreError(f"the store cannot be read: {error.orig}") from error
 
     def cursor(self) -> int:
-        """A number that differs after any commit by any process. Only for `wait` of this object."""
+        """Return a number that changes with any commit by any process, for `wait` of this object only."""
         with self._changed:
             return self._data_version()
 
     def wait(self, cursor: int, timeout_s: float) -> int:
-        """Block until something was committed since `cursor`, at most `timeout_s`; a new cursor."""
+        """Block until a commit after `cursor`, for at most `timeout_s`, and return the new cursor."""
         deadline = time.monotonic() + timeout_s
         poll_s = _FIRST_POLL_S
         with self._changed:
@@ -119,12 +119,12 @@ class Database:
                 left = deadline - time.monotonic()
                 if version != cursor or left <= 0 or self._closed:
                     return version
-                # Our own commits notify; those of other processes are found by polling.
+                # Commits of this process notify; those of other processes are found by polling.
                 self._changed.wait(min(poll_s, left))
                 poll_s = min(poll_s * 1.5, _LAST_POLL_S)
 
     def close(self) -> None:
-        """Commit what is queued and close every connection. Idempotent."""
+        """Commit the queued jobs and close every connection. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -144,18 +144,18 @@ class Database:
     def _create_or_check(self, url: str) -> None:
         found = self._created_or_found(url)
         if found == str(PREVIOUS_SCHEMA):
-            self._writer_engine.dispose()  # the migration needs the file for itself
+            self._writer_engine.dispose()  # the migration needs exclusive access to the file
             migrate(Path(str(sa.make_url(url).database)))
             found = self._created_or_found(url)
         if found != str(SCHEMA_VERSION):
             raise StoreError(
                 f"{url} was written with store schema {found}, and this release reads {SCHEMA_VERSION} and "
-                f"migrates {PREVIOUS_SCHEMA}: use the release that wrote it, or a new run folder"
+                f"migrates {PREVIOUS_SCHEMA}; use the release that wrote it, or a new run folder"
             )
         self._add_columns()
 
     def _created_or_found(self, url: str) -> str | None:
-        """The schema of the store, which is created if there is none."""
+        """Return the schema number of the store; create the tables if there are none."""
         with self._writer_engine.begin() as connection:
             names = set(sa.inspect(connection).get_table_names())
             if not names:
@@ -165,15 +165,19 @@ class Database:
                 )
                 return str(SCHEMA_VERSION)
             if store_meta.name not in names:
-                raise StoreError(f"{url} is a database of something else: it has the tables {sorted(names)}")
+                raise StoreError(
+                    f"{url} is no store of areal-agents: it has the tables {sorted(names)}; give another path"
+                )
             return connection.execute(
                 sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")
             ).scalar_one_or_none()
 
     def _add_columns(self) -> None:
-        """Add to the tables of an earlier release what later ones write. It may be null, so that neither
-        release misreads what the other wrote, and the schema keeps its number. Any other change of the schema
-        is a migration."""
+        """Add the columns that releases after the one that created the tables write.
+
+        These columns are nullable, so that neither release misreads what the other wrote, and the schema
+        keeps its number. Any other change of the schema is a migration.
+        """
         with self._writer_engine.begin() as connection:
             inspector = sa.inspect(connection)
             for table in metadata.sorted_tables:
@@ -220,7 +224,7 @@ class Database:
             for item in batch:
                 self._commit(connection, [item])
             return
-        except Exception as error:  # of the database itself, a lock or a full disk: no job is at fault
+        except Exception as error:  # the database itself failed, for example on a full disk; no job caused it
             for _, future in batch:
                 future.set_exception(_translated(error))
             return
@@ -236,27 +240,27 @@ class Database:
 
 @contextlib.contextmanager
 def _transaction(connection: sa.Connection) -> Iterator[None]:
-    """A write transaction on the driver's own connection, at a third of what SQLAlchemy's costs."""
+    """Run a write transaction on the driver's connection, at a third of the cost of SQLAlchemy's."""
     driver = driver_of(connection)
     driver.execute("BEGIN IMMEDIATE")
     try:
         yield
         driver.execute("COMMIT")
     except BaseException:
-        if driver.in_transaction:  # a full disk may have ended it already
+        if driver.in_transaction:  # a full disk may have rolled it back already
             driver.execute("ROLLBACK")
         raise
 
 
 def driver_of(connection: sa.Connection) -> sqlite3.Connection:
-    """The driver's connection behind SQLAlchemy's."""
+    """Return the driver's connection that SQLAlchemy's connection wraps."""
     driver = connection.connection.driver_connection
     assert isinstance(driver, sqlite3.Connection)
     return driver
 
 
 def store_url(url_or_path: str | Path) -> str:
-    """The SQLAlchemy URL of a store given as a path or as a URL; creates the folder of a path."""
+    """Return the SQLAlchemy URL of a store given as a path or a URL; create the parent folder of a path."""
     text = str(url_or_path)
     if "://" in text:
         return text
@@ -266,14 +270,14 @@ def store_url(url_or_path: str | Path) -> str:
 
 
 def store_path(url_or_path: str | Path) -> Path:
-    """The file of a store given as a path or as a URL; what belongs to it in other files lies beside."""
+    """Return the file of a store given as a path or a URL; its other files are in the same folder."""
     return Path(str(sa.make_url(store_url(url_or_path)).database))
 
 
 def _create_private(path: Path) -> None:
-    """Create the file, readable by its owner alone; SQLite gives the files beside it the same mode.
+    """Create the file, readable by its owner only; SQLite gives the files beside it the same mode.
 
-    A file that exists keeps its mode. Any other obstacle is reported when it is opened.
+    A file that exists keeps its mode. Any other error is reported when the file is opened.
     """
     with contextlib.suppress(OSError):
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
@@ -282,7 +286,9 @@ def _create_private(path: Path) -> None:
 def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
     parsed = sa.make_url(url)
     if parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
-        raise StoreError(f"the store is a SQLite file (a path or sqlite:///path), got {parsed!r}")
+        raise StoreError(
+            f"the store must be a SQLite file, given as a path or sqlite:///path, got {parsed!r}"
+        )
     _create_private(Path(str(parsed.database)))
     engine = sa.create_engine(
         url,
@@ -297,7 +303,9 @@ def _engine(url: str, durability: Durability, begin: str) -> sa.Engine:
     def configure(connection: Any, _record: Any) -> None:
         connection.isolation_level = None  # the driver must not open transactions by itself
         connection.execute(f"PRAGMA busy_timeout={int(_BUSY_TIMEOUT_S * 1000)}")
-        connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # of a new file: it can give pages back
+        connection.execute(
+            "PRAGMA auto_vacuum=INCREMENTAL"
+        )  # takes effect in a new file, which can then return free pages
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute(f"PRAGMA synchronous={'FULL' if durability == 'power' else 'NORMAL'}")
         connection.execute("PRAGMA foreign_keys=ON")

@@ -1,4 +1,4 @@
-"""Writes of the proxy: episodes and their turns. Each function is one transaction of the writer thread."""
+"""Writes of the proxy to the tables of episodes and turns. Each function runs in one job of the writer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from areal_agents.store.versions import oldest_served
 SealedStatus = Literal["finished", "truncated", "failed", "aborted"]
 
 _TURN_COLUMNS = [column for column in turns.c if column.name != "seq"]
-# Check and write in one statement, compiled once: this is the hot path of a run.
+# The check and the write are one statement, compiled once, because this is the hot path of a run.
 _INSERT_TURN_IF_OPEN = str(
     sa.insert(turns)
     .from_select(
@@ -48,10 +48,11 @@ _UNREWARDED = sa.and_(
 
 
 def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
-    """Open an episode, and its group and task if they are new.
+    """Open an episode, and create its group and task if they are new.
 
-    Raises Conflict if the group is full, over, of another size, task or split, or if its place is held by
-    an episode that did not fail; SessionTaken if it must be the only open one of its implicit key and is not.
+    Raises Conflict if the group is full, no longer pending, or of another size, task or split, or if the
+    index is taken by an episode that did not fail; SessionTaken if `only_one` and the implicit key has an
+    open episode.
     """
     now = time.time()
     if new.only_one:
@@ -71,7 +72,7 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
 
 
 def insert_if_missing(connection: sa.Connection, new: NewEpisode) -> None:
-    """Open an episode unless the store has it, whatever became of it; raises what `insert_episode` does."""
+    """Open an episode unless the store has it, in any state. Raises what `insert_episode` raises."""
     if connection.execute(sa.select(episodes.c.id).where(episodes.c.id == new.id)).first() is None:
         insert_episode(connection, new)
 
@@ -89,12 +90,12 @@ def insert_turn(connection: sa.Connection, row: dict[str, Any]) -> None:
 
 
 def discard_turn(connection: sa.Connection, turn_id: str, reason: str | None) -> None:
-    """Note why a turn never reached its client; None takes it back, when a retry fetches it after all."""
+    """Record why a turn never reached its client; None clears it, when a retry fetches the turn after all."""
     connection.execute(sa.update(turns).where(turns.c.id == turn_id).values(discarded=reason))
 
 
 def claim_episode(connection: sa.Connection, episode_id: str, expected_owner: str | None, owner: str) -> bool:
-    """Make `owner` the owner of an open episode if `expected_owner` still is; whether it was."""
+    """Make `owner` the owner of an open episode if `expected_owner` is; return whether it was."""
     claimed = connection.execute(
         sa.update(episodes)
         .where(
@@ -108,7 +109,7 @@ def claim_episode(connection: sa.Connection, episode_id: str, expected_owner: st
 
 
 def mark_limit(connection: sa.Connection, episode_id: str, limit: str) -> None:
-    """Note that the policy ran into a limit, so that finishing makes the episode truncated."""
+    """Record that the policy ran into a limit, so that finishing makes the episode truncated."""
     connection.execute(
         sa.update(episodes)
         .where(episodes.c.id == episode_id, episodes.c.status == "open", episodes.c.limit_reached.is_(None))
@@ -126,11 +127,11 @@ def seal_episode(
     truncated_reward: float = 0.0,
     require_turn: bool = False,
 ) -> EpisodeState:
-    """End an open episode, with its last rewards if there are any; what it is then.
+    """End an open episode, with its last rewards if there are any; return its state.
 
-    "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward is
-    given `truncated_reward`. Sealing again in the same way changes nothing; otherwise Conflict, and
-    NoTurn if `require_turn` and the model was never called.
+    "finished" becomes "truncated" if a limit was reached; a truncated episode without a reward gets
+    `truncated_reward`. Sealing again in the same way changes nothing, and in another way raises Conflict.
+    Raises NoTurn if `require_turn` and the model was never called.
     """
     found = connection.execute(
         sa.select(episodes.c.status, episodes.c.limit_reached, episodes.c.group_id).where(
@@ -162,7 +163,7 @@ def seal_episode(
 
 
 def state_of(connection: sa.Connection, episode_id: str) -> EpisodeState:
-    """The status of a known episode, the limit it reached, and how many turns it has."""
+    """Return the status of a known episode, the limit it reached, and its number of turns."""
     count = sa.select(sa.func.count()).select_from(turns).where(turns.c.episode_id == episode_id)
     row = connection.execute(
         sa.select(episodes.c.status, episodes.c.limit_reached, count.scalar_subquery()).where(
@@ -173,13 +174,13 @@ def state_of(connection: sa.Connection, episode_id: str) -> EpisodeState:
 
 
 def unrewarded(connection: sa.Connection) -> list[str]:
-    """The finished episodes of groups that still wait for a reward, in the order of opening."""
+    """Return the ids of finished episodes in groups that have no reward yet, in the order of opening."""
     query = sa.select(episodes.c.id).where(_UNREWARDED).order_by(episodes.c.seq)
     return list(connection.execute(query).scalars())
 
 
 def fail_unrewarded(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
-    """Fail the episodes that still wait for a reward; returns their ids."""
+    """Fail those of the episodes that have no reward yet; return their ids."""
     failed: list[str] = []
     for chunk in chunks(ids):
         due = list(
@@ -213,7 +214,7 @@ def _ensure_task(connection: sa.Connection, task: Task) -> str:
 
 
 def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple[str, Task]:
-    """The group's task, after creating the group or checking that the episode fits into it."""
+    """Create the group, or check that the episode fits into it; return the group's task."""
     group = connection.execute(
         sa.select(groups, tasks.c.id.label("task_id"), tasks.c.input)
         .join(tasks, tasks.c.uid == groups.c.task_uid)

@@ -1,4 +1,4 @@
-"""The errors by which a caller distinguishes why the store refuses."""
+"""Errors of the store that callers handle differently."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from areal_agents.errors import StoreError
 
 
 class NotFound(StoreError):
-    """No row of that id."""
+    """No row has the given id."""
 
 
 class Conflict(StoreError):
-    """A state transition that is not allowed: a sealed episode, a leased group, a taken place."""
+    """A state transition is not allowed: for example, the episode is sealed or the group is leased."""
 
 
 class SessionTaken(Conflict):
@@ -18,4 +18,4 @@ class SessionTaken(Conflict):
 
 
 class NoTurn(Conflict):
-    """An episode that was to be finished with at least one model call has none."""
+    """An episode cannot be finished, because it has no model call and at least one is required."""

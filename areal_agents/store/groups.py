@@ -1,6 +1,8 @@
-"""Writes of the proxy: groups. A group is complete once as many episodes as its size says are
-sealed and rewarded; that is decided in the transaction which seals or rewards the last of them, and
-which aborts what the group has beyond (over-sampling). So a group never has more members than its size.
+"""Writes of the proxy to the table of groups.
+
+A group is complete when as many of its episodes as its size are sealed and rewarded. The transaction that
+seals or rewards the last of them decides this and aborts the surplus episodes (over-sampling), so a group
+never has more members than its size.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ _ENDED = episodes.c.status.in_(SCORED)
 
 
 def group_row(connection: sa.Connection, group_id: str) -> sa.Row:
-    """The row of a group; NotFound if there is none. No other writer changes it in this transaction."""
+    """Return the row of a group, which no other writer changes in this transaction. Raises NotFound."""
     row = connection.execute(sa.select(groups).where(groups.c.id == group_id)).one_or_none()
     if row is None:
         raise NotFound(f"no group {group_id}")
@@ -26,7 +28,7 @@ def group_row(connection: sa.Connection, group_id: str) -> sa.Row:
 
 
 def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
-    """Make a pending group complete if it has as many scored episodes as its size says; whether it is now."""
+    """Make a pending group complete if it has enough scored episodes; return whether it became complete."""
     group = group_row(connection, group_id)
     if group.state != "pending":
         return False
@@ -50,7 +52,7 @@ def complete_if_scored(connection: sa.Connection, group_id: str) -> bool:
 
 
 def _abort_surplus(connection: sa.Connection, group_id: str, now: float) -> None:
-    """Seal what a group that is complete has beyond its size: none of it ever becomes a member."""
+    """Abort the live episodes of a complete group that are not among its members."""
     scored = sa.exists().where(rewards.c.episode_id == episodes.c.id)
     connection.execute(
         sa.update(episodes)
@@ -64,7 +66,7 @@ def _abort_surplus(connection: sa.Connection, group_id: str, now: float) -> None
 
 
 def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:
-    """Give a group up for good. Conflict if the trainer holds or has trained it; else idempotent."""
+    """Drop a group for good; idempotent. Raises Conflict if the trainer holds or has trained it."""
     group = group_row(connection, group_id)
     lease = connection.execute(
         sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)

@@ -1,8 +1,8 @@
-"""Writes of the trainer: the groups that it leases, trains on or drops, and its checkpoints.
+"""Writes of the trainer: the groups that it has leased, trained or dropped, and its checkpoints.
 
-The lease row of use 0 overrides the group's own state. Deleting it makes the group complete again. The rows
-of further uses belong to the replay buffer: each (group, use) is leased and trained at most once, and a reuse
-changes nothing about the group's state.
+The lease row of use 0 takes precedence over the group's own state. Deleting it makes the group complete
+again. The rows of further uses belong to the replay buffer: each (group, use) is leased and trained at most
+once, and a reuse does not affect the group's state.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from areal_agents.store.schema import checkpoints, episodes, groups, leases, tur
 
 
 def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str) -> list[str]:
-    """Lease the `count` oldest complete training groups, all or none; their ids.
+    """Lease the `count` oldest complete training groups, or none if there are fewer; return their ids.
 
-    One trainer runs at a time (`TrainerLock`), so the lease of another holder is left from a dead one: it is
-    void, and its group can be taken again.
+    There is one trainer at a time (`TrainerLock`), so a lease of another holder belongs to a trainer that has
+    ended: it is void, and its group can be leased again.
     """
     if count < 1:
         raise ValueError(f"count must be at least 1, got {count}")
@@ -39,7 +39,7 @@ def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str
                 groups.c.split == "train",
                 ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0),
             )
-            .order_by(groups.c.seq)  # not by a time: clocks jump
+            .order_by(groups.c.seq)  # not by a time, because clocks can jump
             .limit(count)
         ).scalars()
     )
@@ -52,7 +52,7 @@ def take_groups(connection: sa.Connection, count: int, *, step: int, holder: str
 def take_replays(
     connection: sa.Connection, count: int, *, step: int, min_version: int, max_uses: int, holder: str
 ) -> list[tuple[str, int]]:
-    """Lease up to `count` trained groups once more; (group, use) of each, see `Store.lease_replays`."""
+    """Lease up to `count` trained groups once more; return their (group, use). See `Store.lease_replays`."""
     if count < 1 or max_uses < 1:
         raise ValueError(f"count and max_uses must be at least 1, got {count} and {max_uses}")
     _void_leases_of_others(connection, holder)
@@ -63,8 +63,8 @@ def take_replays(
     )
     is_stale = sa.exists().where(*turn_of_group, turns.c.version_min < min_version)
     is_held = sa.exists().where(*turn_of_group, turns.c.version_min >= min_version, turns.c.codec != EMPTIED)
-    # A group is trained after a version above those of all its tokens was published. So this bound leaves out
-    # nothing but stale groups, and those by an index.
+    # A group is trained after a version above those of all its tokens was published. This bound therefore
+    # excludes stale groups only, and does so by an index.
     earliest = sa.select(sa.func.min(versions.c.step)).where(versions.c.version > min_version)
     found = connection.execute(
         sa.select(leases.c.group_id, leases.c.use + 1)
@@ -89,9 +89,10 @@ def take_replays(
 def mark_trained(
     connection: sa.Connection, trained: Iterable[str | tuple[str, int]], *, step: int, version: int
 ) -> None:
-    """Note that leased groups were trained in `step` into `version`, each a group of use 0 or (group, use).
+    """Record that leased groups were trained in `step` into `version`; each is (group, use), or an id for use
+    0.
 
-    Conflict if one is not leased for `step`.
+    Raises Conflict if one is not leased for `step`.
     """
     pairs = list(dict.fromkeys((item, 0) if isinstance(item, str) else item for item in trained))
     by_use: dict[int, list[str]] = defaultdict(list)
@@ -134,22 +135,22 @@ def drop_leased(connection: sa.Connection, group_id: str, reason: str, *, step: 
 
 
 def write_checkpoint(connection: sa.Connection, step: int) -> None:
-    """Note that the trainer can resume from after `step`. Idempotent."""
+    """Record that the trainer can resume after `step`. Idempotent."""
     if connection.execute(sa.select(checkpoints.c.step).where(checkpoints.c.step == step)).first() is None:
         connection.execute(sa.insert(checkpoints).values(step=step, created_at=time.time()))
 
 
 def return_leases(connection: sa.Connection, after_step: int) -> int:
-    """Make every group that a later step leased, trained or dropped complete again; how many.
+    """Make every group that a later step leased, trained or dropped complete again; return how many.
 
-    For a trainer that resumes: what was trained after its checkpoint is lost with its weights, and what
-    is only leased was leased by a trainer that is no more. A group whose turns were given up
-    (`store.retain`) cannot be trained again: it is dropped. Reuses that are lost are deleted, and may be
-    leased again under the same number; they are not counted.
+    A trainer calls this when it resumes: what was trained after its checkpoint is lost with the weights, and
+    a group that is only leased was leased by a trainer that has ended. A group whose turns were deleted
+    (`store.retain`) cannot be trained again and is dropped. The rows of lost reuses are deleted, so they may
+    be leased again under the same number; they are not counted.
     """
     connection.execute(sa.delete(checkpoints).where(checkpoints.c.step > after_step))
     lost = sa.or_(leases.c.step > after_step, leases.c.state == "leased")
-    # A later use is of a later step, so what stays of a group has no gap.
+    # A later use is of a later step, so the remaining uses of a group have no gap.
     connection.execute(sa.delete(leases).where(lost, leases.c.use > 0))
     connection.execute(
         sa.update(leases)
@@ -160,7 +161,7 @@ def return_leases(connection: sa.Connection, after_step: int) -> int:
 
 
 def _void_leases_of_others(connection: sa.Connection, holder: str) -> None:
-    """Delete what a dead trainer had leased: its groups are complete again, its reuses never happened."""
+    """Delete the leases of trainers that have ended: their groups become complete, and their reuses void."""
     connection.execute(sa.delete(leases).where(leases.c.state == "leased", leases.c.holder != holder))
 
 

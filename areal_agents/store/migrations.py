@@ -1,7 +1,7 @@
-"""Migrates a store of the previous schema to the present one.
+"""Migrates a store of the previous schema to the current one.
 
-A migration is one transaction of the only connection to the file. A store is therefore migrated as a whole or
-not at all, and a process of the previous release never meets tables that it does not know.
+A migration is one transaction on the only connection to the file. A store is therefore migrated as a whole or
+not at all, and a process of the previous release never finds tables that it does not know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areal_agents.errors import StoreError
 
 PREVIOUS_SCHEMA = 3
 
-_WAIT_S = 10.0  # for other processes to close the file
+_WAIT_S = 10.0  # longest wait for other processes to close the file
 _POLL_S = 0.05
 _BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
@@ -61,26 +61,26 @@ def migrate(path: Path) -> None:
         except sqlite3.Error as error:
             if error.sqlite_errorcode & 0xFF not in _BUSY:
                 raise StoreError(
-                    f"cannot migrate the store {path} from schema {PREVIOUS_SCHEMA}, it is unchanged: {error}"
+                    f"cannot migrate the store {path} from schema {PREVIOUS_SCHEMA}: {error}; it is unchanged"
                 ) from error
             if time.monotonic() >= deadline:
                 raise StoreError(
                     f"{path} was written with store schema {PREVIOUS_SCHEMA} and must be migrated, but "
-                    "another process has it open: end every process that uses this store, then start again"
+                    "another process has it open; end every process that uses this store, then start again"
                 ) from error
         time.sleep(_POLL_S)
 
 
 def _has_previous_schema(path: Path) -> bool:
-    # Another process of this release may have migrated the store in the meantime, and keep it open.
+    # Another process of this release may have migrated the store in the meantime and have it open.
     with contextlib.closing(sqlite3.connect(path, timeout=_POLL_S, isolation_level=None)) as connection:
         return _schema(connection) == str(PREVIOUS_SCHEMA)
 
 
 def _migrate_alone(path: Path) -> None:
     with contextlib.closing(sqlite3.connect(path, timeout=0, isolation_level=None)) as connection:
-        # Set before the first access, this mode locks the file against all other connections, those that
-        # only wait between two transactions included, or fails with SQLITE_BUSY. Closing lets go of it.
+        # Set before the first access, this mode locks the file against all other connections, including those
+        # without a transaction, or fails with SQLITE_BUSY. Closing the connection releases the lock.
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         connection.execute("BEGIN EXCLUSIVE")
         if _schema(connection) == str(PREVIOUS_SCHEMA):

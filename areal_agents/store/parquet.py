@@ -1,4 +1,4 @@
-"""Writes turns as Parquet files: one row per turn, with its episode's outcome."""
+"""Exports turns as Parquet files: one row per turn, with the outcome of its episode."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from areal_agents.store.store import Store
 
 
 def write_export(store: Store, groups: Sequence[str], folder: Path) -> Path:
-    """Write the episodes of groups to a new file in `folder`, whole and on the disk; its path.
+    """Write the episodes of groups to a new file in `folder` and return its path.
 
-    StoreError if the disk refuses; ConfigError if pyarrow is not installed.
+    The file appears under its name only when it is complete and synced to the disk.
+
+    Raises:
+        StoreError: the file cannot be written.
+        ConfigError: pyarrow is not installed.
     """
     parquet, pyarrow = _pyarrow()
     rows = [row for group in groups for row in _rows(store, group)]
@@ -40,18 +44,20 @@ def write_export(store: Store, groups: Sequence[str], folder: Path) -> Path:
 
 
 def newest_export(folder: Path) -> Path | None:
-    """The file written last, None without one."""
+    """Return the file that was written last, or None if there is none."""
     files = sorted(folder.glob("turns-*.parquet"))
     return files[-1] if files else None
 
 
 def exported_groups(path: Path) -> list[str]:
-    """The groups whose turns a file holds. StoreError if it is not one of ours."""
+    """Return the groups whose turns a file contains. Raises StoreError if it is not an export."""
     parquet, pyarrow = _pyarrow()
     try:
         column = parquet.read_table(path, columns=["group_id"])["group_id"]
     except (OSError, pyarrow.ArrowException) as error:
-        raise StoreError(f"{path} cannot be read, move it elsewhere: {error}") from error
+        raise StoreError(
+            f"cannot read {path} as an export of turns: {error}; move the file elsewhere"
+        ) from error
     return list(dict.fromkeys(column.to_pylist()))
 
 
@@ -98,16 +104,16 @@ def _turn(episode: RecordedEpisode, turn: Turn) -> dict[str, Any]:
 
 
 def _schema(pyarrow: Any) -> Any:
-    text, integers = pyarrow.string(), pyarrow.list_(pyarrow.int32())
+    string, integers = pyarrow.string(), pyarrow.list_(pyarrow.int32())
     return pyarrow.schema(
         {
-            **dict.fromkeys(("group_id", "task_id", "episode_id"), text),
+            **dict.fromkeys(("group_id", "task_id", "episode_id"), string),
             "index": pyarrow.int32(),
-            **dict.fromkeys(("split", "status"), text),
+            **dict.fromkeys(("split", "status"), string),
             "score": pyarrow.float64(),
-            **dict.fromkeys(("rewards", "turn_id", "parent", "messages", "reply", "finish_reason"), text),
+            **dict.fromkeys(("rewards", "turn_id", "parent", "messages", "reply", "finish_reason"), string),
             "constrained": pyarrow.bool_(),
-            "discarded": text,
+            "discarded": string,
             "recorded_before": pyarrow.int32(),
             "temperature": pyarrow.float64(),
             **dict.fromkeys(("prompt_ids", "token_ids"), integers),
@@ -124,6 +130,7 @@ def _pyarrow() -> tuple[Any, Any]:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            "store.retain.export writes Parquet files, which needs pyarrow: pip install pyarrow"
+            "store.retain.export writes Parquet files and needs pyarrow, which is not installed; run "
+            "pip install pyarrow"
         ) from None
     return pyarrow.parquet, pyarrow

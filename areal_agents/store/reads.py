@@ -1,4 +1,4 @@
-"""Reads of rollout, trainer, proxy and views. Each takes a few queries, never one per turn."""
+"""Reads of rollout, trainer, proxy and views. Each takes a fixed number of queries, never one per turn."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SUMMARY_COLUMNS = (
 def episode_row(
     connection: sa.Connection, *, id: str | None = None, key_hash: str | None = None
 ) -> EpisodeRow:
-    """An episode by its id or by its key's hash. NotFound if there is none."""
+    """Return an episode by its id or by its key's hash. Raises NotFound if there is none."""
     condition = episodes.c.id == id if id is not None else episodes.c.key_hash == key_hash
     row = connection.execute(_EPISODES.where(condition)).one_or_none()
     if row is None:
@@ -46,7 +46,7 @@ def episode_row(
 
 
 def episode_of_turn(connection: sa.Connection, turn_id: str) -> str:
-    """The id of the episode that a completion belongs to. NotFound if it is unknown."""
+    """Return the id of the episode that a completion belongs to. Raises NotFound if it is unknown."""
     found = connection.execute(
         sa.select(turns.c.episode_id).where(turns.c.id == turn_id)
     ).scalar_one_or_none()
@@ -56,27 +56,27 @@ def episode_of_turn(connection: sa.Connection, turn_id: str) -> str:
 
 
 def open_implicit_episodes(connection: sa.Connection) -> list[EpisodeRow]:
-    """The open episodes that bare calls opened, oldest first."""
+    """Return the open implicit episodes, oldest first."""
     query = _EPISODES.where(episodes.c.status == "open", episodes.c.implicit_key.is_not(None))
     return [_episode_row(row) for row in connection.execute(query.order_by(episodes.c.seq))]
 
 
 def open_implicit_episode(connection: sa.Connection, implicit_key: str) -> EpisodeRow | None:
-    """The newest open episode that bare calls opened under a key, None without one."""
+    """Return the newest open implicit episode with this key, or None if there is none."""
     query = _EPISODES.where(episodes.c.implicit_key == implicit_key, episodes.c.status == "open")
     row = connection.execute(query.order_by(episodes.c.seq.desc()).limit(1)).one_or_none()
     return _episode_row(row) if row is not None else None
 
 
 def open_episodes(connection: sa.Connection) -> list[OpenEpisode]:
-    """Every open episode, oldest first."""
+    """Return every open episode, oldest first."""
     query = sa.select(episodes.c.id, episodes.c.implicit_key, episodes.c.owner)
     query = query.where(episodes.c.status == "open").order_by(episodes.c.seq)
     return [OpenEpisode(row[0], row[1] is not None, row[2]) for row in connection.execute(query)]
 
 
 def turns_of(connection: sa.Connection, episode_id: str) -> list[Turn]:
-    """The turns of one episode, in the order of recording."""
+    """Return the turns of one episode, in the order in which they were recorded."""
     return _turns(connection, [episode_id])[episode_id]
 
 
@@ -88,7 +88,7 @@ def summaries(
     group_id: str | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> list[EpisodeSummary]:
-    """The episodes that fit every given condition, in the order of opening."""
+    """Return the episodes that match every given condition, in the order in which they were opened."""
     query = _EPISODES.order_by(episodes.c.seq)
     if split is not None:
         query = query.where(episodes.c.split == split)
@@ -102,7 +102,7 @@ def summaries(
 
 
 def load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[RecordedEpisode]:
-    """Whole episodes, in the order of `ids`. NotFound if one is unknown."""
+    """Return episodes with turns and rewards, in the order of `ids`. Raises NotFound if one is unknown."""
     return [episode for chunk in chunks(ids) for episode in _load_episodes(connection, chunk)]
 
 
@@ -126,7 +126,7 @@ def _load_episodes(connection: sa.Connection, ids: Sequence[str]) -> list[Record
 
 
 def load_groups(connection: sa.Connection, ids: Sequence[str]) -> list[RolloutGroup]:
-    """Groups with their scored episodes by index, in the order of `ids`. NotFound if one is unknown."""
+    """Return groups with their scored episodes by index, in the order of `ids`. Raises NotFound."""
     return [group for chunk in chunks(ids) for group in _load_groups(connection, chunk)]
 
 
@@ -171,7 +171,7 @@ def groups_ended_at(connection: sa.Connection, ids: Sequence[str]) -> dict[str, 
 
 
 def open_groups(connection: sa.Connection) -> list[OpenGroup]:
-    """The pending groups with every attempt at each place, oldest group first."""
+    """Return the pending groups with every attempt at each index, oldest group first."""
     pending = connection.execute(
         sa.select(groups, tasks.c.id.label("task_id"), tasks.c.input)
         .join(tasks, tasks.c.uid == groups.c.task_uid)
@@ -198,10 +198,10 @@ def open_groups(connection: sa.Connection) -> list[OpenGroup]:
 
 
 def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
-    """How many groups of the split are in each state, every state named."""
+    """Return how many groups of the split are in each state, including states without groups."""
     own = sa.select(groups.c.state, sa.func.count()).where(groups.c.split == split).group_by(groups.c.state)
     counts = {**dict.fromkeys(GROUP_STATES, 0), **{row[0]: row[1] for row in connection.execute(own)}}
-    if split == "train":  # what the trainer took was complete
+    if split == "train":  # the groups that the trainer took are complete in `groups`
         taken = sa.select(leases.c.state, sa.func.count()).where(leases.c.use == 0)
         for state, count in connection.execute(taken.group_by(leases.c.state)):
             counts["complete"] -= count
@@ -210,17 +210,24 @@ def group_counts(connection: sa.Connection, split: Split) -> dict[str, int]:
 
 
 def failed_episodes(connection: sa.Connection, split: Split) -> int:
-    """How many episodes of the split failed."""
+    """Return how many episodes of the split have failed."""
     failed = (episodes.c.split == split) & (episodes.c.status == "failed")
     return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
 
 
 def in_flight_episodes(connection: sa.Connection) -> int:
-    """The number of training episodes submitted and not yet trained, without those that were given up."""
-    untrained = sa.select(groups.c.id).where(
-        groups.c.state.in_(("pending", "complete")),
-        groups.c.split == "train",
-        ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"),
+    """Return the number of training episodes that are submitted and not yet trained, failed or dropped."""
+    query = (
+        sa.select(sa.func.count())
+        .select_from(groups.join(episodes, episodes.c.group_id == groups.c.id))
+        .where(
+            groups.c.state.in_(("pending", "complete")),
+            groups.c.split == "train",
+            episodes.c.status.in_(LIVE),
+            ~sa.exists().where(
+                leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"
+            ),
+        )
     )
     # An expression instead of the column, so that the few groups are looked up and not all finished episodes.
     is_live = episodes.c.status.concat("").in_(LIVE)
@@ -229,7 +236,7 @@ def in_flight_episodes(connection: sa.Connection) -> int:
 
 
 def recorded_groups(connection: sa.Connection) -> list[str]:
-    """The ids of the training groups that were completed and not dropped, oldest first."""
+    """Return the ids of the training groups that were completed and not dropped, oldest first."""
     dropped = sa.exists().where(
         leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state == "dropped"
     )
@@ -238,7 +245,7 @@ def recorded_groups(connection: sa.Connection) -> list[str]:
 
 
 def turn_times(connection: sa.Connection, split: Split) -> list[TurnTime]:
-    """When the turns of the scored episodes of a split were recorded, by episode, in order."""
+    """Return when the turns of the scored episodes of a split were recorded, by episode and in order."""
     query = (
         sa.select(turns.c.episode_id, episodes.c.created_at, turns.c.created_at, turns.c.sampled_tokens)
         .join(episodes, episodes.c.id == turns.c.episode_id)
@@ -249,8 +256,10 @@ def turn_times(connection: sa.Connection, split: Split) -> list[TurnTime]:
 
 
 def tasks_started(connection: sa.Connection, split: Split) -> list[tuple[str, int]]:
-    """(task id, epoch) of each group of the split, in the order of starting; epoch 0 where the
-    group's id is not "<task id>@<epoch>"."""
+    """Return (task id, epoch) of each group of the split, oldest first.
+
+    The epoch is 0 if the group's id is not "<task id>@<epoch>".
+    """
     ids = connection.execute(
         sa.select(groups.c.id).where(groups.c.split == split).order_by(groups.c.seq)
     ).scalars()

@@ -1,9 +1,9 @@
-"""Deletes the messages and tokens of groups that no resumed run can need again.
+"""Deletes the texts and tokens of the turns of groups that no resume can train again.
 
-The rows stay, with everything that is counted: only their blobs go, and `codec` says so. A group is
-given up when the trainer is done with it, by a step that two checkpoints have passed (so the newest one
-may be lost), and whose version is older than those to be kept. Of a group that was reused, that step is the
-one of its last use, so nothing is given up of a group that is leased for reuse.
+The rows of the turns remain, with all their counts: only the blobs are deleted, and `codec` is set to
+`EMPTIED`. A group expires when the trainer has trained or dropped it in a step that is covered by two
+checkpoints (so the newest one may be lost) and that is older than the versions to be kept. For a group that
+was reused, this is the step of its last use, so nothing is deleted of a group that is leased for reuse.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from areal_agents.store.codec import EMPTIED
 from areal_agents.store.database import driver_of
 from areal_agents.store.schema import checkpoints, episodes, leases, turns, versions
 
-TURNS_GIVEN_UP = "its turns are no longer kept (store.retain)"
+TURNS_GIVEN_UP = "its turns were deleted (store.retain)"
 
-_SPARE_PAGES = 4096  # that stay in the file for the next turns: 16 MiB of pages of 4 KiB
-_MOST_RETURNED = 4096  # pages that go back to the disk in one transaction
+_SPARE_PAGES = 4096  # free pages that stay in the file for the next turns: 16 MiB in pages of 4 KiB
+_MOST_RETURNED = 4096  # the most pages that one transaction returns to the disk
 
 
 def is_emptied(group_id: sa.ColumnElement[str]) -> sa.ColumnElement[bool]:
-    """Whether the turns of a group were given up."""
+    """Whether turns of a group were deleted."""
     return sa.exists().where(
         episodes.c.group_id == group_id, turns.c.episode_id == episodes.c.id, turns.c.codec == EMPTIED
     )
@@ -39,8 +39,10 @@ def is_last_use() -> sa.ColumnElement[bool]:
 def expired_groups(
     connection: sa.Connection, *, keep_versions: int, after_step: int, limit: int
 ) -> list[tuple[str, int]]:
-    """(group, step of its last use) of the oldest steps after `after_step` whose turns can be given up and
-    were not yet."""
+    """Return (group, step of its last use) of expired groups that still have turns.
+
+    They are those of the oldest steps after `after_step`, at most `limit`.
+    """
     query = (
         sa.select(leases.c.group_id, leases.c.step)
         .where(_is_expired(keep_versions), leases.c.step > after_step, _has_turns(leases.c.group_id))
@@ -51,7 +53,7 @@ def expired_groups(
 
 
 def empty_groups(connection: sa.Connection, ids: Sequence[str], *, keep_versions: int) -> int:
-    """Give up the turns of those groups that (still) may be; how many turns."""
+    """Delete the turns of those of the groups that are (still) expired; return the number of turns."""
     emptied = 0
     for chunk in chunks(ids):
         chosen = (
@@ -68,9 +70,10 @@ def empty_groups(connection: sa.Connection, ids: Sequence[str], *, keep_versions
 
 
 def return_space(connection: sa.Connection) -> int:
-    """Give pages of the file that nothing needs back to the disk, a bounded number; how many.
+    """Return a bounded number of free pages of the file to the disk; return how many.
 
-    Some are left for the next turns. A store of a release before this one cannot: its file stops growing.
+    Some free pages are kept for the next turns. A file that was created without auto_vacuum cannot return
+    pages; it only stops growing.
     """
     free = int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
     returned = min(free - _SPARE_PAGES, _MOST_RETURNED)
@@ -78,9 +81,8 @@ def return_space(connection: sa.Connection) -> int:
         return 0
     driver = driver_of(connection)
     for _ in range(returned):
-        driver.execute(
-            "PRAGMA incremental_vacuum(1)"
-        )  # the driver makes one step, so one page, of any number
+        # The driver makes one step of the statement, which frees one page, whatever the number.
+        driver.execute("PRAGMA incremental_vacuum(1)")
     return free - int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
 
 
@@ -92,7 +94,7 @@ def _is_expired(keep_versions: int) -> sa.ColumnElement[bool]:
         is_last_use(),
         leases.c.state.in_(("trained", "dropped")),
         leases.c.step < first_kept,
-        leases.c.step <= safe.scalar_subquery(),  # null, so never, with fewer than two checkpoints
+        leases.c.step <= safe.scalar_subquery(),  # null, and so never true, with fewer than two checkpoints
     )
 
 

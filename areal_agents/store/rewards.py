@@ -1,7 +1,7 @@
-"""Writes of the proxy: rewards. They are accepted until the trainer has leased the group, then refused.
+"""Writes of the proxy to the table of rewards, which are accepted until the trainer leases the group.
 
-The check and the write are one transaction, and so is the trainer's lease: whichever commits first
-wins, in whatever process it runs.
+The check and the write are one transaction, and so is the trainer's lease: the first to commit wins, in
+whichever process it runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ DEFAULT_REWARD_NAME = "truncated_reward"  # reserved: the proxy refuses it as th
 def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:
     """Set rewards of an episode; the last write for a (scope, target, name) wins.
 
-    Raises NotFound for an unknown episode or turn, Conflict if the episode failed or its group is
-    leased.
+    Raises NotFound for an unknown episode or turn, and Conflict if the episode failed or its group is leased.
     """
     episode = connection.execute(
         sa.select(episodes.c.status, episodes.c.group_id).where(episodes.c.id == episode_id)
@@ -44,7 +43,7 @@ def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Re
 
 
 def write_default_reward(connection: sa.Connection, episode_id: str, value: float) -> None:
-    """Score a truncated episode that has no reward. A reward that comes later takes its place."""
+    """Give a truncated episode without a reward the default one; a later reward replaces it."""
     found = connection.execute(
         sa.select(rewards.c.name).where(rewards.c.episode_id == episode_id).limit(1)
     ).first()
@@ -71,7 +70,7 @@ def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[R
 
 
 def _write(connection: sa.Connection, episode_id: str, given: Sequence[Reward], now: float) -> None:
-    """Insert or replace rewards, in two statements whatever their number."""
+    """Insert or replace any number of rewards, in two statements."""
     last = {(reward.scope, reward.target, reward.name): reward.value for reward in given}
     columns = (rewards.c.scope, rewards.c.target, rewards.c.name)
     of_episode = sa.select(*columns).where(rewards.c.episode_id == episode_id)

@@ -1,4 +1,4 @@
-"""The records that reads of the store return: frozen dataclasses, one per kind of question."""
+"""The records that the store takes and returns: frozen dataclasses, one per kind of query."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class NewEpisode:
     """An episode to be opened.
 
     Attributes:
-        id: unique.
+        id: the episode's id, which is unique.
         key_hash: sha256 of the key that the agent calls with, in hex.
-        task: None takes the group's task, or makes an empty one.
-        group_id: None for an episode outside any group; only training on recorded episodes takes it.
-        group_size: places of the group. None: of another episode's group whatever it has, of a new one
-            `default_group_size`.
-        default_group_size: places of a new group whose first episode names none; without it that episode
+        task: the task; None: the group's task, or an empty task for a new group.
+        group_id: the id of the group; None for an episode outside any group, which only training on recorded
+            episodes uses.
+        group_size: the size of the group. None: the size of an existing group, or `default_group_size` for
+            a new one.
+        default_group_size: the size of a new group whose first episode names none; without it that episode
             needs a `group_size`.
-        surplus: places that the group has beyond its size; it is complete, and what it has beyond is
-            aborted, as soon as as many episodes as its size are scored. None: of a new group none, of
-            another whatever it has.
-        index: place in the group; None takes the first free one.
-        limits, sampling, metadata: kept as they are, JSON.
-        implicit_key: set when a bare call opened it.
+        surplus: the number of episodes that the group may have beyond its size. The group is complete, and
+            its surplus episodes are aborted, as soon as as many episodes as its size are scored. None: the
+            surplus of an existing group, or 0 for a new one.
+        index: the index in the group; None: the first free one.
+        limits, sampling, metadata: JSON objects, stored unchanged.
+        implicit_key: the key of an episode that a call without an episode opened; None otherwise.
         only_one: refuse (Conflict) while another episode with this `implicit_key` is open.
-        owner: the proxy worker that opens it; None with a single one.
+        owner: the proxy worker that opens the episode; None if there is a single one.
     """
 
     id: str
@@ -71,11 +72,11 @@ class EpisodeRow:
     implicit_key: str | None
     created_at: float  # seconds since the epoch
     ended_at: float | None
-    owner: str | None  # the proxy worker that has it in memory
+    owner: str | None  # the proxy worker that has the episode in memory
 
 
 def opened_row(new: NewEpisode, *, index: int, task_id: str, created_at: float) -> EpisodeRow:
-    """The row of an episode that has just been opened, at place `index` of its group."""
+    """Return the row of an episode that has just been opened, with index `index` in its group."""
     return EpisodeRow(
         id=new.id,
         key_hash=new.key_hash,
@@ -98,7 +99,7 @@ def opened_row(new: NewEpisode, *, index: int, task_id: str, created_at: float) 
 
 @dataclass(frozen=True, slots=True)
 class OpenEpisode:
-    """An open episode, as housekeeping looks at it."""
+    """An open episode, as housekeeping needs it."""
 
     id: str
     is_implicit: bool
@@ -107,7 +108,7 @@ class OpenEpisode:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeState:
-    """What a write left an episode in; `turns` counts its model calls."""
+    """The state of an episode after a write; `turns` is the number of its model calls."""
 
     status: EpisodeStatus
     limit_reached: str | None
@@ -119,10 +120,10 @@ class EpisodeSummary:
     """An episode in a list.
 
     Attributes:
-        score: sum of its rewards, None without any.
-        turns: recorded model calls.
-        sampled_tokens: over all of them.
-        version_min, version_max: policy versions of its tokens, None before the first.
+        score: the sum of its rewards; None if it has none.
+        turns: the number of recorded model calls.
+        sampled_tokens: the number of sampled tokens over all turns.
+        version_min, version_max: the range of policy versions of its tokens; None if it has none.
     """
 
     id: str
@@ -144,9 +145,9 @@ class EpisodeSummary:
 
 @dataclass(frozen=True, slots=True)
 class OpenGroup:
-    """A pending group: per index, its attempts, oldest first (the last one counts).
+    """A pending group: for each index its attempts, oldest first (the last one counts).
 
-    It is complete with `size` scored episodes, and has `surplus` places more than that.
+    It is complete with `size` scored episodes, and may have `surplus` episodes more than that.
     """
 
     id: str
@@ -159,17 +160,17 @@ class OpenGroup:
 
 @dataclass(frozen=True, slots=True)
 class TurnTime:
-    """When a turn was recorded, which is when its generation had ended; seconds since the epoch."""
+    """When a turn was recorded, which is when its generation ended; in seconds since the epoch."""
 
     episode_id: str
-    opened_at: float  # the episode
+    opened_at: float  # when the episode was opened
     recorded_at: float
     sampled_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class UntrainedGroup:
-    """A training group that is neither trained nor dropped; is_pending: it is not complete yet."""
+    """A training group that is neither trained nor dropped; `is_pending` if it is not complete yet."""
 
     id: str
     is_pending: bool
@@ -181,7 +182,7 @@ class WaitingGroup:
 
     Attributes:
         state: "pending" or "complete".
-        version: no token of it is of an earlier step; 0 where an earlier release did not note it.
+        version: no token of the group is of an earlier step; 0 if an earlier release did not record it.
     """
 
     id: str
@@ -191,7 +192,7 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A published policy version; `step` is the number of batches that it was trained on."""
+    """A published policy version; `step` is the number of batches that were trained into it."""
 
     version: int
     step: int

@@ -1,12 +1,12 @@
-"""The tables. One writer per table: the proxy writes tasks, groups, episodes, turns and rewards;
+"""The tables of the store. Each has one writer: the proxy writes tasks, groups, episodes, turns and rewards;
 the trainer writes leases, versions and checkpoints.
 
-So the state of a group has two halves. `groups.state` is pending, complete or dropped; once the
-trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) overrides it.
+The state of a group is therefore in two tables. `groups.state` is pending, complete or dropped; once the
+trainer takes the group, its row of use 0 in `leases` (leased, trained or dropped) takes precedence.
 
-The rows of use 1, 2, … are reuses from the replay buffer, and say nothing about the state of the group. The
-uses of a group are numbered without gaps, each was leased in a later step than the one before it, and all but
-the last are trained.
+The rows of use 1, 2, … are reuses from the replay buffer and do not affect the state of the group. The uses
+of a group are numbered without gaps, each was leased in a later step than the one before it, and all but the
+last are trained.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ store_meta = sa.Table(
 tasks = sa.Table(
     "tasks",
     metadata,
-    sa.Column("uid", sa.Text, primary_key=True),  # digest of id and input: two data sets may share an id
+    sa.Column(
+        "uid", sa.Text, primary_key=True
+    ),  # digest of id and input, because two data sets may share an id
     sa.Column("id", sa.Text, nullable=False),
     sa.Column("input", sa.JSON, nullable=False),
 )
@@ -40,7 +42,7 @@ groups = sa.Table(
     sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
     sa.Column("split", sa.Text, nullable=False),
     sa.Column("size", sa.Integer, nullable=False),
-    sa.Column("surplus", sa.Integer),  # places beyond `size`; null: none
+    sa.Column("surplus", sa.Integer),  # episodes beyond `size`; null: none
     sa.Column("version", sa.Integer),  # no token of the group is older; null in rows of earlier releases
     sa.Column("state", sa.Text, nullable=False),  # pending | complete | dropped
     sa.Column("reason", sa.Text),
@@ -57,7 +59,7 @@ episodes = sa.Table(
     sa.Column("key_hash", sa.Text, nullable=False, unique=True),  # sha256 of the episode's key
     sa.Column("task_uid", sa.Text, sa.ForeignKey("tasks.uid"), nullable=False),
     sa.Column("group_id", sa.Text, sa.ForeignKey("groups.id")),
-    sa.Column("index", sa.Integer, nullable=False),  # place in the group, 0 without one
+    sa.Column("index", sa.Integer, nullable=False),  # index in the group; 0 without a group
     sa.Column("split", sa.Text, nullable=False),
     sa.Column("status", sa.Text, nullable=False),
     sa.Column("limit_reached", sa.Text),  # the limit that the policy ran into, if any
@@ -65,8 +67,8 @@ episodes = sa.Table(
     sa.Column("metadata", sa.JSON, nullable=False),
     sa.Column("limits", sa.JSON, nullable=False),
     sa.Column("sampling", sa.JSON, nullable=False),
-    sa.Column("implicit_key", sa.Text),  # set on episodes that a bare call opened
-    sa.Column("owner", sa.Text),  # the proxy worker that has it in memory; null with a single one
+    sa.Column("implicit_key", sa.Text),  # set if a call without an episode opened it
+    sa.Column("owner", sa.Text),  # the proxy worker that has it in memory; null if there is a single one
     sa.Column("created_at", sa.Float, nullable=False),
     sa.Column("ended_at", sa.Float),
     sa.Index("episodes_by_group", "group_id"),
@@ -81,20 +83,20 @@ turns = sa.Table(
     sa.Column("id", sa.Text, nullable=False, unique=True),
     sa.Column("episode_id", sa.Text, sa.ForeignKey("episodes.id"), nullable=False),
     sa.Column("parent", sa.Text),
-    sa.Column("codec", sa.Integer, nullable=False),  # 0: the blobs were given up, see retention
+    sa.Column("codec", sa.Integer, nullable=False),  # 0: the blobs were deleted, see retention.py
     sa.Column("created_at", sa.Float, nullable=False),
     # Small columns precede the large ones, so that a summary never reads a blob.
     sa.Column("sampled_tokens", sa.Integer, nullable=False),
     sa.Column("version_min", sa.Integer),
     sa.Column("version_max", sa.Integer),
     sa.Column("finish_reason", sa.Text, nullable=False),
-    sa.Column("discarded", sa.Text),  # why the client never got it, so that it is not trained
+    sa.Column("discarded", sa.Text),  # why the turn never reached the client, so that it is not trained
     sa.Column("record", sa.LargeBinary, nullable=False),  # JSON: messages, reply, sampling, fork, …
-    sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P], as are the next three
-    sa.Column("token_ids", sa.LargeBinary, nullable=False),
+    sa.Column("prompt_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [P]
+    sa.Column("token_ids", sa.LargeBinary, nullable=False),  # int32 little-endian [C]
     sa.Column("logprobs", sa.LargeBinary, nullable=False),  # float32 little-endian [C]
-    sa.Column("versions", sa.LargeBinary, nullable=False),
-    # int16 little-endian [R, layers, k], null where the engine was not asked; the record has layers and k
+    sa.Column("versions", sa.LargeBinary, nullable=False),  # int32 little-endian [C]
+    # int16 little-endian [R, layers, k]; null if routing is not recorded; the record has layers and k
     sa.Column("routed_experts", sa.LargeBinary),
     sa.Index("turns_by_episode", "episode_id"),
 )
@@ -117,8 +119,8 @@ leases = sa.Table(
     sa.Column("use", sa.Integer, primary_key=True, autoincrement=False),  # 0 is the first
     sa.Column("state", sa.Text, nullable=False),  # leased | trained | dropped
     sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("holder", sa.Text, nullable=False),  # the process run of a trainer, see TrainerLock
-    sa.Column("version", sa.Integer),  # of a trained group: the version that it made
+    sa.Column("holder", sa.Text, nullable=False),  # the trainer process, see TrainerLock
+    sa.Column("version", sa.Integer),  # the version that a trained group was trained into
     sa.Column("reason", sa.Text),
     sa.Index("leases_by_state", "state"),
     sa.Index("leases_by_step", "step"),

@@ -1,8 +1,8 @@
-"""The durable store: the only connection between rollout and training.
+"""The durable store, the only connection between rollout and training.
 
-Writes of the proxy return futures that resolve once they are committed (`asyncio.wrap_future`
-awaits them); writes of the trainer return after the commit; reads see one consistent snapshot.
-Anything acknowledged survives the death of any process.
+Writes of the proxy return futures that resolve after the commit (`asyncio.wrap_future` makes them awaitable);
+writes of the trainer return after the commit; each read sees one consistent snapshot. An acknowledged write
+survives the death of any process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from areal_agents.store.trainer_lock import TrainerLock
 
 
 class Store:
-    """An open store. Thread-safe; every process opens its own. Use as a context manager or close it."""
+    """An open store. Thread-safe; every process opens its own. Use it as a context manager, or close it."""
 
     def __init__(self, database: Database, url: str) -> None:
         self._database = database
@@ -48,23 +48,23 @@ class Store:
 
     @classmethod
     def open(cls, url_or_path: str | Path, durability: Durability = "process") -> Store:
-        """Open or create a store; one of the previous schema is migrated first.
+        """Open or create a store; a store of the previous schema is migrated first.
 
-        StoreError if it is unusable, foreign or of another schema, or if it must be migrated while another
-        process has it open.
+        Raises StoreError if it is unusable, not a store or of another schema, or if it must be migrated while
+        another process has it open.
         """
         url = store_url(url_or_path)
         return cls(Database(url, durability), url)
 
     @property
     def path(self) -> Path:
-        """The file that holds it; what belongs to it in other files lies beside."""
+        """The file of the store; its other files are in the same folder."""
         return store_path(self.url)
 
     def close(self) -> None:
-        """Commit what is queued and let go of the file. Idempotent."""
+        """Commit the queued writes and close the file. Idempotent."""
         self._database.close()
-        self._trainer.let_go()
+        self._trainer.release()
 
     def __enter__(self) -> Store:
         return self
@@ -75,27 +75,27 @@ class Store:
         self.close()
 
     def cursor(self) -> int:
-        """A mark for `wait`: it changes with any commit of any process. Meaningless to other objects."""
+        """Return a number that changes with any commit of any process, for `wait` of this object only."""
         return self._database.cursor()
 
     def wait(self, cursor: int, timeout_s: float) -> int:
-        """Block until something was committed since `cursor`, at most `timeout_s`; the new cursor.
+        """Block until a commit after `cursor`, for at most `timeout_s`, and return the new cursor.
 
-        Take the cursor, look, and then wait: so no change is missed.
+        To miss no change, take the cursor, then read, and then wait.
         """
         return self._database.wait(cursor, timeout_s)
 
     # -- the proxy writes ---------------------------------------------------------------------
 
     def open_episode(self, new: NewEpisode) -> Future[EpisodeRow]:
-        """Open an episode. Conflict if its group has no place for it."""
+        """Open an episode. Conflict if it does not fit into its group."""
         return self._database.submit(lambda c: episodes.insert_episode(c, new))
 
     def add_turn(self, episode_id: str, *turns: Turn, opening: NewEpisode | None = None) -> Future[None]:
-        """Record a turn, or siblings together: all of them or none. Conflict unless the episode is open.
+        """Record a turn, or several siblings, all or none. Conflict unless the episode is open.
 
-        `opening` is an episode that may not have been opened yet: it is opened in the same transaction if
-        the store does not have it, and then SessionTaken may be raised too.
+        `opening` is an episode that may not have been opened yet: if the store does not have it, it is opened
+        in the same transaction, which may then raise SessionTaken too.
         """
         rows = [encode_turn(episode_id, turn, time.time()) for turn in turns]
 
@@ -108,11 +108,11 @@ class Store:
         return self._database.submit(write)
 
     def discard_turn(self, turn_id: str, reason: str | None) -> Future[None]:
-        """Note that a turn never reached its client, so that it is not trained; None takes that back."""
+        """Record why a turn never reached its client, so that it is not trained; None clears the reason."""
         return self._database.submit(lambda c: episodes.discard_turn(c, turn_id, reason))
 
     def set_rewards(self, episode_id: str, given: Sequence[Reward]) -> Future[EpisodeState]:
-        """Set rewards; the last write of a name wins. NotFound; Conflict once the group is leased."""
+        """Set rewards; the last write of a name wins. NotFound, or Conflict once the group is leased."""
 
         def write(connection: sa.Connection) -> EpisodeState:
             rewards.write_rewards(connection, episode_id, given)
@@ -121,11 +121,11 @@ class Store:
         return self._database.submit(write)
 
     def claim_episode(self, episode_id: str, expected_owner: str | None, owner: str) -> Future[bool]:
-        """Make `owner` the owner of an open episode if `expected_owner` still is; whether it was."""
+        """Make `owner` the owner of an open episode if `expected_owner` is; the result is whether it was."""
         return self._database.submit(lambda c: episodes.claim_episode(c, episode_id, expected_owner, owner))
 
     def mark_limit(self, episode_id: str, limit: str) -> Future[None]:
-        """Note the limit that the policy ran into: finishing then makes the episode truncated."""
+        """Record the limit that the policy ran into; finishing the episode then makes it truncated."""
         return self._database.submit(lambda c: episodes.mark_limit(c, episode_id, limit))
 
     def seal(
@@ -138,9 +138,9 @@ class Store:
         truncated_reward: float = 0.0,
         require_turn: bool = False,
     ) -> Future[EpisodeState]:
-        """End an episode, with its last rewards; what it is then.
+        """End an episode, with its last rewards; the result is its state.
 
-        Conflict if it ended otherwise; NoTurn if `require_turn` and the model was never called.
+        Conflict if it ended in another way; NoTurn if `require_turn` and the model was never called.
         """
         return self._database.submit(
             lambda c: episodes.seal_episode(
@@ -155,13 +155,13 @@ class Store:
         )
 
     def fail_unrewarded(self, ids: Sequence[str]) -> Future[list[str]]:
-        """Fail the episodes that `unrewarded_episodes` still has; returns their ids."""
+        """Fail those of the episodes that still wait for a reward; the result is their ids."""
         return self._database.submit(lambda c: episodes.fail_unrewarded(c, ids))
 
     def empty_groups(self, ids: Sequence[str], *, keep_versions: int) -> Future[int]:
-        """Give up the texts and tokens of expired groups, see `expired_groups`; how many turns had any.
+        """Delete the texts and tokens of expired groups, see `expired_groups`; the result counts the turns.
 
-        A group that a resume could bring back is left alone. Freed space goes back to the disk.
+        A group that a resume could train again is not changed. Free space is returned to the disk.
         """
 
         def write(connection: sa.Connection) -> int:
@@ -172,23 +172,23 @@ class Store:
         return self._database.submit(write)
 
     def drop_open_group(self, group_id: str, reason: str) -> Future[None]:
-        """Give up a group that the trainer has not taken. Conflict if it has."""
+        """Drop a group. Conflict if the trainer has taken it."""
         return self._database.submit(lambda c: groups.drop_group(c, group_id, reason))
 
     # -- the trainer writes -------------------------------------------------------------------
 
     def become_trainer(self, wait_s: float = 0.0) -> None:
-        """Be the one trainer of this store until it is closed; one that is ending is given `wait_s`.
+        """Become the only trainer of this store until it is closed; wait `wait_s` for one that is ending.
 
-        Conflict if another process is it: two would train the same groups.
+        Conflict if another process is the trainer, because two would train the same groups.
         """
         self._trainer.take(wait_s)
 
     def lease_group_ids(self, count: int, *, step: int) -> list[str]:
-        """Take the `count` oldest complete training groups, or none if there are fewer; their ids.
+        """Lease the `count` oldest complete training groups, or none if there are fewer; return their ids.
 
-        Their rewards are closed from here on. What a dead trainer had leased is complete again before.
-        Conflict if another trainer has the store.
+        They accept no more rewards. Groups that a dead trainer had leased are made complete again first.
+        Raises Conflict if another process is the trainer of the store.
         """
         self.become_trainer()
         holder = self._trainer.holder
@@ -197,7 +197,7 @@ class Store:
         ).result()
 
     def lease_groups(self, count: int, *, step: int) -> list[RolloutGroup]:
-        """Take groups as `lease_group_ids` does, and load them."""
+        """Lease groups as `lease_group_ids` does, and load them."""
         ids = self.lease_group_ids(count, step=step)
         with self._database.read() as connection:
             return reads.load_groups(connection, ids) if ids else []
@@ -205,25 +205,25 @@ class Store:
     def lease_replays(
         self, count: int, *, step: int, min_version: int, max_uses: int
     ) -> list[tuple[str, int]]:
-        """Lease up to `count` trained groups for one more use in `step`; (group, use) of each.
+        """Lease up to `count` trained groups for one more use in `step`; return (group, use) of each.
 
-        Leased are groups that are trained in all their uses so far, the last of them in an earlier step, that
-        have fewer than `max_uses` uses, and none of whose sampled tokens is older than `min_version`. Those
-        that were submitted last come first: their tokens are the least stale, and the order of submission
-        is one that no clock and no resume changes. Groups without sampled tokens, and groups whose turns were
-        given up (`store.retain`), are passed over.
+        A group is leased if it was trained in all its uses so far, the last of them in an earlier step, if it
+        has fewer than `max_uses` uses, and if none of its sampled tokens is older than `min_version`. The
+        groups that were submitted last come first: their tokens are the least stale, and neither clocks nor
+        resumes change the order of submission. Groups without sampled tokens, and groups whose turns were
+        deleted (`store.retain`), are skipped.
 
-        A reuse counts neither in the gate nor in `group_counts`, and leaves the state of its group alone.
+        A reuse counts neither in the gate nor in `group_counts`, and does not change the state of its group.
 
         Args:
-            count: at least 1; fewer are leased where there are fewer.
+            count: at least 1; fewer are leased if there are fewer.
             step: the step that trains them.
-            min_version: every version from this one on is within the staleness bound at `step`.
-            max_uses: uses of a group in all, its first one included.
+            min_version: the oldest version that is within the staleness bound at `step`.
+            max_uses: the most uses of a group, including its first one.
 
         Raises:
             ValueError: `count` or `max_uses` is below 1.
-            Conflict: another trainer has the store.
+            Conflict: another process is the trainer of the store.
         """
         self.become_trainer()
         holder = self._trainer.holder
@@ -234,7 +234,7 @@ class Store:
         ).result()
 
     def mark_trained(self, group_ids: Iterable[str | tuple[str, int]], *, step: int, version: int) -> None:
-        """Note that leased groups were trained into `version`. Conflict if one is not leased for `step`.
+        """Record that leased groups were trained into `version`. Conflict if one is not leased for `step`.
 
         A group is given as (group, use), or as its id alone for its first use.
         """
@@ -244,16 +244,16 @@ class Store:
     def drop_group(self, group_id: str, reason: str, *, step: int, use: int = 0) -> None:
         """Drop a complete or leased group for good. Conflict in any other state.
 
-        With a `use` above 0, end a leased reuse instead: the group stays trained, and is not reused any more.
+        With a `use` above 0, end a leased reuse instead: the group stays trained, and is not reused again.
         """
         self._database.submit(lambda c: leases.drop_leased(c, group_id, reason, step=step, use=use)).result()
 
     def commit_checkpoint(self, step: int) -> None:
-        """Note that a resume can start after `step`."""
+        """Record that a resume can start after `step`."""
         self._database.submit(lambda c: leases.write_checkpoint(c, step)).result()
 
     def return_leases(self, after_step: int) -> int:
-        """Make the groups of all steps after `after_step` complete again; how many. For a resume.
+        """Make the groups of all steps after `after_step` complete again, for a resume; return how many.
 
         Reuses in those steps, and reuses that are only leased, are deleted.
         """
@@ -262,7 +262,7 @@ class Store:
     def publish_version(
         self, version: int, *, step: int, path: str | Path, checksum: str | None = None
     ) -> None:
-        """Make `version` the current policy. Conflict unless its number is a new maximum."""
+        """Make `version` the current policy. Conflict unless its number is above all earlier ones."""
         self._database.submit(
             lambda c: versions.insert_version(c, version, step=step, path=str(path), checksum=checksum)
         ).result()
@@ -270,40 +270,40 @@ class Store:
     # -- everybody reads ----------------------------------------------------------------------
 
     def latest_version(self) -> VersionRow | None:
-        """The current policy version, None before the first."""
+        """Return the current policy version, or None before the first."""
         with self._database.read() as connection:
             return versions.latest_version(connection)
 
     def max_version(self) -> int:
-        """The largest version number ever published, -1 before the first."""
+        """Return the largest version number that was ever published, or -1 before the first."""
         with self._database.read() as connection:
             return versions.max_version(connection)
 
     def steps_behind(self, version: int) -> dict[int, int]:
-        """By how many steps each version of an earlier process run lags behind `version`."""
+        """Return by how many steps each version from before a resume lags behind `version`."""
         with self._database.read() as connection:
             return versions.steps_behind(connection, version)
 
     def latest_checkpoint(self) -> int | None:
-        """The step of the newest checkpoint, None without one."""
+        """Return the step of the newest checkpoint, or None if there is none."""
         with self._database.read() as connection:
             return versions.latest_checkpoint(connection)
 
     def failed_episodes(self, split: Split = "train") -> int:
-        """How many episodes of the split failed, since the store began."""
+        """Return how many episodes of the split have failed."""
         with self._database.read() as connection:
             return reads.failed_episodes(connection, split)
 
     def in_flight_episodes(self) -> int:
-        """Training episodes submitted and not yet trained, for the gate."""
+        """Return the number of training episodes that are submitted and not yet trained, for the gate."""
         with self._database.read() as connection:
             return reads.in_flight_episodes(connection)
 
     def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
-        """(group, step of its last use) of up to `limit` groups whose turns can be given up, by that step.
+        """Return (group, step of its last use) of up to `limit` groups whose turns can be deleted, by step.
 
-        Trained or dropped by the trainer, before the last `keep_versions` versions, and in a step that the
-        checkpoint before the newest one has in it: so no resume can bring them back.
+        The trainer trained or dropped them before the last `keep_versions` versions, in a step that the
+        second newest checkpoint covers, so that no resume can train them again.
         """
         with self._database.read() as connection:
             return retention.expired_groups(
@@ -311,22 +311,22 @@ class Store:
             )
 
     def group_counts(self, split: Split = "train") -> dict[str, int]:
-        """How many groups are pending, complete, leased, trained and dropped."""
+        """Return how many groups are pending, complete, leased, trained and dropped."""
         with self._database.read() as connection:
             return reads.group_counts(connection, split)
 
     def waiting_groups(self) -> list[WaitingGroup]:
-        """The training groups that the trainer has not taken yet, oldest first: pending and complete."""
+        """Return the pending and complete training groups that the trainer has not leased, oldest first."""
         with self._database.read() as connection:
             return waiting.waiting_groups(connection)
 
     def untrained_groups(self) -> list[UntrainedGroup]:
-        """The training groups that are neither trained nor dropped, oldest first."""
+        """Return the training groups that are neither trained nor dropped, oldest first."""
         with self._database.read() as connection:
             return waiting.untrained_groups(connection)
 
     def abandoned_groups(self) -> list[str]:
-        """Pending training groups that others than our runner began, and in which nothing is under way."""
+        """Return the pending training groups that no runner submitted and that have no active episode."""
         with self._database.read() as connection:
             return waiting.abandoned_groups(connection)
 
@@ -337,33 +337,29 @@ class Store:
         metadata: Mapping[str, Any] | None = None,
         group_id: str | None = None,
     ) -> list[EpisodeSummary]:
-        """The episodes that fit every given condition, in the order of opening."""
+        """Return the episodes that match every given condition, in the order in which they were opened."""
         with self._database.read() as connection:
             return reads.summaries(
                 connection, split=split, status=status, group_id=group_id, metadata=metadata
             )
 
     def open_groups(self) -> list[OpenGroup]:
-        """The pending groups and the attempts at each of their places."""
+        """Return the pending groups with the attempts at each index."""
         with self._database.read() as connection:
             return reads.open_groups(connection)
 
     def task_ids_started(self, split: Split = "train") -> list[tuple[str, int]]:
-        """(task id, epoch) of every group, in the order of starting; group ids are "<task id>@<epoch>"."""
+        """Return (task id, epoch) of every group, oldest first; group ids are "<task id>@<epoch>"."""
         with self._database.read() as connection:
             return reads.tasks_started(connection, split)
 
     def load_episode(self, episode_id: str) -> RecordedEpisode:
-        """An episode with its turns and rewards. NotFound if it is unknown."""
+        """Return an episode with its turns and rewards. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.load_episodes(connection, [episode_id])[0]
 
     def load_group(self, group_id: str) -> RolloutGroup:
-        """A group with its scored episodes. NotFound if it is unknown."""
-        return self.load_groups([group_id])[0]
-
-    def load_groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
-        """Groups with their scored episodes, in the order of `group_ids`. NotFound if one is unknown."""
+        """Return a group with its scored episodes. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.load_groups(connection, group_ids)
 
@@ -373,58 +369,58 @@ class Store:
             return reads.groups_ended_at(connection, group_ids)
 
     def turn_times(self, split: Split = "train") -> list[TurnTime]:
-        """When the turns of scored episodes were recorded: by episode, and in order within it."""
+        """Return when the turns of scored episodes were recorded, by episode and in order."""
         with self._database.read() as connection:
             return reads.turn_times(connection, split)
 
     def recorded_groups(self) -> list[str]:
-        """The ids of the training groups that were completed and not dropped, oldest first."""
+        """Return the ids of the training groups that were completed and not dropped, oldest first."""
         with self._database.read() as connection:
             return reads.recorded_groups(connection)
 
     def episode_row(self, episode_id: str) -> EpisodeRow:
-        """An episode without its turns. NotFound if it is unknown."""
+        """Return an episode without its turns. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.episode_row(connection, id=episode_id)
 
     def episode_row_by_key(self, key_hash: str) -> EpisodeRow:
-        """The episode that has a key, without its turns. NotFound if there is none."""
+        """Return the episode with this key, without its turns. NotFound if there is none."""
         with self._database.read() as connection:
             return reads.episode_row(connection, key_hash=key_hash)
 
     def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
-        """The episode that has a key, and its turns. NotFound if there is none."""
+        """Return the episode with this key, and its turns. NotFound if there is none."""
         with self._database.read() as connection:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
 
     def unrewarded_episodes(self) -> list[str]:
-        """The finished episodes of groups that wait for a reward, oldest first."""
+        """Return the ids of finished episodes in groups that have no reward yet, oldest first."""
         with self._database.read() as connection:
             return episodes.unrewarded(connection)
 
     def open_episodes(self) -> list[OpenEpisode]:
-        """Every open episode, oldest first."""
+        """Return every open episode, oldest first."""
         with self._database.read() as connection:
             return reads.open_episodes(connection)
 
     def open_implicit_episode(self, implicit_key: str) -> EpisodeRow | None:
-        """The open episode that bare calls opened under a key, None without one."""
+        """Return the open implicit episode with this key, or None if there is none."""
         with self._database.read() as connection:
             return reads.open_implicit_episode(connection, implicit_key)
 
     def open_implicit_episodes(self) -> list[tuple[EpisodeRow, list[Turn]]]:
-        """The open episodes that bare calls opened, and their turns."""
+        """Return the open implicit episodes with their turns."""
         with self._database.read() as connection:
             rows = reads.open_implicit_episodes(connection)
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
 
     def turns_of(self, episode_id: str) -> list[Turn]:
-        """The turns of one episode, in the order of recording."""
+        """Return the turns of one episode, in the order in which they were recorded."""
         with self._database.read() as connection:
             return reads.turns_of(connection, episode_id)
 
     def episode_of_turn(self, turn_id: str) -> EpisodeRow:
-        """The episode that a completion belongs to. NotFound if it is unknown."""
+        """Return the episode that a completion belongs to. NotFound if it is unknown."""
         with self._database.read() as connection:
             return reads.episode_row(connection, id=reads.episode_of_turn(connection, turn_id))

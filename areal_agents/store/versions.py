@@ -1,4 +1,4 @@
-"""Writes and reads the published policy versions. Their rows decide which weights are current."""
+"""Writes and reads of the published policy versions, which define the current weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_agents.store.schema import checkpoints, leases, versions
 def insert_version(
     connection: sa.Connection, version: int, *, step: int, path: str, checksum: str | None
 ) -> None:
-    """Publish a version. Conflict unless its number is above every number ever published."""
+    """Publish a version. Raises Conflict unless its number is above every published one."""
     largest = max_version(connection)
     if version <= largest:
         raise Conflict(
@@ -28,22 +28,22 @@ def insert_version(
 
 
 def latest_version(connection: sa.Connection) -> VersionRow | None:
-    """The version published last, None before the first."""
+    """Return the version that was published last, or None before the first."""
     row = connection.execute(sa.select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
     return VersionRow(**row._mapping) if row is not None else None
 
 
 def max_version(connection: sa.Connection) -> int:
-    """The largest version number ever published, -1 before the first."""
+    """Return the largest version number that was ever published, or -1 before the first."""
     largest = connection.execute(sa.select(sa.func.max(versions.c.version))).scalar_one()
     return -1 if largest is None else largest
 
 
 def steps_behind(connection: sa.Connection, version: int) -> dict[int, int]:
-    """By how many steps each version of an earlier process run lags behind `version`, below 0 if it leads.
+    """Return by how many steps each version from before a resume lags behind `version`; below 0 if it leads.
 
-    Between two versions of one process run there are as many steps as numbers, so those are left out; so is
-    everything if `version` was never published.
+    Between two versions without a resume in between there are as many steps as numbers, so those are omitted.
+    If `version` was never published, the result is empty.
     """
     step = connection.execute(
         sa.select(versions.c.step).where(versions.c.version == version)
@@ -59,11 +59,12 @@ def steps_behind(connection: sa.Connection, version: int) -> dict[int, int]:
 
 
 def oldest_served(connection: sa.Connection) -> int:
-    """A version such that later calls of the engine get no older one.
+    """Return a lower bound on the version that engines serve from now on.
 
-    The row of a version is written before it is swapped in, and the groups trained into it are marked
-    after, so the newest one may not be served yet while nothing is trained into it. Exact from the
-    first trained batch of a process run on, before that at most one too low. 0 before the first version.
+    The row of a version is written before the version is swapped in, and the groups trained into it are
+    marked after the swap, so the newest version may not be served yet while no group is marked as trained
+    into it. The bound is exact from the first trained batch after a start or resume, and at most one too low
+    before. It is 0 before the first version.
     """
     first, newest = connection.execute(
         sa.select(sa.func.min(versions.c.version), sa.func.max(versions.c.version))
@@ -77,5 +78,5 @@ def oldest_served(connection: sa.Connection) -> int:
 
 
 def latest_checkpoint(connection: sa.Connection) -> int | None:
-    """The step of the newest checkpoint, None without one."""
+    """Return the step of the newest checkpoint, or None if there is none."""
     return connection.execute(sa.select(sa.func.max(checkpoints.c.step))).scalar_one()

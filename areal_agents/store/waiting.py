@@ -1,6 +1,4 @@
-"""Counts the training groups that wait: for the trainer, for older groups, or because nothing will take
-them.
-"""
+"""Reads of the training groups that are not trained yet: those to be leased, to be trained, or abandoned."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ _TRAINING = sa.and_(groups.c.split == "train", groups.c.state.in_(("pending", "c
 
 
 def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
-    """The training groups that are pending, or complete and not taken, in the order of submission."""
-    # A resume publishes an earlier step than the versions before it were of.
+    """Return the training groups that are pending, or complete and not leased, in the order of submission."""
+    # A resume publishes a step that is earlier than that of the versions before it.
     oldest = (
         sa.select(versions.c.version)
         .where(versions.c.version >= groups.c.version)
@@ -30,7 +28,7 @@ def waiting_groups(connection: sa.Connection) -> list[WaitingGroup]:
 
 
 def untrained_groups(connection: sa.Connection) -> list[UntrainedGroup]:
-    """The training groups that are neither trained nor dropped, in the order of submission."""
+    """Return the training groups that are neither trained nor dropped, in the order of submission."""
     done = sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased")
     query = sa.select(groups.c.id, (groups.c.state == "pending").label("is_pending")).where(_TRAINING, ~done)
     return [
@@ -40,16 +38,18 @@ def untrained_groups(connection: sa.Connection) -> list[UntrainedGroup]:
 
 
 def abandoned_groups(connection: sa.Connection) -> list[str]:
-    """The pending training groups that no runner of ours began, and in which nothing is under way: no episode
-    is open, and none waits for its reward. In the order of submission."""
-    is_runners = sa.and_(
+    """Return the pending training groups that no runner submitted and that have no active episode.
+
+    An episode is active if it is open or waits for its reward. The order is that of submission.
+    """
+    is_of_runner = sa.and_(
         *(episodes.c.metadata[key].as_string() == value for key, value in OPENED_BY_RUNNER.items())
     )
     is_rewarded = sa.exists().where(rewards.c.episode_id == episodes.c.id)
-    is_under_way = (episodes.c.status == "open") | (episodes.c.status.in_(SCORED) & ~is_rewarded)
+    is_active = (episodes.c.status == "open") | (episodes.c.status.in_(SCORED) & ~is_rewarded)
     query = sa.select(groups.c.id).where(
         groups.c.split == "train",
         groups.c.state == "pending",
-        ~sa.exists().where(episodes.c.group_id == groups.c.id, is_runners | is_under_way),
+        ~sa.exists().where(episodes.c.group_id == groups.c.id, is_of_runner | is_active),
     )
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())

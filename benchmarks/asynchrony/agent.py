@@ -47,7 +47,7 @@ class Workload(BaseModel):
     def episode(self, task: int, index: int) -> tuple[list[int], list[float], float]:
         """Tokens by turn [turns], seconds by tool call [turns − 1], and the reward of one episode."""
         random = np.random.default_rng([self.seed, task, index])
-        plan = LogNormalWork(self.tokens.log_normal(), self.turns, self.tool_s.log_normal()).draw(random)
+        plan = LogNormalWork(self.tokens.log_normal(), self.turns, self.tool_s.log_normal()).sample(random)
         return [int(tokens) for tokens in plan.tokens], list(plan.between), float(random.random())
 
 

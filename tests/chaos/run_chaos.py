@@ -218,7 +218,7 @@ def full_disk(root: Path) -> Counts:
             run.start()
             run.wait_for_steps(2)
             ballast = fill(disk, leave_bytes=int(KEPT_FREE_GB * 0.7e9))
-            run.wait_for(lambda: "nothing new is submitted" in run.output.read_text())
+            run.wait_for(lambda: "no groups are submitted" in run.output.read_text())
             ballast.unlink()
             run.wait_for(lambda: "the warning is over" in run.output.read_text())
             run.wait_for_steps(2)

@@ -79,8 +79,8 @@ def test_an_agent_that_streams() -> None:
     assert report.verdict == "ok" and (facts.calls, facts.streamed, facts.turns) == (1, 1, 1)
     assert facts.ignored_fields == {"user": 1} and facts.overridden == {"temperature": 1}
     notes = [finding.what for finding in report.findings]
-    assert "Request fields without effect: user." in notes
-    assert "In training the proxy decides: temperature." in notes
+    assert "These request fields have no effect: user." in notes
+    assert "In training, the proxy sets these parameters: temperature." in notes
 
 
 def test_an_agent_that_edits_its_history() -> None:
@@ -120,7 +120,7 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
     (refusal,) = report.facts.refused
     assert (refusal.status, refusal.code, refusal.count) == (400, "unsupported_parameter", 1)
     refused, failed = serious(report)
-    assert "this model writes text only" in refused.what and "Leave that parameter out" in refused.fix
+    assert "this model writes text only" in refused.what and "Leave the parameter out" in refused.fix
     assert failed.what.startswith("The agent failed: BadRequestError")
 
 
@@ -128,9 +128,9 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
     ("agent", "what", "fix"),
     [
         ("own_key", "refused with 401", "api_key=ep.api_key"),
-        ("bare", "opened an episode of their own", "base_url=ep.base_url"),
+        ("bare", "the proxy opened another episode for them", "base_url=ep.base_url"),
         ("forced", "1 of 1 turns were sampled under a grammar", "train_constrained: true"),
-        ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients take it without"),
+        ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients need it without /v1"),
     ],
 )
 def test_what_keeps_an_agent_from_being_trained(agent: str, what: str, fix: str) -> None:
@@ -169,14 +169,14 @@ def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
     report = examine(function=f"{AGENTS}:endless", task={"mark": str(mark)}, timeout_s=2)
     assert report.verdict == "remarks" and report.facts.turns == 1
     (finding,) = serious(report)
-    assert finding.what == "The agent was ended after 2 s." and "--timeout" in finding.fix
+    assert finding.what == "The agent did not end within 2 s and was stopped." and "--timeout" in finding.fix
 
 
 def test_an_agent_that_fails_for_want_of_a_task_is_told_how_to_give_one() -> None:
     report = examine(function=f"{AGENTS}:asks_its_question", timeout_s=60)
     (finding,) = [each for each in report.findings if "failed before any call" in each.what]
     assert "KeyError: 'question'" in finding.what
-    assert "Its task was {}; --task gives another." in finding.fix
+    assert "Its task was {}; give another with --task." in finding.fix
 
 
 def test_a_command_that_fails_shows_why() -> None:
@@ -191,7 +191,7 @@ def test_a_command_that_fails_shows_why() -> None:
 
 def test_mistakes_on_the_command_line_are_one_clear_line() -> None:
     done = doctor("--agent", "no_such_module:agent")
-    assert done.returncode == 1 and "no_such_module does not import" in done.stderr
+    assert done.returncode == 1 and "cannot import no_such_module" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -136,7 +136,7 @@ def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, fi
 
 
 def test_a_server_that_says_nothing_of_itself_is_unavailable() -> None:
-    with pytest.raises(EngineUnavailable, match="does not say how it was started"):
+    with pytest.raises(EngineUnavailable, match="did not answer /get_server_info with its settings"):
         check_running(config("engine.kind=sglang", "engine.urls=[http://127.0.0.1:9]"))
 
 

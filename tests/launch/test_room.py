@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from areal_agents.config import load_config
-from areal_agents.launch.disk_space import Room, room_of
+from areal_agents.launch.disk_space import DiskSpace, disk_space_of
 from areal_agents.launch.live_view import LiveView
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.training.publish.config import versions_folder
@@ -36,32 +36,32 @@ def folder_of(root: Path, name: str, size: int) -> None:
         file.truncate(size)
 
 
-def test_room_is_asked_for_the_next_checkpoint_and_weights_too(
+def test_space_is_required_for_the_next_checkpoint_and_weights_too(
     tmp_path: Path, free: dict[str, float]
 ) -> None:
     kept = [tmp_path / "checkpoints", tmp_path / "weights"]
-    room = Room([tmp_path, tmp_path / "not" / "there"], kept=kept, min_free_gb=1.0)
+    space = DiskSpace([tmp_path, tmp_path / "not" / "there"], kept=kept, min_free_gb=1.0)
     free["gb"] = 1.1
-    assert room.lack() is None
+    assert space.shortage() is None
     folder_of(kept[0], "step-1", 300_000_000)
     folder_of(kept[0], ".step-2.tmp", 900_000_000)  # of a trainer that is writing
-    said = room.lack()
-    assert said is not None and f"the disk of {tmp_path} has 1.1 GB free and the run keeps 1.3 GB" in said
+    said = space.shortage()
+    assert said is not None and f"the disk of {tmp_path} has 1.1 GB free, and the run needs 1.3 GB" in said
     folder_of(kept[1], "v1", 200_000_000)
     free["gb"] = 1.4
-    assert room.lack() is not None
+    assert space.shortage() is not None
     free["gb"] = 1.6
-    assert room.lack() is None
-    assert Room([tmp_path], kept=kept, min_free_gb=0).lack() is None
+    assert space.shortage() is None
+    assert DiskSpace([tmp_path], kept=kept, min_free_gb=0).shortage() is None
 
 
 def test_an_old_folder_that_is_being_removed_is_not_the_newest(
     tmp_path: Path, free: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder_of(tmp_path / "weights", "v2", 300_000_000)
-    room = Room([tmp_path], kept=[tmp_path / "weights"], min_free_gb=1.0)
+    space = DiskSpace([tmp_path], kept=[tmp_path / "weights"], min_free_gb=1.0)
     free["gb"] = 1.1
-    said = room.lack()
+    said = space.shortage()
     folder_of(tmp_path / "weights", "v1", 1)
     os.utime(tmp_path / "weights" / "v1", (2e9, 2e9))  # what is taken out of it changes it
 
@@ -69,7 +69,7 @@ def test_an_old_folder_that_is_being_removed_is_not_the_newest(
         raise FileNotFoundError(folder)
 
     monkeypatch.setattr(Path, "rglob", gone)
-    assert said is not None and room.lack() == said
+    assert said is not None and space.shortage() == said
 
 
 def test_the_user_sees_it_once_and_when_it_is_over() -> None:
@@ -78,7 +78,7 @@ def test_the_user_sees_it_once_and_when_it_is_over() -> None:
     for text in (None, "the disk is low", "the disk is lower", None, None):
         view.warn(text)
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
-    assert lines == ["warning: the disk is low", "the cause of the warning is gone; the run continues"]
+    assert lines == ["warning: the disk is low", "the warning is over: the run continues"]
 
 
 def test_of_a_folder_for_the_weights_of_several_runs_only_ones_own_count(
@@ -86,9 +86,9 @@ def test_of_a_folder_for_the_weights_of_several_runs_only_ones_own_count(
 ) -> None:
     shared, run = tmp_path / "shm", tmp_path / "run"
     config = load_config(EXAMPLE, [f"run_dir={run}", f"trainer.publish.folder={shared}"])
-    room = room_of(config, RunFolder(run))
+    space = disk_space_of(config, RunFolder(run))
     folder_of(shared, "of-another-run", 5_000_000_000)
     free["gb"] = 1.5
-    assert room.lack() is None
+    assert space.shortage() is None
     folder_of(versions_folder(str(shared), run), "v7", 1_000_000_000)
-    assert "the run keeps 2.0 GB" in str(room.lack())
+    assert "the run needs 2.0 GB" in str(space.shortage())

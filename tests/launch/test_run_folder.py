@@ -44,7 +44,7 @@ def test_a_store_inside_the_run_folder_goes_with_it(folder: RunFolder) -> None:
 
 def test_a_store_that_is_no_file_must_be_emptied_by_its_owner(folder: RunFolder) -> None:
     with pytest.raises(
-        ConfigError, match=r"cannot set the store postgresql://… aside: drop its tables"
+        ConfigError, match=r"cannot set the store postgresql://… aside; drop its tables"
     ) as error:
         folder.set_aside("postgresql://user:secret@host/db")
     assert "secret" not in str(error.value)

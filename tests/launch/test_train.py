@@ -140,8 +140,8 @@ def test_a_finished_run_is_shown_again_and_nothing_is_started(finished: tuple[Pa
     process = start(run_dir, "trainer.steps=3")
     output = finish(process)
     assert process.returncode == 0, output
-    assert "is finished: raise trainer.steps to continue it" in output
-    assert output.partition("the run in figures")[2] == earlier.partition("the run in figures")[2]
+    assert "is finished; raise trainer.steps to continue" in output
+    assert output.partition("summary of the run")[2] == earlier.partition("summary of the run")[2]
     assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
 
 
@@ -177,7 +177,7 @@ def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
     command = [sys.executable, "-m", "areal_agents.cli", "export", str(run_dir), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
-    assert "step-2 is now a model in" in done.stdout
+    assert "step-2 as a Hugging Face model to" in done.stdout
     assert {file.name for file in out.iterdir()} == {file.name for file in (run_dir / "final").iterdir()}
 
 
@@ -216,7 +216,7 @@ def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) 
     process.send_signal(signal.SIGINT)
     output = finish(process)
     assert process.returncode == 130, output
-    assert "to go on from the last checkpoint: areal-agents train" in output
+    assert "to continue from the last checkpoint: areal-agents train" in output
     assert processes_of(run_dir) == []
 
     steps = steps_done(run_dir) + 2

@@ -240,7 +240,7 @@ async def test_the_pool_knows_whether_a_trainer_lives(
                 with pytest.raises(Conflict):  # nobody took it away
                     TrainerLock(store.path).take()
             else:
-                store._trainer.let_go()
+                store._trainer.release()
                 await until(lambda: replica.version == 1 and not replica.may_be_paused)
                 TrainerLock(store.path).take()  # it was given back
         finally:

@@ -66,7 +66,7 @@ async def test_a_command_ends_when_it_exits_whatever_it_leaves_in_another_sessio
     code = f"{STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit {status}"
     command = run(["sh", "-c", code])
     if status:
-        with pytest.raises(AgentError, match="^sh exited with 3: said$"):
+        with pytest.raises(AgentError, match="^sh exited with status 3: said$"):
             await command
     else:
         await command
@@ -78,7 +78,7 @@ async def test_a_leftover_that_is_not_found_holds_up_no_episode(folder: Path) ->
     code = f'env -i PATH="$PATH" {STAYS} & while ! [ -s pid ]; do sleep 0.01; done; echo said >&2; exit 3'
     began = time.monotonic()
     try:
-        with pytest.raises(AgentError, match="^sh exited with 3: said$"):
+        with pytest.raises(AgentError, match="^sh exited with status 3: said$"):
             await run(["sh", "-c", code])
     finally:
         os.kill(pid_in(folder), 9)

@@ -178,7 +178,7 @@ async def test_running_into_a_limit_of_the_proxy_is_truncation_though_the_agent_
 async def test_a_first_prompt_beyond_the_context_is_no_doing_of_the_policy(attempts: Attempts) -> None:
     outcome, episode = await attempts("good", context_tokens=2)
     assert outcome.error is not None
-    assert "beyond the limits of the episode; raise rollout.limits" in outcome.error
+    assert "exceeds the limits of the episode; raise rollout.limits" in outcome.error
     assert episode.status == "failed" and not episode.turns
 
 
@@ -249,7 +249,7 @@ async def test_a_decorated_agent_works_as_a_command(attempts: Attempts, tmp_path
 async def test_a_command_that_fails_tells_why(attempts: Attempts) -> None:
     outcome, _ = await attempts({"command": f"{sys.executable} -c \"raise SystemExit('no luck')\""})
     assert outcome.status == "failed" and outcome.error is not None
-    assert outcome.error.endswith("exited with 1: no luck")
+    assert outcome.error.endswith("exited with status 1: no luck")
     outcome, _ = await attempts({"command": "no-such-program"})
     assert outcome.error == "cannot start 'no-such-program': No such file or directory"
 
@@ -299,5 +299,5 @@ def test_a_short_outage_under_many_episodes_is_borne(monkeypatch: pytest.MonkeyP
     patience.note(None)
     for _ in range(3):
         patience.note("the proxy is gone")
-    with pytest.raises(AgentError, match="4 attempts in a row failed; the last one: the proxy is gone"):
+    with pytest.raises(AgentError, match="4 attempts in a row failed; the last error: the proxy is gone"):
         patience.note("the proxy is gone")

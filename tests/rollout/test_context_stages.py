@@ -41,13 +41,13 @@ def test_the_episodes_own_bound_holds_too() -> None:
     [
         (
             [{"max_tokens": 8}, {"until_step": 3, "max_tokens": 9}],
-            "only the last stage may be without until_step",
+            "every stage but the last needs until_step",
         ),
         (
             [{"until_step": 5, "max_tokens": 8}, {"until_step": 5, "max_tokens": 9}],
-            r"until_step must grow.*\[5, 5\]",
+            r"until_step must increase.*\[5, 5\]",
         ),
-        ([{"until_step": 5, "max_tokens": 8}, {"max_tokens": 8}], r"max_tokens must grow.*\[8, 8\]"),
+        ([{"until_step": 5, "max_tokens": 8}, {"max_tokens": 8}], r"max_tokens must increase.*\[8, 8\]"),
         ([{"until_step": 0, "max_tokens": 8}], "greater than or equal to 1"),
         ([{"until_step": 5}], "Field required"),
     ],

@@ -101,7 +101,7 @@ def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     for path, message in [
         (str(tmp_path / "no.jsonl"), "there is no data file"),
         (str(tmp_path / "no.py") + ":tasks", "there is no file"),
-        ("no_such_module:tasks", "no_such_module does not import: ModuleNotFoundError"),
+        ("no_such_module:tasks", "cannot import no_such_module: ModuleNotFoundError"),
         (str(tmp_path / "folder-without-data"), "expected a .jsonl, .json, .parquet or .csv file"),
         (write(tmp_path / "empty.jsonl", ""), "is empty"),
         (write(tmp_path / "broken.jsonl", '{"id": '), "cannot load"),

@@ -71,5 +71,5 @@ def test_what_is_beyond_the_gate_is_held_back(tmp_path: Path, max_staleness: int
             store.open_episode(NewEpisode(name, f"hash of {name}", Task(name, {}), name, 1)).result()
         store.drop_open_group("g1", "it is none of them").result()
         store.open_episode(NewEpisode("h", "hash of h", Task("h", {}), "h", 1)).result()
-        submission = Submission(store=store, source=source, config=config, steps=9, lack=lambda: None)
+        submission = Submission(store=store, source=source, config=config, steps=9, shortage=lambda: None)
         assert submission.held_back() == frozenset(["g0", "g2", "g3", "g4", "h"][5 - held :])

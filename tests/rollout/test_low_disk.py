@@ -24,7 +24,7 @@ class Disk:
         self.is_low = False
         self.looks = 0
 
-    def lack(self) -> str | None:
+    def shortage(self) -> str | None:
         self.looks += self.is_low
         if self.looks > LOOKS:
             self.is_low = False
@@ -51,7 +51,7 @@ async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptu
             rollout=RolloutConfig(groups=1, group_size=2, max_staleness=0, concurrency=2),
             evaluation=None,
             steps=STEPS,
-            lack=disk.lack,
+            shortage=disk.shortage,
         )
     assert disk.looks == LOOKS + 1 and submitted == [1, 2, 3]
     assert served.store.group_counts()["trained"] == STEPS

@@ -253,7 +253,9 @@ async def test_data_that_ends_too_early_is_an_error(served: Any) -> None:
         await run(**arguments(served, "good", data=data))
     rows = [{"id": f"t{i}", "n": 1, "bad": i < 2} for i in range(4)]
     data = DataConfig(path=tasks_file(served.folder, "bad", rows), epochs=1)
-    with pytest.raises(DataError, match="the data ended: .* 2 dropped, and the 2 left make no batch of 4"):
+    with pytest.raises(
+        DataError, match="the data ended: .* 2 dropped, and the 2 left are too few for a batch of 4"
+    ):
         async with asyncio.timeout(60):
             await run(
                 **arguments(

@@ -38,7 +38,7 @@ def test_the_best_split_balances_both_sides() -> None:
 def test_engines_of_several_gpus_leave_the_rest_to_the_trainers() -> None:
     tried = splits(read_parameters([*SMALL, "gpus_per_engine=2"]), None, gpus=7)
     assert [(split.engines, split.trainers) for split in tried] == [(1, 5), (2, 3), (3, 1)]
-    with pytest.raises(ConfigError, match="2 GPUs are too few for an engine of 2"):
+    with pytest.raises(ConfigError, match="gpus must be at least 3, got 2"):
         splits(read_parameters([*SMALL, "gpus_per_engine=2"]), None, gpus=2)
 
 

@@ -145,7 +145,7 @@ def test_retention_goes_on(old: Path) -> None:
         for version in (3, 4):
             store.publish_version(version, step=version, path="v")
             store.commit_checkpoint(version)
-        assert Retention(store, RetainConfig(versions=1)).go() == 3 * 4
+        assert Retention(store, RetainConfig(versions=1)).run_once() == 3 * 4
         assert store.lease_replays(9, step=5, min_version=0, max_uses=9) == []  # nothing is left of them
 
 
@@ -170,7 +170,7 @@ def test_a_migration_that_the_disk_refuses_leaves_the_store_as_it_was(
     )
     with monkeypatch.context() as patched:
         patched.setattr(migrations, "_STATEMENTS", full)
-        with pytest.raises(StoreError, match="it is unchanged: database or disk is full"):
+        with pytest.raises(StoreError, match="database or disk is full; it is unchanged"):
             Store.open(old)
     assert dump(old) == before
     Store.open(old).close()
@@ -195,7 +195,7 @@ def test_a_store_that_another_process_has_open_is_not_migrated_under_it(
 ) -> None:
     monkeypatch.setattr(migrations, "_WAIT_S", 0.3)
     before = dump(old)
-    with pytest.raises(StoreError, match="another process has it open: end every process"):
+    with pytest.raises(StoreError, match="another process has it open; end every process"):
         Store.open(old)
     assert dump(old) == before
     assert holder.stdin is not None and holder.stdout is not None

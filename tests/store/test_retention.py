@@ -13,8 +13,7 @@ from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import StoreError
-from areal_agents.store import NewEpisode, RetainConfig, Retention, Store, StoreConfig, retention
-from areal_agents.store import retaining as keeping
+from areal_agents.store import NewEpisode, RetainConfig, Retention, Store, StoreConfig, retaining, retention
 
 
 @pytest.fixture
@@ -42,7 +41,7 @@ def emptied(store: Store) -> set[str]:
         try:
             store.load_episode(summary.id)
         except StoreError as error:
-            assert "no longer kept" in str(error)
+            assert "were deleted (store.retain)" in str(error)
             out.add(str(summary.group_id))
     return out
 
@@ -50,7 +49,7 @@ def emptied(store: Store) -> set[str]:
 def go_on(keeper: Retention) -> int:
     """Until nothing is left to be given up."""
     total = 0
-    while count := keeper.go():
+    while count := keeper.run_once():
         total += count
     return total
 
@@ -108,7 +107,7 @@ def test_versions_that_a_crash_lost_do_not_count_as_newer_steps(store: Store) ->
 def test_a_go_is_bounded_and_open_episodes_are_left_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "_GROUPS_A_GO", 2)
+    monkeypatch.setattr(retaining, "_GROUPS_PER_STEP", 2)
     for step in range(1, 8):
         train(store, step)
     complete_group(store, "waiting@0", [1.0])
@@ -117,7 +116,7 @@ def test_a_go_is_bounded_and_open_episodes_are_left_alone(
     complete_group(store, "dropped@0", [1.0, 1.0])
     store.drop_group("dropped@0", "equal", step=1)
     keeper = Retention(store, RetainConfig(versions=1))
-    assert keeper.go() == 8
+    assert keeper.run_once() == 8
     assert go_on(keeper) == 5 * 4
     assert emptied(store) == {f"g{n}@0" for n in range(1, 7)} | {"dropped@0"}
     store.set_rewards("alone", reward(1)).result()
@@ -155,7 +154,7 @@ def test_a_death_between_export_and_giving_up_exports_nothing_twice(
     with monkeypatch.context() as dying:
         dying.setattr(Store, "empty_groups", lambda *_, **__: (_ for _ in ()).throw(StoreError("killed")))
         with pytest.raises(StoreError, match="killed"):
-            Retention(store, config).go()
+            Retention(store, config).run_once()
     assert emptied(store) == set()
     train(store, 4)  # so that another go would take other groups
     go_on(Retention(store, config))
@@ -167,7 +166,7 @@ def test_an_export_that_the_disk_refuses_gives_nothing_up(store: Store, tmp_path
         train(store, step)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="cannot export turns"):
-        Retention(store, RetainConfig(versions=1, export=str(tmp_path / "file"))).go()
+        Retention(store, RetainConfig(versions=1, export=str(tmp_path / "file"))).run_once()
     assert emptied(store) == set()
 
 
@@ -175,7 +174,7 @@ def test_what_a_user_may_say() -> None:
     assert StoreConfig.model_validate({"retain": "all"}) == StoreConfig()
     assert StoreConfig.model_validate({"retain": {"versions": 2}}).retain.versions == 2
     for wrong, said in (
-        ("most", "expected all, or"),
+        ("most", "must be all or"),
         ({"export": "x"}, "versions: N"),
         ({"versions": 0}, "1"),
     ):

@@ -322,7 +322,7 @@ def test_a_foreign_or_broken_file_is_refused(tmp_path: Path) -> None:
         Store.open(tmp_path / "s.db")
     with sqlite3.connect(tmp_path / "other.db") as connection:
         connection.execute("CREATE TABLE things (x)")
-    with pytest.raises(StoreError, match="something else"):
+    with pytest.raises(StoreError, match="is no store of areal-agents"):
         Store.open(tmp_path / "other.db")
     (tmp_path / "text.db").write_text("not a database, but long enough to be looked at " * 50)
     with pytest.raises(StoreError, match="cannot open"):

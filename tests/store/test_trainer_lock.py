@@ -79,15 +79,15 @@ def test_a_trainer_waits_for_somebody_who_looks_whether_one_lives(tmp_path: Path
     path = tmp_path / "s.db"
     with Store.open(path) as store, ThreadPoolExecutor(1) as pool:
         complete_group(store, "a@0", [0])
-        with TrainerLock(path).nobody() as alone:
+        with TrainerLock(path).unheld() as alone:
             assert alone
-            with TrainerLock(path).nobody() as also:
+            with TrainerLock(path).unheld() as also:
                 assert not also  # two who look do not both act
             leasing = pool.submit(store.lease_group_ids, 1, step=1)
             with pytest.raises(TimeoutError):
                 leasing.result(0.2)
         assert leasing.result(10) == ["a@0"]
-        with TrainerLock(path).nobody() as alone:
+        with TrainerLock(path).unheld() as alone:
             assert not alone
             store.close()
             TrainerLock(path).take()  # whoever was told that a trainer lives holds up none
@@ -100,7 +100,7 @@ def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
     def look() -> int:
         looks = 0
         while not ended.is_set():
-            with TrainerLock(path).nobody() as alone:
+            with TrainerLock(path).unheld() as alone:
                 looks += alone
         return looks
 
@@ -110,7 +110,7 @@ def test_a_trainer_begins_while_pools_look(tmp_path: Path) -> None:
             for _ in range(100):
                 lock = TrainerLock(path)
                 lock.take()
-                lock.let_go()
+                lock.release()
         finally:
             ended.set()
         assert sum(one.result() for one in looking) > 0

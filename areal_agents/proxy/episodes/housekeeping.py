@@ -76,7 +76,7 @@ class Housekeeping:
             self._implicit.drop_empty()
         if self._retention is not None:
             with _logged("store.retain"):
-                await asyncio.to_thread(self._retention.go)
+                await asyncio.to_thread(self._retention.run_once)
 
     async def _fail_unrewarded(self) -> None:
         """By this process's own clock: the wall's may be set back or forward."""

@@ -1,1 +1,1 @@
-"""Runs a user's agent: in this process, in worker processes, or as a program of its own."""
+"""Runs a user's agent as a coroutine in this process, in worker processes, or as a separate program."""

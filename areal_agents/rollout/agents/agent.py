@@ -1,6 +1,6 @@
-"""A user's agent, and the three ways to run it: as a coroutine, in a worker process, or as a command.
+"""Loads the user's agent and runs it: as a coroutine in this process, in a worker process, or as a command.
 
-Whichever it is, cancelling `run` ends the agent: a coroutine is cancelled, a process is killed.
+In every case, cancelling `run` ends the agent: a coroutine is cancelled, and a process is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_agents.rollout.agents.worker_pool import WorkerAgent
 
 logger = logging.getLogger(__name__)
 
-CANCEL_GRACE_S = 2.0  # per attempt to cancel a coroutine that catches its cancellation
+CANCEL_GRACE_S = 2.0  # wait after each attempt to cancel a coroutine that catches its cancellation
 CANCEL_ATTEMPTS = 3
 
 
@@ -28,35 +28,35 @@ class Agent(Protocol):
     """Something that attempts tasks.
 
     Attributes:
-        capacity: episodes that it can run at the same time, None without a limit.
+        capacity: the most episodes that it can run at the same time; None: no limit.
     """
 
     capacity: int | None
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        """One episode; what the agent returned. Whatever the agent raises, or AgentError."""
+        """Run one episode and return what the agent returned. Raises what the agent raises, or AgentError."""
         ...
 
     async def close(self) -> None:
-        """End every process that is left."""
+        """End every remaining process."""
         ...
 
 
 def load_agent(spec: str | Mapping[str, str], *, workers: int = 8) -> Agent:
-    """The agent that a config names.
+    """Load the agent that a configuration names.
 
     Args:
         spec: "module:function", "path/to/file.py:function", or {"command": "python my_agent.py"}. The
             function need not be decorated; it must take (task, ep).
-        workers: processes for a synchronous function.
+        workers: the most processes for a synchronous function.
 
     Raises:
-        AgentError: it does not import, is no function of (task, ep), or the command is empty.
+        AgentError: the agent cannot be imported, is not a function of (task, ep), or the command is empty.
     """
     if isinstance(spec, Mapping):
         if set(spec) != {"command"} or not spec["command"].strip():
             raise AgentError(
-                f"an agent is module:function, file.py:function or {{command: …}}, got {dict(spec)}"
+                f"an agent must be module:function, file.py:function or {{command: …}}, got {dict(spec)}"
             )
         return CommandAgent(shlex.split(spec["command"]))
     function = load_function(spec, AgentError)
@@ -73,10 +73,10 @@ class CoroutineAgent:
 
     def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function
-        self._undead: set[asyncio.Task[Any]] = set()
+        self._uncancelled: set[asyncio.Task[Any]] = set()
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        """One episode, in a task of its own, so that an agent that resists cancellation delays nothing."""
+        """Run one episode in its own task, so that an agent that ignores cancellation blocks no other."""
         episode = asyncio.create_task(self._call(task, ep), name=f"episode {ep.id}")
         try:
             return await asyncio.shield(episode)
@@ -88,8 +88,8 @@ class CoroutineAgent:
             raise
 
     async def close(self) -> None:
-        """Cancel once more what resisted."""
-        for episode in tuple(self._undead):
+        """Cancel the tasks again that ignored their cancellation."""
+        for episode in tuple(self._uncancelled):
             await self._end(episode)
 
     async def _call(self, task: Mapping[str, Any], ep: Episode) -> Any:
@@ -106,10 +106,11 @@ class CoroutineAgent:
             episode.cancel()
             await asyncio.wait({episode}, timeout=CANCEL_GRACE_S)
         if not episode.done():
-            self._undead.add(episode)
-            episode.add_done_callback(self._undead.discard)
+            self._uncancelled.add(episode)
+            episode.add_done_callback(self._uncancelled.discard)
             logger.error(
-                "%s ignores its cancellation and continues; an agent must let it pass", episode.get_name()
+                "%s ignores its cancellation; an agent must not catch asyncio.CancelledError",
+                episode.get_name(),
             )
         elif not episode.cancelled():
-            episode.exception()  # seen: it was ended on purpose
+            episode.exception()  # retrieved, so that asyncio does not log it: the task was ended on purpose

@@ -1,8 +1,8 @@
-"""The process of an agent. When it exits, everything that it started is ended.
+"""An agent's process, which ends when it exits; the processes that it started are ended with it.
 
-asyncio's own `Process.wait` returns only when every pipe is closed (Python 3.11 and 3.12), which any process
-that inherited one can delay, and `create_subprocess_exec` cannot be cancelled safely. So this is built on the
-transport below, whose protocol is told of the exit itself.
+asyncio's `Process.wait` returns only when every pipe is closed (Python 3.11 and 3.12), which any process that
+inherited a pipe can delay, and `create_subprocess_exec` cannot be cancelled safely. This module therefore
+uses asyncio's subprocess transport, whose protocol is notified of the exit itself.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from uuid import uuid4
 from areal_agents.processes import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
 
 TERMINATE_GRACE_S = 2.0
-PIPE_GRACE_S = 0.5  # after the exit, for what is still in the pipes
-START_S = 60.0  # longest wait for a start that is cancelled
+PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes
+START_S = 60.0  # longest wait for a process to start after its start was cancelled
 LONGEST_LINE = 1 << 24  # bytes
 _TAIL = 4096  # bytes of standard error that are kept
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
 
 class ChildProcess:
-    """A child process that leads a session of its own, made by `start`. Standard input is a pipe."""
+    """A child process that leads its own session, created by `start`. Its standard input is a pipe."""
 
     def __init__(self, transport: asyncio.SubprocessTransport, protocol: _Protocol, mark: str) -> None:
         self._transport = transport
@@ -41,21 +41,21 @@ class ChildProcess:
         lines: bool = False,
         tail: bool = False,
     ) -> Self:
-        """Start a process; if this is cancelled, there is none.
+        """Start a process. If this is cancelled, no process remains.
 
         Args:
             command: the program and its arguments.
-            environment: its variables; the mark that its own children inherit is added.
-            lines: read its standard output with `line`, instead of discarding it.
-            tail: keep the end of its standard error, instead of passing it on to this process's.
+            environment: its variables; a mark is added, which its children inherit.
+            lines: whether to read its standard output with `line`, instead of discarding it.
+            tail: whether to keep the end of its standard error, instead of passing it on to this process's.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: the process cannot be started.
         """
         loop = asyncio.get_running_loop()
         mark = uuid4().hex
-        # Not to be cancelled halfway: asyncio would kill the process without its children, and then wait for
-        # pipes that it has not connected yet.
+        # The start must not be cancelled halfway: asyncio would kill the process without its children, and
+        # then wait for pipes that it has not connected yet.
         starting = asyncio.ensure_future(
             loop.subprocess_exec(
                 _Protocol,
@@ -76,45 +76,45 @@ class ChildProcess:
             raise
 
     def send(self, data: bytes) -> None:
-        """Write to its standard input without waiting until it reads; it may have closed it."""
+        """Write to its standard input, if that is open, without waiting until it reads."""
         if not self._protocol.is_lost(_STDIN):
             cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN)).write(data)
 
     def close_input(self) -> None:
-        """Close its standard input once all that was sent is read."""
+        """Close its standard input after all sent data is written."""
         if not self._protocol.is_lost(_STDIN):
             cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN)).close()
 
     async def wait(self) -> int:
-        """Return its exit status when it has exited; -N if signal N ended it. The caller limits the time."""
+        """Wait, without a time limit, until it exits; return its exit status, -N if signal N ended it."""
         await self._protocol.exited.wait()
         status = self._transport.get_returncode()
         assert status is not None
         return status
 
     async def line(self) -> bytes:
-        """The next line of its standard output; b"" once it has exited, or closed it.
+        """Return the next line of its standard output; b"" when it has exited, or closed the pipe.
 
         Raises:
-            ValueError: a line longer than LONGEST_LINE.
+            ValueError: a line is longer than LONGEST_LINE.
         """
         return await self._protocol.output.readline()
 
     def tail(self) -> str:
-        """The end of its standard error; whole after `end`."""
+        """Return the end of its standard error; complete only after `end`."""
         return self._protocol.errors.decode(errors="replace").strip()
 
     async def end(self) -> None:
-        """SIGTERM to its group, then SIGKILL to the group and to what it started in other sessions.
+        """Send SIGTERM to its group, then SIGKILL to the group and to its processes in other sessions.
 
-        What is in its pipes then is read, for PIPE_GRACE_S at most.
+        Afterwards the rest of its output is read, for at most PIPE_GRACE_S.
         """
         pid = self._transport.get_pid()
         signal_group(pid, signal.SIGTERM)
         try:
             await _happens(self._protocol.exited, TERMINATE_GRACE_S)
         finally:
-            signal_group(pid, signal.SIGKILL)  # the rest of the group too
+            signal_group(pid, signal.SIGKILL)  # also to the rest of the group
         try:
             if not await _happens(self._protocol.exited, KILL_S):
                 warn_unkillable(pid)
@@ -125,14 +125,14 @@ class ChildProcess:
 
 
 class _Protocol(asyncio.SubprocessProtocol):
-    """What the event loop says of a process and its pipes."""
+    """The events of a process and its pipes, as the event loop reports them."""
 
     def __init__(self) -> None:
         self.exited = asyncio.Event()
-        self.closed = asyncio.Event()  # it has exited, and its pipes are closed
+        self.closed = asyncio.Event()  # the process has exited, and its pipes are closed
         self.output = asyncio.StreamReader(limit=LONGEST_LINE)
         self.errors = b""
-        self._lost: set[int] = set()  # pipes that are closed
+        self._lost: set[int] = set()  # the pipes that are closed
         self._transport: asyncio.SubprocessTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -154,7 +154,7 @@ class _Protocol(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         self.exited.set()
-        # Others may hold the pipes. What the process itself wrote is read long before.
+        # Other processes may hold the pipes. What this process wrote is read long before.
         asyncio.get_running_loop().call_later(PIPE_GRACE_S, self.close)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -166,16 +166,16 @@ class _Protocol(asyncio.SubprocessProtocol):
         return fd in self._lost
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close the open pipes."""
         assert self._transport is not None
         stdin = cast(asyncio.WriteTransport, self._transport.get_pipe_transport(_STDIN))
         if not self.is_lost(_STDIN) and (not stdin.is_closing() or stdin.get_write_buffer_size()):
-            stdin.abort()  # closing would wait until all is read
+            stdin.abort()  # close() would wait until all data is written
         self._transport.close()
 
 
 async def _happens(event: asyncio.Event, timeout_s: float) -> bool:
-    """Whether it happens in time."""
+    """Wait for the event; return whether it was set in time."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

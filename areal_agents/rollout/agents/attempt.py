@@ -1,4 +1,4 @@
-"""Runs one episode from opening to end. Only here does an agent's failure become data."""
+"""Runs one episode from opening to sealing, and turns an agent's exceptions into failed episodes."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from areal_agents.rollout.config import LimitsConfig
 OPENING_GRACE_S = 5.0
 LONGEST_ERROR = 2000  # characters kept of an agent's error
 _FIRST_PROMPT = (
-    "its first prompt is beyond the limits of the episode; raise rollout.limits or the first of "
+    "the agent's first prompt exceeds the limits of the episode; raise rollout.limits or the first of "
     "rollout.context_stages"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What to attempt, and as what.
+    """The task of an episode, and how the episode is opened.
 
     Attributes:
-        group, group_size, surplus, index: its place; None outside groups.
+        group, group_size, surplus, index: the episode's position in its group; None outside groups.
         metadata: stored with the episode.
-        sampling: replaces what the agent asks for.
+        sampling: replaces the sampling parameters that the agent requests.
     """
 
     task: Task
@@ -50,9 +50,9 @@ class Outcome:
     """How an attempt ended.
 
     Attributes:
-        status: "failed" attempts may be repeated.
-        rewarded: whether it has a reward; one may still come over HTTP.
-        error: why it failed, None otherwise.
+        status: the status of the episode; "failed" attempts may be repeated.
+        rewarded: whether the episode has a reward; one may still be posted over HTTP.
+        error: why the attempt failed; None otherwise.
     """
 
     status: Literal["finished", "truncated", "failed"]
@@ -61,9 +61,10 @@ class Outcome:
 
 
 async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
-    """Open the episode of an attempt. RequestError if the proxy refuses or cannot be asked.
+    """Open the episode of an attempt. Raises RequestError if the proxy refuses or cannot be reached.
 
-    A cancellation waits for the proxy's answer, so that a later abort of open episodes finds it.
+    A cancellation waits for the proxy's answer, so that a caller that then aborts open episodes finds this
+    one.
     """
     opening = asyncio.create_task(
         client.open_episode(
@@ -83,21 +84,21 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
     except asyncio.CancelledError:
         await asyncio.wait({opening}, timeout=OPENING_GRACE_S)
         if not opening.cancel():
-            opening.exception()  # marks the exception as retrieved: nothing waits for it
+            opening.exception()  # retrieved, so that asyncio does not log it: no caller waits for it
         raise
 
 
 async def run_rollout(
     client: AsyncClient, agent: Agent, task: Task, opened: OpenedEpisode, *, limits: LimitsConfig
 ) -> Outcome:
-    """Run the agent in an open episode, hand in its rewards, and seal it.
+    """Run the agent in an open episode, report its rewards, and seal the episode.
 
-    An agent that raises, returns no number or makes no model call has failed. One that overran its
-    time or ran into a limit of the proxy is truncated, and keeps the rewards it had given. Cancelling
-    this ends the agent and leaves the episode open, for the caller to abort.
+    The episode fails if the agent raises, returns an invalid reward or makes no model call. It is truncated,
+    and keeps the rewards that were given, if the agent exceeded its time limit or another limit of the
+    episode. Cancelling this ends the agent and leaves the episode open; the caller aborts it.
 
     Raises:
-        RequestError: the proxy could not be asked; nothing is known about the episode.
+        RequestError: the proxy could not be reached, so the state of the episode is unknown.
     """
     reports: list[tuple[str, dict[str, Any]]] = []
     ep = Episode(opened.id, opened.base_url, opened.api_key, lambda path, body: reports.append((path, body)))
@@ -121,7 +122,7 @@ async def run_rollout(
 
 
 async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
-    """Whether the proxy refused a call over a limit: an agent that raises then is not to blame."""
+    """Whether the proxy refused a call over a limit; an exception of the agent is then not a failure."""
     return (await client.get_episode(opened.id))["limit_reached"] is not None
 
 
@@ -153,7 +154,7 @@ async def _finish(
 
 
 async def _has_reward(client: AsyncClient, opened: OpenedEpisode) -> bool:
-    """Whether somebody gave a reward over HTTP, as commands do."""
+    """Whether a reward was posted over HTTP, as commands do."""
     return bool((await client.get_episode(opened.id))["rewards"])
 
 
@@ -163,11 +164,12 @@ async def _fail(client: AsyncClient, opened: OpenedEpisode, error: str) -> Outco
 
 
 class FailureStreak:
-    """Counts failures in a row, over all tasks; success of any resets it.
+    """Counts failures in a row over all tasks; any success resets the count.
 
     Args:
-        limit: so many in a row are too many,
-        least_s: once they have gone on for so long: many episodes at a time meet one short outage.
+        limit: the number of failures in a row that is too many.
+        least_s: the shortest time in seconds that they must have lasted, because one short outage fails many
+            episodes at the same time.
     """
 
     def __init__(self, limit: int, *, least_s: float) -> None:
@@ -177,7 +179,7 @@ class FailureStreak:
         self._since_s = 0.0
 
     def note(self, error: str | None) -> None:
-        """Note how an attempt ended. AgentError once too many in a row have failed for too long."""
+        """Record how an attempt ended. Raises AgentError if too many in a row have failed for long enough."""
         if error is None:
             self._failures = 0
             return
@@ -186,19 +188,19 @@ class FailureStreak:
             self._since_s = now
         self._failures += 1
         if self._failures >= self._limit and now - self._since_s >= self._least_s:
-            raise AgentError(f"{self._failures} attempts in a row failed; the last one: {error}")
+            raise AgentError(f"{self._failures} attempts in a row failed; the last error: {error}")
 
 
 def backoff_s(failures: int) -> float:
-    """Pause before a new attempt after so many failures: half a second, doubling, at most half a minute."""
+    """Return the pause in seconds before a new attempt: 0.5, doubling with each failure, at most 30."""
     return min(30.0, 0.5 * 2.0 ** max(0, failures - 1))
 
 
 async def abort_episodes(client: AsyncClient, episodes: Iterable[str], reason: str) -> None:
-    """Abort open episodes that are no longer run."""
+    """Abort open episodes that no runner runs."""
     for episode in episodes:
         try:
             await client.fail(episode, reason, aborted=True)
         except RequestError as refused:
-            if refused.status != 409:  # it ended meanwhile
+            if refused.status != 409:  # not because the episode has already ended
                 raise

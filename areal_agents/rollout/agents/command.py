@@ -1,10 +1,10 @@
-"""An agent that is a program of its own, in any language, with one process per episode.
+"""Runs an agent that is a program in any language, as one process per episode.
 
-It gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
-variables of the OpenAI and Anthropic SDKs, and gives its reward over HTTP with the episode's key:
+The program gets its task as JSON on standard input and in AREAL_AGENTS_TASK, finds the model through the
+environment variables of the OpenAI and Anthropic SDKs, and posts its reward over HTTP with the episode's key:
 POST <base>/episodes/$AREAL_AGENTS_EPISODE_ID/reward. A proxy on this machine or a private network is added to
-its NO_PROXY. Exit status 0 is success. The episode ends when the program exits; what it leaves running, in
-sessions of their own too, is killed.
+its NO_PROXY. Exit status 0 is success. The episode ends when the program exits; the processes that it leaves
+running, also in other sessions, are killed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 
 TASK_VARIABLE = "AREAL_AGENTS_TASK"
-# Linux limits one variable to 128 KiB; a longer task is on standard input only.
+# Linux limits a variable to 128 KiB; a longer task is on standard input only.
 LONGEST_VARIABLE = 120_000
 
 
 class CommandAgent:
-    """Runs a command per episode."""
+    """Runs a command for each episode."""
 
     capacity: int | None = None
 
@@ -35,7 +35,7 @@ class CommandAgent:
         self._command = tuple(command)
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> None:
-        """One episode. AgentError with the end of its standard error if it does not exit with 0."""
+        """Run one episode. Raises AgentError, with the end of standard error, if the exit status is not 0."""
         text = json.dumps(dict(task))
         try:
             process = await ChildProcess.start(
@@ -50,12 +50,12 @@ class CommandAgent:
             process.close_input()
             status = await process.wait()
         finally:
-            await process.end()  # also what it left running in the background
+            await process.end()  # also ends the processes that it left running
         if status != 0:
-            raise AgentError(f"{self._command[0]} exited with {status}: {process.tail()}")
+            raise AgentError(f"{self._command[0]} exited with status {status}: {process.tail()}")
 
     async def close(self) -> None:
-        """Nothing is kept between episodes."""
+        """Do nothing: no process outlives its episode."""
 
 
 def _variables(task: str, ep: Episode) -> dict[str, str]:

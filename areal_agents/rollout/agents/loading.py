@@ -1,6 +1,6 @@
-"""Loads functions that users name as `module:function` or `path/to/file.py:function`.
+"""Imports functions that users name as `module:function` or `path/to/file.py:function`.
 
-Exceptions of user code in one line: what, and where in the user's own files.
+An exception of user code is reported on one line, with its place in the user's own files.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def names_a_function(spec: str) -> bool:
 
 
 def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[..., Any]:
-    """Import a function. A file's folder is put on `sys.path` first, so that it finds its neighbours.
+    """Import a function. A file's folder is put first on `sys.path`, so that it can import its neighbours.
 
     Raises:
-        error_type: the spec is malformed, the file or function is missing, or importing it failed; the
+        error_type: the spec is malformed, the file or function is missing, or the import failed; the
             message names the line of the user's code.
     """
     if not names_a_function(spec):
@@ -46,7 +46,7 @@ def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[...
         public = sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))
         raise error_type(f"{target} has no function {name!r}; it has {', '.join(public) or 'none'}") from None
     if not callable(function):
-        raise error_type(f"{spec} is no function but {type(function).__name__}")
+        raise error_type(f"{spec} must be a function, got {type(function).__name__}")
     return function
 
 
@@ -63,8 +63,8 @@ def _load_file(path: Path, error_type: type[ArealAgentsError]) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     importlib.invalidate_caches()
-    # By its plain name, so that a neighbour that imports it gets the same module, unless another
-    # module has that name already.
+    # Imported by its plain name, so that a neighbour that imports it gets the same module, unless another
+    # module already has that name.
     if _is_file(sys.modules.get(path.stem), path):
         return sys.modules[path.stem]
     found = None if path.stem in sys.modules else importlib.util.find_spec(path.stem)
@@ -79,7 +79,7 @@ def _load_file(path: Path, error_type: type[ArealAgentsError]) -> ModuleType:
             spec.loader.exec_module(sys.modules[name])
         except BaseException as error:
             del sys.modules[name]
-            raise _does_not_import(str(path), error, error_type) from error
+            raise _import_error(str(path), error, error_type) from error
     return sys.modules[name]
 
 
@@ -87,13 +87,13 @@ def _import(name: str, shown: str, error_type: type[ArealAgentsError]) -> Module
     try:
         return importlib.import_module(name)
     except BaseException as error:
-        raise _does_not_import(shown, error, error_type) from error
+        raise _import_error(shown, error, error_type) from error
 
 
-def _does_not_import(shown: str, error: BaseException, error_type: type[ArealAgentsError]) -> BaseException:
+def _import_error(shown: str, error: BaseException, error_type: type[ArealAgentsError]) -> BaseException:
     if isinstance(error, KeyboardInterrupt):
         return error
-    return error_type(f"{shown} does not import: {describe(error)}")
+    return error_type(f"cannot import {shown}: {describe(error)}")
 
 
 def _is_file(module: ModuleType | None, path: Path) -> bool:
@@ -105,7 +105,7 @@ _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdl
 
 
 def describe(error: BaseException) -> str:
-    """Type, message, and the last line of user code that the exception passed."""
+    """Return the exception's type and message, and the innermost line of user code in its traceback."""
     return f"{type(error).__name__}: {error}{_where(error)}"
 
 

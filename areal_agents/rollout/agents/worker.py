@@ -1,8 +1,9 @@
-"""A worker process: runs a synchronous agent one episode at a time. It can be killed at any moment.
+"""A worker process that runs a synchronous agent, one episode at a time, and can be killed at any time.
 
-Speaks one JSON object per line over its standard streams: {"ready"} or {"error"} first; then for each
-{task, id, base_url, api_key} any number of {"report": [path, body]}, and at last {"value"} or {"error"}.
-What the agent prints goes to standard error. The process ends when its standard input does.
+It exchanges one JSON object per line over its standard streams. It first writes {"ready"} or {"error"}; then,
+for each {task, id, base_url, api_key} that it reads, any number of {"report": [path, body]}, and finally
+{"value"} or {"error"}. The agent's output goes to standard error. The process exits when its standard input
+closes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main(spec: str) -> None:
     lock = threading.Lock()
 
     def send(message: dict[str, Any]) -> None:
-        with lock:  # an agent's threads may reward too
+        with lock:  # threads of the agent may give rewards too
             answers.write(json.dumps(message) + "\n")
             answers.flush()
 
@@ -37,7 +38,7 @@ def main(spec: str) -> None:
         send({"error": str(error)})
         return
     send({"ready": True})
-    for request in _until_the_parent_is_gone(requests):
+    for request in _until_the_parent_ends(requests):
         send(_attempt(function, request, send))
 
 
@@ -54,12 +55,12 @@ def _attempt(
         return {"value": None if value is None else checked_reward(value)}
     except AgentError as error:
         return {"error": str(error)}
-    except BaseException as error:  # also sys.exit: the episode is over, the worker is not
+    except BaseException as error:  # also SystemExit: it ends the episode, not the worker
         return {"error": describe(error)}
 
 
 def _own_streams() -> tuple[TextIO, TextIO]:
-    """The pipes to the parent; the agent gets an empty input, and standard error to print to."""
+    """Return the pipes to the parent; give the agent an empty input, and send its output to stderr."""
     requests, answers = os.fdopen(os.dup(0), "r"), os.fdopen(os.dup(1), "w")
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -68,8 +69,8 @@ def _own_streams() -> tuple[TextIO, TextIO]:
     return requests, answers
 
 
-def _until_the_parent_is_gone(requests: TextIO) -> Any:
-    """The requests. The process exits when the pipe closes, even in the middle of an episode."""
+def _until_the_parent_ends(requests: TextIO) -> Any:
+    """Yield the requests. The process exits when the pipe closes, even in the middle of an episode."""
     waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
     def read() -> None:

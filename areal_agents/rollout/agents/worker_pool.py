@@ -1,4 +1,4 @@
-"""A pool of worker processes for a synchronous agent. Cancelling an episode ends its process and no other."""
+"""Runs a synchronous agent in worker processes. Cancelling an episode ends its process and no other."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.agent_process import ChildProcess
 
 START_TIMEOUT_S = 120.0
-EXIT_S = 10.0  # between the end of a worker's output and its exit
+EXIT_S = 10.0  # longest wait for a worker to exit after the end of its output
 
 
 class WorkerAgent:
-    """A pool that starts processes as they are needed, at most `size`, and replaces the dead.
+    """A pool that starts processes as they are needed, at most `size`, and replaces those that ended.
 
-    What the agent prints goes to this process's standard error.
+    The agent's output goes to this process's standard error.
     """
 
     def __init__(self, spec: str, *, size: int) -> None:
@@ -31,7 +31,7 @@ class WorkerAgent:
         self._all: set[_Worker] = set()
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
-        """One episode. AgentError with what the agent raised."""
+        """Run one episode. Raises AgentError with the error that the agent raised."""
         async with self._places:
             worker = self._idle.pop() if self._idle else await self._start()
             try:
@@ -60,7 +60,7 @@ class WorkerAgent:
                 await worker.ready()
         except TimeoutError as error:
             await self._discard(worker)
-            raise AgentError(f"{self._spec} did not import within {START_TIMEOUT_S:.0f} s") from error
+            raise AgentError(f"{self._spec} was not imported within {START_TIMEOUT_S:.0f} s") from error
         except BaseException:
             await self._discard(worker)
             raise
@@ -73,7 +73,7 @@ class WorkerAgent:
 
 
 class _Raised(Exception):
-    """The agent raised; its process is fine."""
+    """The agent raised an exception; its process can run further episodes."""
 
 
 class _Worker:

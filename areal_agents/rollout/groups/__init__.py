@@ -1,1 +1,1 @@
-"""Groups of episodes: submission under the gate, attempts, and settlement."""
+"""Collects groups of training episodes: submission under the gate, attempts, and completion."""

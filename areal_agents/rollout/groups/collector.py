@@ -1,8 +1,8 @@
-"""Keeps training groups in progress: as many as the gate allows, the oldest first.
+"""Runs training groups: as many as the gate allows, oldest first, with `concurrency` episodes at a time.
 
-Every group that is submitted ends complete or dropped; what an over-sampled one has beyond its size is
-aborted as soon as it is complete. Nothing here must survive a restart: started groups, their attempts
-and their failures are read back from the store.
+Every submitted group is completed or dropped; the surplus episodes of an over-sampled group are aborted as
+soon as it is complete. No state here needs to survive a restart: started groups, their attempts and their
+failures are read from the store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.groups.group import GroupRun
-from areal_agents.rollout.groups.in_progress import GroupsUnderWay
+from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.reconciling import Reconciler
 from areal_agents.rollout.groups.settling import PlaceSettler
 from areal_agents.rollout.groups.submission import Submission, newest_step
@@ -30,11 +30,11 @@ class Collector:
     """Runs training episodes until cancelled.
 
     Args:
-        steps: of the run; how many groups it needs follows.
-        seed: of the run; every attempt draws from one of its own.
-        lack: what the run lacks to take more on; no group is submitted while it lacks anything.
-        changed: set whenever the store may have changed, and from time to time.
-        patience: shared with evaluations; ends the run when everything fails.
+        steps: the number of steps of the run, from which the number of groups follows.
+        seed: the seed of the run, from which every attempt gets one of its own.
+        shortage: returns what the run is short of, or None; no group is submitted during a shortage.
+        changed: an event that is set whenever the store may have changed, and periodically.
+        patience: counts failures in a row, also of evaluations; ends the run when there are too many.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Collector:
         config: RolloutConfig,
         steps: int,
         seed: int = 0,
-        lack: Callable[[], str | None] = lambda: None,
+        shortage: Callable[[], str | None] = lambda: None,
         changed: asyncio.Event,
         patience: FailureStreak,
     ) -> None:
@@ -59,8 +59,10 @@ class Collector:
         self._changed = changed
         self._patience = patience
         self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
-        self._submission = Submission(store=store, source=source, config=config, steps=steps, lack=lack)
-        self._groups = groups = GroupsUnderWay(size=config.group_size, changed=changed)
+        self._submission = Submission(
+            store=store, source=source, config=config, steps=steps, shortage=shortage
+        )
+        self._groups = groups = GroupsInProgress(size=config.group_size, changed=changed)
         calls = ControlCalls(client, patience)
         self._settler = PlaceSettler(groups=groups, calls=calls, store=store, config=config)
         self._reconciler = Reconciler(
@@ -73,7 +75,7 @@ class Collector:
         Raises (in an exception group):
             AgentError: too many attempts in a row failed.
             DataError: the data ended before the trainer had enough.
-            RequestError: the proxy refuses or cannot be reached.
+            RequestError: the proxy refused a request or cannot be reached.
         """
         await self._reconciler.resume()
         async with asyncio.TaskGroup() as members:
@@ -90,12 +92,12 @@ class Collector:
                 await self._changed.wait()
 
     def _may_fill(self, held_back: Collection[str]) -> bool:
-        """Whether there is a place to fill, of a new group if need be. Those held back are the youngest."""
+        """Whether an episode may start, if need be of a new group. The groups held back are the newest."""
         first = self._groups.first_vacant
         return self._submit() if first is None else first not in held_back
 
     def _submit(self) -> bool:
-        """Submit one more group if that is allowed; whether it was."""
+        """Submit one more group if that is allowed; return whether it was."""
         submitted = self._submission.next(unregistered=self._groups.unregistered)
         if submitted is None:
             return False
@@ -106,7 +108,7 @@ class Collector:
         return True
 
     async def _fill(self, group: GroupRun, index: int) -> None:
-        """Attempt one place of a group, and let follow what does."""
+        """Make one attempt at an index of a group, and act on its outcome."""
         lost: str | None = None
         try:
             outcome = await self._attempt(group, index)

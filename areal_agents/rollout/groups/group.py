@@ -1,10 +1,10 @@
-"""A training group that is not complete yet: which of its places still need an episode.
+"""A training group in progress: which of its places still need an episode.
 
-A group of size G with k places more (over-sampling) is complete with G scored episodes, whichever they
-are. A place whose attempts are used up is given up: first at the cost of the surplus, then as the
-config says.
+A place is an index in the group. A group of size G with a surplus of k (over-sampling) has G + k places, and
+is complete with any G scored episodes. A place whose attempts are used up is abandoned: first at the expense
+of the surplus, then as the configuration says.
 
-What counts is in the store; this is what one runner plans to do about it.
+The store has the state of the group; this module plans what one runner does about it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ AfterFailures = Literal["retry", "lost", "drop"]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One of a group's places, as the store has it.
+    """A place of a group, as the store has it.
 
     Attributes:
-        state: "unrewarded" is finished without a reward, which may still come over HTTP.
-        failures: attempts that failed; aborted ones do not count.
-        episode: id of the attempt that holds it, None if vacant.
+        state: "unrewarded" means finished without a reward, which may still be posted over HTTP.
+        failures: the number of failed attempts; aborted ones do not count.
+        episode: the id of the attempt that occupies the place; None if it is vacant.
     """
 
     state: PlaceState
@@ -36,7 +36,7 @@ class Place:
 
 
 def read_places(count: int, attempts: Iterable[EpisodeSummary]) -> list[Place]:
-    """The places of a group, `count` of them, from all its attempts."""
+    """Return the `count` places of a group, from all its attempts."""
     by_index: list[list[EpisodeSummary]] = [[] for _ in range(count)]
     for attempt in attempts:
         by_index[attempt.index].append(attempt)
@@ -48,14 +48,15 @@ class GroupRun:
     """A group that this runner completes.
 
     Attributes:
-        size: episodes that make it complete; surplus: places beyond.
+        size: the number of scored episodes that complete the group.
+        surplus: the number of places beyond `size`.
         order: groups with smaller numbers come first.
-        registered: whether the store has a row of it.
-        open: per place the episode that runs there.
-        unrewarded: places that wait for a reward from outside.
-        scored: places that hold a scored episode.
-        lost: places that no further episode is tried at.
-        failures: failed attempts per place.
+        registered: whether the store has a row of the group.
+        open: the id of the running episode, by place.
+        unrewarded: the places that wait for a reward over HTTP.
+        scored: the places with a scored episode.
+        lost: the places that get no further attempt.
+        failures: the number of failed attempts, by place.
     """
 
     id: str
@@ -75,20 +76,20 @@ class GroupRun:
 
     @property
     def places(self) -> int:
-        """How many episodes may be live at the same time."""
+        """The number of places, `size` + `surplus`."""
         return self.size + self.surplus
 
     def note_scored(self, index: int) -> bool:
-        """Note that a place holds a scored episode; whether the group is complete."""
+        """Record that a place has a scored episode; return whether the group is complete."""
         self.scored.add(index)
         self.unrewarded.discard(index)
         return len(self.scored) >= self.size
 
     def after_failures(self, index: int, *, retries: int, refill: bool) -> AfterFailures:
-        """What follows from the failures of a vacant place.
+        """Return what follows from the failures of a vacant place.
 
-        Each `retries` + 1 of them use one episode up. A fresh one takes its place with `refill`, at most
-        `size` times in a group, so that a task which always fails ends.
+        An episode is used up after `retries` + 1 failures. With `refill`, a new episode replaces it, at most
+        `size` times in a group, so that a task that always fails ends.
         """
         used_up = self.failures[index] // (retries + 1)
         if not used_up:

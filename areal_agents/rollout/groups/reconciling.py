@@ -1,4 +1,4 @@
-"""Reconciles a collector with the store: groups of an earlier process run, lost answers, late rewards."""
+"""Reconciles a collector with the store: groups from before a restart, lost answers, and late rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups.group import GroupRun, Place, read_places
-from areal_agents.rollout.groups.in_progress import GroupsUnderWay
+from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.settling import PlaceSettler
 from areal_agents.store import OpenGroup, Store
 
@@ -20,12 +20,12 @@ UNREWARDED_PERIOD_S = 1.0
 
 
 class Reconciler:
-    """Brings a collector's groups to where the store has them. Raises what `ControlCalls` does."""
+    """Updates a collector's groups to their state in the store. Raises what `ControlCalls` raises."""
 
     def __init__(
         self,
         *,
-        groups: GroupsUnderWay,
+        groups: GroupsInProgress,
         settler: PlaceSettler,
         calls: ControlCalls,
         patience: FailureStreak,
@@ -41,14 +41,14 @@ class Reconciler:
         self._next_look_s = 0.0
 
     async def resume(self) -> None:
-        """Take over the groups that an earlier process run left unfinished."""
+        """Take over the groups that this runner left unfinished before a restart."""
         for group in self._store.open_groups():
             if group.split == "train" and _is_ours(group):
                 await self._take_over(group)
 
     async def look_again(self, group: GroupRun, index: int, error: str) -> None:
-        """The proxy refused, or its answer was lost: what became of the place?"""
-        if group not in self._groups:  # a conflict with how the group ended meanwhile
+        """Read the state of a place from the store, after the proxy refused a call or its answer was lost."""
+        if group not in self._groups:  # the refusal was due to a change of the group's state
             return
         logger.warning("%s[%d]: %s", group.id, index, error)
         self._patience.note(error)
@@ -56,14 +56,14 @@ class Reconciler:
         if group not in self._groups:
             return
         found = self._open_groups().get(group.id)
-        if found is None and group.registered:  # its completion was not heard of, or it was dropped
-            await self._settler.let_go(group)
+        if found is None and group.registered:  # it was completed, or dropped by another process
+            await self._settler.release(group)
             return
         places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.places
         await self._settler.settle_found(group, index, places[index])
 
     async def look_at_unrewarded(self) -> None:
-        """Rewards may come over HTTP; the proxy fails the episodes for which none does."""
+        """Look for rewards that were posted over HTTP; the proxy fails episodes that get none in time."""
         now = asyncio.get_running_loop().time()
         waiting = self._groups.unrewarded()
         if not waiting or now < self._next_look_s:
@@ -71,8 +71,8 @@ class Reconciler:
         self._next_look_s = now + UNREWARDED_PERIOD_S
         pending = self._open_groups()
         for group in waiting:
-            if group.id not in pending:  # complete, or dropped by somebody else
-                await self._settler.let_go(group)
+            if group.id not in pending:  # complete, or dropped by another process
+                await self._settler.release(group)
                 continue
             for index, place in enumerate(_places(pending[group.id])):
                 if index in group.unrewarded and place.state != "unrewarded":

@@ -1,4 +1,4 @@
-"""Chooses the next training group, and whether it may begin: gate, steps left, end of the data."""
+"""Chooses the next training group to submit, as the gate, shortages and the end of the data allow."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 class Submission:
-    """Hands out the tasks of new groups, one at a time.
+    """Yields the tasks of new groups, one at a time.
 
     Args:
-        source: of the tasks; those that the store has groups of are not handed out again.
-        steps: of the run; how many groups it needs follows.
-        lack: what the run lacks to take more on; no group is submitted while it lacks anything.
+        source: the tasks; those that the store has groups of are not submitted again.
+        steps: the number of steps of the run, from which the number of groups follows.
+        shortage: returns what the run is short of, or None; no group is submitted during a shortage.
     """
 
     def __init__(
@@ -31,21 +31,21 @@ class Submission:
         source: TaskSource,
         config: RolloutConfig,
         steps: int,
-        lack: Callable[[], str | None],
+        shortage: Callable[[], str | None],
     ) -> None:
         self._store = store
         self._config = config
         self._steps = steps
-        self._lack = lack
-        self._lacked = False
+        self._shortage = shortage
+        self._was_short = False
         self._tasks = source.stream(set(store.task_ids_started("train")))
         self._exhausted = False
 
     def next(self, *, unregistered: int) -> tuple[Task, int] | None:
-        """The task of one more group and its epoch, if one may be submitted and there is one.
+        """Return the task of one more group and its epoch, or None if none may be submitted or is left.
 
         Args:
-            unregistered: groups that are begun and have no row in the store yet.
+            unregistered: the number of groups that are begun and have no row in the store yet.
         """
         if not admissible_groups(
             submitted=self._submitted() + unregistered,
@@ -54,7 +54,7 @@ class Submission:
             needed=self._needed(),
         ):
             return None
-        if self._lacks():
+        if self._is_short():
             return None
         task, epoch = next(self._tasks, (None, 0))
         if task is None:
@@ -63,10 +63,10 @@ class Submission:
         return task, epoch
 
     def held_back(self) -> frozenset[str]:
-        """The groups no place of which may be filled now: before each are as many as the gate admits.
+        """Return the groups that must start no episode now, because the gate admits only groups before them.
 
-        After a resume the groups of the lost steps come back before those that were begun since, and a
-        smaller batch leaves some over. What these sample now would be too old when their turn comes.
+        After a resume, the groups of the lost steps come back before those that were begun since, and a
+        smaller batch size leaves too many groups. What these sample now would be too old when it is trained.
         """
         if self._config.max_staleness is None:
             return frozenset()
@@ -76,7 +76,10 @@ class Submission:
         return frozenset(group.id for group in self._store.untrained_groups()[admitted:])
 
     def check_data(self) -> None:
-        """DataError if the data has ended and what is left makes no batch; for when no group is under way."""
+        """Raise DataError if the data has ended and too few groups are left for a batch.
+
+        To be called when no group is in progress.
+        """
         if not self._exhausted:
             return
         counts = self._store.group_counts("train")
@@ -84,32 +87,32 @@ class Submission:
         if left < self._config.groups and counts["trained"] + left < self._steps * self._config.groups:
             raise DataError(
                 f"the data ended: {counts['trained']} groups were trained and {counts['dropped']} dropped, "
-                f"and the {left} left make no batch of {self._config.groups}; raise data.epochs"
+                f"and the {left} left are too few for a batch of {self._config.groups}; raise data.epochs"
             )
 
     def _submitted(self) -> int:
-        """Groups in the store that are neither trained nor dropped."""
+        """Return the number of groups in the store that are neither trained nor dropped."""
         counts = self._store.group_counts("train")
         return counts["pending"] + counts["complete"] + counts["leased"]
 
-    def _lacks(self) -> bool:
-        """Whether the run lacks something; the log says when that begins and ends."""
-        lack = self._lack()
-        if lack is not None and not self._lacked:
-            logger.error("%s", lack)
-        elif lack is None and self._lacked:
+    def _is_short(self) -> bool:
+        """Whether the run is short of a resource; logs when a shortage begins and ends."""
+        shortage = self._shortage()
+        if shortage is not None and not self._was_short:
+            logger.error("%s", shortage)
+        elif shortage is None and self._was_short:
             logger.info("groups are submitted again")
-        self._lacked = lack is not None
-        return self._lacked
+        self._was_short = shortage is not None
+        return self._was_short
 
     def _needed(self) -> int:
-        """How many groups the steps to come train on; looked up only where nothing else is the bound."""
+        """Return the number of groups for the remaining steps, or 0 if the staleness bound makes it moot."""
         if self._config.max_staleness is not None:
             return 0
         return (self._steps - newest_step(self._store)) * self._config.groups
 
 
 def newest_step(store: Store) -> int:
-    """The step of the newest version."""
+    """Return the step of the newest version."""
     latest = store.latest_version()
     return latest.step if latest is not None else 0
