@@ -217,17 +217,10 @@ def failed_episodes(connection: sa.Connection, split: Split) -> int:
 
 def in_flight_episodes(connection: sa.Connection) -> int:
     """Return the number of training episodes that are submitted and not yet trained, failed or dropped."""
-    query = (
-        sa.select(sa.func.count())
-        .select_from(groups.join(episodes, episodes.c.group_id == groups.c.id))
-        .where(
-            groups.c.state.in_(("pending", "complete")),
-            groups.c.split == "train",
-            episodes.c.status.in_(LIVE),
-            ~sa.exists().where(
-                leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"
-            ),
-        )
+    untrained = sa.select(groups.c.id).where(
+        groups.c.state.in_(("pending", "complete")),
+        groups.c.split == "train",
+        ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"),
     )
     # An expression instead of the column, so that the few groups are looked up and not all finished episodes.
     is_live = episodes.c.status.concat("").in_(LIVE)

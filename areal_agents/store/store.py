@@ -360,11 +360,15 @@ class Store:
 
     def load_group(self, group_id: str) -> RolloutGroup:
         """Return a group with its scored episodes. NotFound if it is unknown."""
+        return self.load_groups([group_id])[0]
+
+    def load_groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
+        """Return groups with their scored episodes, in the order of `group_ids`. Raises NotFound."""
         with self._database.read() as connection:
             return reads.load_groups(connection, group_ids)
 
     def groups_ended_at(self, group_ids: Sequence[str]) -> dict[str, float | None]:
-        """By group id, when the last of its episodes ended, in seconds since the epoch; None if none has."""
+        """Return, by group id, when its last episode ended, in seconds since the epoch; None if none has."""
         with self._database.read() as connection:
             return reads.groups_ended_at(connection, group_ids)
 
