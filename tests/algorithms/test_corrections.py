@@ -147,9 +147,9 @@ def test_log_ratios_are_float32_clamped_and_masked_before_the_exponential() -> N
 
 def test_bounds_that_make_no_sense_say_what_was_got() -> None:
     sequences = Sequences.of(torch.zeros(1).long())
-    with pytest.raises(ValueError, match=r"below the cap, got 0.5 with truncate"):
+    with pytest.raises(ValueError, match="got floor 0.5, action truncate and cap 5.0"):
         correct(torch.zeros(1), sequences, floor=0.5)
-    with pytest.raises(ValueError, match=r"below the cap, got 6.0 with mask, cap 5.0"):
+    with pytest.raises(ValueError, match="got floor 6.0, action mask and cap 5.0"):
         correct(torch.zeros(1), sequences, action="mask", floor=6.0)
     with pytest.raises(ValueError, match=r"above e\^-20, the smallest weight after clamping, got 1e-10"):
         correct(torch.zeros(1), sequences, veto=1e-10)

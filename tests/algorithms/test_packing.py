@@ -199,7 +199,7 @@ def test_long_samples_are_packed_quickly() -> None:
 
 
 def test_no_samples_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no sample"):
+    with pytest.raises(ValueError, match="at least one sample"):
         pack([], token_budget=10)
 
 

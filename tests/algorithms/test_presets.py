@@ -235,7 +235,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
             {"preset": "dapo", "overlong_limit": 1000},
             "needs an overlong_buffer from 1 to the limit, got 4096",
         ),
-        ({"preset": "dapo", "length_penalty": None}, "length_penalty: expected one of none, linear"),
+        ({"preset": "dapo", "length_penalty": None}, "length_penalty must be one of none, linear"),
         # values out of range
         ({"clip_low": 1.0}, "less than 1"),
         ({"correction": "mask", "weight_floor": 5.0}, "leave out the weight of an on-policy token"),

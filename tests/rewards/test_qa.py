@@ -46,7 +46,7 @@ def test_anything_else_differs(answer: str | None, expected: str) -> None:
 
 @pytest.mark.parametrize("expected", ["", "  ", "?!"])
 def test_an_expected_answer_must_have_content(expected: str) -> None:
-    with pytest.raises(ValueError, match="expected an answer"):
+    with pytest.raises(ValueError, match="the expected answer must contain"):
         exact_match("anything", expected)
 
 
