@@ -61,8 +61,8 @@ class LiveView:
     def warn(self, text: str | None) -> None:
         """Show a condition that needs the user's attention; None ends it."""
         if not self._live and (text is None) != (self._warning is None):
-            said = f"warning: {text}" if text else "the warning is over: the run continues"
-            self._console.print(f"[{self._elapsed():5.0f} s] {said}", highlight=False, soft_wrap=True)
+            line = f"warning: {text}" if text else "the warning is over: the run continues"
+            self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False, soft_wrap=True)
         self._warning = text
 
     def update(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> None:
@@ -121,9 +121,9 @@ class LiveView:
             f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
             "dim",
         )
-        said = [Text(self._warning, "bold red")] if self._warning else []
-        said += [Text(self._event, "yellow")] if self._event else []
-        return Panel(Group(head, body, *said, footer), title=self._title, width=min(100, self._console.width))
+        lines = [Text(self._warning, "bold red")] if self._warning else []
+        lines += [Text(self._event, "yellow")] if self._event else []
+        return Panel(Group(head, body, *lines, footer), title=self._title, width=min(100, self._console.width))
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
         """Return the expected number of episodes of an evaluation; after "before", as many as that had."""

@@ -158,7 +158,7 @@ def test_a_start_waits_for_one_running_server_and_names_those_that_are_not_there
     with server_that_says({"enable_lora": True}) as url, server_that_says({"enable_lora": True}) as other:
         assert waited_for(url, other) == []
         (warning,) = waited_for(dead, url)
-        assert warning.startswith(f"engine.urls: {dead} does not answer; the run begins without it")
+        assert warning.startswith(f"engine.urls: {dead} does not answer; the run starts without it")
     with (
         server_that_says({"enable_lora": False}) as url,
         pytest.raises(ConfigError, match=f"{url} was started without --enable-lora"),

@@ -168,5 +168,5 @@ def test_what_is_no_run_is_refused(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not the folder of a run"):
         read_trace(tmp_path)
     (run_folder / "metrics.jsonl").unlink()
-    with pytest.raises(ConfigError, match="0 steps and 8 episodes are too little"):
+    with pytest.raises(ConfigError, match="at least 4 steps and 8 episodes, got 0 and 8"):
         read_trace(run_folder)
