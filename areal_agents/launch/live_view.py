@@ -123,7 +123,9 @@ class LiveView:
         )
         lines = [Text(self._warning, "bold red")] if self._warning else []
         lines += [Text(self._event, "yellow")] if self._event else []
-        return Panel(Group(head, body, *lines, footer), title=self._title, width=min(100, self._console.width))
+        return Panel(
+            Group(head, body, *lines, footer), title=self._title, width=min(100, self._console.width)
+        )
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
         """Return the expected number of episodes of an evaluation; after "before", as many as that had."""
