@@ -102,9 +102,9 @@ def test_mixtures_of_experts_are_those_of_transformers(family: str, tmp_path: Pa
     [
         ("gpt2", r"GPT2Model\) has no list of blocks named `layers`"),
         ("doge", "DogeAttention passes attention_mask to attention, which packed attention does not support"),
-        ("nemotron", "NemotronAttention gets no keyword arguments from its model"),
+        ("nemotron", "NemotronAttention receives no keyword arguments from its model"),
         ("gemma2", "Gemma2Attention passes softcap to attention"),
-        ("nanochat", "the logits of NanoChatForCausalLM are not a multiple"),
+        ("nanochat", "the logits of NanoChatForCausalLM are not a constant multiple"),
         ("falcon", "does not go through transformers' attention interface"),
         ("gpt_neo", "does not go through transformers' attention interface"),
         ("llama4_text", "chunked_attention"),
@@ -158,7 +158,7 @@ def test_a_head_that_is_no_matrix_is_refused() -> None:
 def test_softcapped_logits_are_refused_and_the_model_is_left_as_it_was() -> None:
     model = on_meta("gemma2")
     model.config.final_logit_softcapping = 30.0
-    with pytest.raises(TrainingError, match="not a multiple"):
+    with pytest.raises(TrainingError, match="not a constant multiple"):
         logit_scale(model)
     assert "forward" not in vars(model.get_decoder()) and "forward" not in vars(model.lm_head)
     model.config.final_logit_softcapping = None

@@ -134,7 +134,10 @@ def test_folders_that_cannot_be_trained_are_named(tmp_path: Path, group: Ranks) 
     [
         (Qwen3NextConfig(layer_types=["linear_attention", "full_attention"], **SIZES), "linear_attention"),
         (Lfm2Config(layer_types=["conv", "full_attention"], **SIZES), "conv, full_attention"),
-        (BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4), "attention of their own"),
+        (
+            BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4),
+            "their own attention implementation",
+        ),
         (LlamaConfig(rope_parameters=DYNAMIC, **SIZES), "frequencies of type dynamic"),
         (
             Gemma3TextConfig(
