@@ -1,7 +1,7 @@
 """`python -m benchmarks simulator`: what the simulator foretells, against runs of this machine.
 
 The workload of `bench async` is trained at several η in one layout. The simulator is given the trace of one
-of these runs, and says how fast each of them should have been: its shape is the speed over that of η = 0.
+of these runs, and says how fast each of them should have been: its shape is the speed relative to η = 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Comparison:
         return simulate(chosen.scenario(self.work)).tokens_per_s
 
     def shape(self, bound: int) -> float:
-        """The simulated speed over that of η = 0, over the measured one over that of η = 0; 1 is exact."""
+        """The simulated speed relative to η = 0, divided by the measured one; 1 is exact."""
         return (self.simulated(bound) / self.simulated(0)) / (self.measured[bound] / self.measured[0])
 
     def save(self, path: Path) -> None:

@@ -1,7 +1,7 @@
 """The speed of the store: turns that many writers commit through the public API, as the proxy does.
 
 A writer awaits the future of each turn before it makes the next one, so what is timed is what an agent
-waits for: the turn is on the disk, under the durability asked for.
+waits for: the turn is on the disk, with the requested durability.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The agents of the benchmark: the lengths and latencies of a workload file, over the real loop.
 
-Every turn asks for its drawn number of tokens (`max_tokens`, of a model that ends a reply by itself less
-than once in a hundred thousand tokens) and every tool sleeps for its drawn time, so all runs of one workload
-do the same work.
+Every turn requests its sampled number of tokens (`max_tokens`; the model ends a reply by itself less often
+than once in a hundred thousand tokens) and every tool sleeps for its sampled time, so all runs of one
+workload do the same work.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SyntheticAgent:
         self._http: aiohttp.ClientSession | None = None
 
     async def __call__(self, task: Mapping[str, Any], ep: Episode) -> float:
-        """One episode; its reward is drawn too."""
+        """One episode; its reward is sampled too."""
         number = int(task["number"])
         lengths, latencies, reward = self._workload.episode(number, self._played[number])
         self._played[number] += 1

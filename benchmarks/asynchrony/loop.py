@@ -129,7 +129,7 @@ def steady(rows: Sequence[Mapping[str, Any]], *, warm_up: int, failed: int) -> M
 
 
 def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[float, int]:
-    """Seconds per batch of the rollout side by itself, and how many episodes failed.
+    """Seconds per batch of the rollout side alone, and how many episodes failed.
 
     Groups are taken as soon as a batch is complete.
 

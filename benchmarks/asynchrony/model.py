@@ -1,6 +1,6 @@
 """The models of the benchmark: the quick start's, which never ends a reply by itself, and a large one.
 
-The lengths of a workload are drawn, so the policy must not end a reply by itself: the tokens that end a reply
+Lengths are sampled by the workload, so the policy must not end a reply by itself: the tokens that end a reply
 get the embedding of one that it never says. Nothing else of the model changes, and no shape.
 """
 

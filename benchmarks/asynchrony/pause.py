@@ -1,4 +1,4 @@
-"""How long an engine stands still for new weights, seen from the streams of the requests that it serves.
+"""Measures how long an engine pauses for new weights, by the streams of the requests that it serves.
 
 An engine serves a few streams without end; meanwhile its weights are replaced again and again as the trainer
 does it: prepared beside serving, then pause (retract), swap, resume.

@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a run came to; rewards are held-out means, times are of the training alone."""
+    """The results of a run; rewards are held-out means, times are of the training alone."""
 
     max_staleness: int | None
     objective: str

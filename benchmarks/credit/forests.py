@@ -352,7 +352,7 @@ def compaction() -> ForestTask:
 
 
 def early_end() -> ForestTask:
-    """An action ends the episode after one or two turns; other episodes of the group go on to a third."""
+    """An action ends the episode after one or two turns; other episodes of the group continue to a third."""
 
     def play(episode: Play) -> None:
         first = episode.turn("first")

@@ -3,7 +3,7 @@
 Every server is a process of its own; its CPU time and memory are read from outside. The proxy is started as
 users start it, with `areal-agents serve`: an admin key, a store on disk, the real Qwen vocabulary. The model
 is a stub whose answers are prepared. Timed calls arrive at a fixed rate that loads the proxy with less than
-half a core; each goes on from a turn that was played before and brings one new message.
+half a core; each continues from a turn that was played before and brings one new message.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class _Connection(asyncio.Protocol):
     def _answer(self, path: bytes, body: bytes) -> None:
         engine = self._engine
         if path == b"/generate" or path.endswith(b"/chat/completions"):
-            # The limit stands near an end of the body; the text in between may say anything.
+            # The limit is near an end of the body; the text in between may contain anything.
             found = _LIMIT.search(body[-_ENDS:]) or _LIMIT.search(body[:_ENDS])
             reply = engine.replies.get(int(found[1])) if found else None
             if reply is None:

@@ -54,7 +54,7 @@ def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False) -> Pa
 
 
 class Recorder:
-    """Draws episodes over a vocabulary; equal seeds draw equal ones."""
+    """Samples episodes over a vocabulary; equal seeds sample equal ones."""
 
     def __init__(self, vocab: int, *, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -78,7 +78,7 @@ class Recorder:
     def branching(
         self, group: int, *, episodes: int, turns: int, system: int, added: int, sampled: int
     ) -> RolloutGroup:
-        """Episodes whose turns form a tree: each goes on from the turn before, or, one time in four,
+        """Episodes whose turns form a tree: each continues from the turn before, or, one time in four,
         from any earlier one.
 
         Args:
