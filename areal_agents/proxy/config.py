@@ -134,5 +134,5 @@ class ProxyConfig(BaseModel):
     )
     implicit_split: Literal["train", "eval"] = Field(
         default="eval",
-        description="Split of implicit episodes: eval draws as the agent asks, train pins the sampling.",
+        description="Split of implicit episodes: eval grants what the agent requests, train pins sampling.",
     )

@@ -1,6 +1,6 @@
 """The proxy's log: one line per record on standard error, as text or as JSON.
 
-No line holds a key or the text of a message: what could be an episode's key is masked wherever it stands.
+No line holds a key or the text of a message: whatever could be an episode's key is masked everywhere.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Metrics:
         open_episodes: Callable[[], int],
         pool: EnginePool | None = None,
     ) -> None:
-        """The callables are asked when the metrics are read: calls in the queue, calls in the engine, and
+        """The callables are called when the metrics are read: calls in the queue, calls in the engine, and
         episodes in memory; `pool` too, of the engines."""
         self._registry = CollectorRegistry()
         calls = self._counter("calls", "Model calls.", "dialect", "streamed", "status", "split")

@@ -40,8 +40,8 @@ with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).living():
 """
 
 
-def worker(folder: Path, index: int, life: int = 0, run: str = "run") -> Workers:
-    return Workers(WorkerSpec(folder, run, index, life, (1, 2, 3), "s"))
+def worker(folder: Path, index: int, starts: int = 0, run: str = "run") -> Workers:
+    return Workers(WorkerSpec(folder, run, index, starts, (1, 2, 3), "s"))
 
 
 def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
 def test_a_life_removes_what_the_one_before_left(tmp_path: Path) -> None:
     (tmp_path / "run.0.0.lock").touch()
     (tmp_path / "run.1.0.lock").touch()
-    with worker(tmp_path, 0, life=1).living():
+    with worker(tmp_path, 0, starts=1).living():
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
 
 
@@ -171,7 +171,7 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
 
 
 async def test_an_episode_belongs_to_one_life(tmp_path: Path) -> None:
-    old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, life=1), worker(tmp_path, 1)
+    old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, starts=1), worker(tmp_path, 1)
     stranger = worker(tmp_path, 0, run="another")
     with Store.open(tmp_path / "s.db") as store, other.living():
         store.open_episode(NewEpisode("e", "hash", owner=old.owner)).result()

@@ -203,7 +203,7 @@ class ModelCalls:
         session, asked = await self._request(request, dialect, headers, caller, body)
         if asked.session:
             session.name_main_session(asked.session)
-        # The conversation is in `asked`, once: hundreds of calls wait for the engine at a time.
+        # The conversation is kept once, in `asked`, because hundreds of calls wait for the engine at a time.
         body = {name: value for name, value in body.items() if name not in _CONVERSATION}
         record.retry_count, record.label = asked.retry.count, asked.label
         record.episode_id, record.split = session.id, session.row.split

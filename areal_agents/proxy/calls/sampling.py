@@ -29,7 +29,7 @@ from areal_agents.errors import RenderingError, RequestError
 from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
 from areal_agents.rendering import ChatRenderer
 
-# What each parameter is in a training episode, and where nobody names one.
+# The value of each parameter in a training episode, and if neither agent nor episode sets it.
 PINS: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,

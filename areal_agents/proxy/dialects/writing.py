@@ -34,7 +34,7 @@ def typed(kind: type[M], **fields: Any) -> M:
     """An object of `openai.types` or `anthropic.types`, of values that are known to fit.
 
     Only what is given is set, as `to_json` writes it: `model_construct` would look up every default, at
-    several times the cost, and that of the SDKs walks every type again.
+    several times the cost, and the SDKs' own encoding walks every type again.
     """
     set_fields = set(fields)
     extra = {name: fields.pop(name) for name in set_fields - kind.__pydantic_fields__.keys()}
@@ -79,7 +79,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token_id: int) -> str:
-        """A token's text; that of a part of a character is a replacement character."""
+        """The text of a token; a part of a character gives a replacement character."""
         return self._of(token_id)[0]
 
     def entries(self, completion: Completion) -> list[dict[str, Any]]:

@@ -139,7 +139,7 @@ class Control:
         return _state(row.id, await asyncio.wrap_future(writing))
 
     async def finish(self, request: Request) -> Response:
-        """POST /episodes/{id}/finish: it ended by itself, or at a limit with {"truncated": true}.
+        """POST /episodes/{id}/finish: it ended, or with {"truncated": true} reached a limit.
 
         {"rewards": […]}, each as for /reward, are given in the same transaction. {"require_turn": true}
         refuses with 409 no_turn, and leaves the episode open, if the model was never called.

@@ -200,7 +200,7 @@ def _finite(value: Any) -> float:
 
 
 def describe(row: EpisodeRow, episode: RecordedEpisode, *, with_tokens: bool) -> dict[str, Any]:
-    """An episode with its turns, ready for JSON; with the exact tokens of each if asked."""
+    """An episode with its turns, ready for JSON; with the exact tokens of each if requested."""
     return {
         "id": row.id,
         "task": {"id": episode.task.id, "input": episode.task.input},

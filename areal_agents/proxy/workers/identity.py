@@ -1,9 +1,9 @@
 """The identity of a worker on its store, and the other workers that are running.
 
-An open episode in the store names its owner, the only process that may have it in memory. Each start of a
-worker (a "life") is an owner of its own: episodes of an earlier life are taken over like those of any
-dead worker. Each life holds a lock on a file beside the store, which the kernel releases when the process
-ends, however it ends.
+An open episode in the store names its owner, the only process that may have it in memory. Each process
+of a worker is an owner of its own: the episodes of an earlier process are taken over like those of any dead
+worker. Each process holds a lock on a file beside the store, which the kernel releases when it ends, however
+it ends.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _SUPERVISOR = ".supervisor" + _LOCK
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The identity of a worker; all but `index` and `life` are the same for all workers of a run.
+    """The identity of a worker; all but `index` and `starts` are the same for all workers of a run.
 
     Attributes:
         folder: the folder of the lock files; see `locks_beside`.
         run: the name of this run of the supervisor.
         index: of the worker, from 0.
-        life: how often the worker was started before.
+        starts: how many times the worker was started before.
         ports: [N] each worker's own port on `PRIVATE_HOST`, where its siblings reach it.
         secret: proves to a worker that a request comes from a sibling.
     """
@@ -45,7 +45,7 @@ class WorkerSpec:
     folder: Path
     run: str
     index: int
-    life: int
+    starts: int
     ports: tuple[int, ...]
     secret: str
 
@@ -59,7 +59,7 @@ class Workers:
         self.count = len(spec.ports)
         self.private = (PRIVATE_HOST, spec.ports[spec.index])
         self.secret = spec.secret
-        self.owner = owner_name(spec.run, spec.index, spec.life)
+        self.owner = owner_name(spec.run, spec.index, spec.starts)
 
     def url(self, index: int) -> str:
         """The base URL of a sibling's own port."""
@@ -117,9 +117,9 @@ class Workers:
         return sorted(range(self.count), key=lambda index: _weight(key, index))
 
 
-def owner_name(run: str, index: int, life: int | str) -> str:
+def owner_name(run: str, index: int, starts: int | str) -> str:
     """The name of one process run of a worker in the store."""
-    return f"{run}.{index}.{life}"
+    return f"{run}.{index}.{starts}"
 
 
 def locks_beside(store: Path) -> Path:
@@ -193,7 +193,7 @@ def _holding(path: Path, content: str) -> Iterator[None]:
 
 
 def _is_orphan(path: Path) -> bool:
-    """Whether the lock of a worker is held while that of its supervisor is not."""
+    """Whether the lock of a worker is held while its supervisor's is not."""
     run = path.name.partition(".")[0]
     return _is_held(path) and not _is_held(path.with_name(run + _SUPERVISOR))
 

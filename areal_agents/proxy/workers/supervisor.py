@@ -96,9 +96,9 @@ def serve_workers(
         stack.enter_context(supervising(folder, run))
         port, *ports = (int(listener.getsockname()[1]) for listener in (public, *private))
 
-        def order(index: int, life: int, ready_fd: int) -> Order:
+        def order(index: int, starts: int, ready_fd: int) -> Order:
             return Order(
-                spec=WorkerSpec(folder, run, index, life, tuple(ports), secret),
+                spec=WorkerSpec(folder, run, index, starts, tuple(ports), secret),
                 model=str(model),
                 engines=engines,
                 store=str(store),
@@ -174,7 +174,7 @@ class WorkerProcesses:
 
     def _spawn(self, worker: _Worker) -> None:
         ready, ready_fd = os.pipe()
-        order = self._order(worker.index, worker.life, ready_fd)
+        order = self._order(worker.index, worker.starts, ready_fd)
         process = subprocess.Popen(
             [sys.executable, "-m", "areal_agents.proxy.workers.process"],
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
@@ -217,7 +217,7 @@ class _Worker:
 
     def __init__(self, index: int) -> None:
         self.index = index
-        self.life = 0
+        self.starts = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.ready = -1
         self.is_ready = False
@@ -250,7 +250,7 @@ class _Worker:
                 self.process.stdin.close()
         os.close(self.ready)
         self.process, self.is_ready = None, False
-        self.life += 1
+        self.starts += 1
 
     def plan_start(self) -> None:
         """Set the time of the next start: at once, but with growing pauses for a worker that keeps ending."""

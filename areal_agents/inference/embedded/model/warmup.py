@@ -9,7 +9,7 @@ from areal_agents.inference.embedded.scheduling.sampling import SamplingBatch
 
 
 def warm_up(runner: Runner) -> None:
-    """Run a short prompt, a decode and a draw in slot 0; what they leave there is never read as valid."""
+    """Run a short prompt, a decode and a sample in slot 0; what they leave there is never read as valid."""
     for count in (4, 1):
         positions = np.arange(count, dtype=np.int32)
         rows = Rows(

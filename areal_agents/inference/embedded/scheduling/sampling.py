@@ -24,7 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 class SamplingBatch:
     """How each of M rows is sampled; temperature 0 is greedy, top_k 0 is off.
 
-    `seeds` [M] uint64 and `positions` [M] (how many tokens come before, the prompt's too) key the draw.
+    `seeds` [M] uint64 and `positions` [M] (how many tokens precede, with the prompt's) determine the sample.
     """
 
     temperature: Float32  # [M]

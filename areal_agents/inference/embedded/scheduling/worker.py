@@ -116,7 +116,7 @@ class EngineThread:
 
 def _resolve(future: Future[T], action: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
-        return  # its caller has gone; from here on nobody can cancel it
+        return  # its caller has gone; from here on it cannot be cancelled
     try:
         future.set_result(action())
     except Exception as error:

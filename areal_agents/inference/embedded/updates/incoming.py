@@ -26,7 +26,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class IncomingWeights:
     """One update from its begin to its end.
 
-    `version` and `flush_cache` are what the piece with a version said; `is_used` tells whether any piece was
+    `version` and `flush_cache` are those of the piece with a version; `is_used` tells whether any piece was
     announced, be it that it did not come.
     """
 

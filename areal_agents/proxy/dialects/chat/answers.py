@@ -1,6 +1,6 @@
 """Writes recorded turns in OpenAI's chat-completions form, whole or as a stream of chunks.
 
-A stream has a role chunk first, then deltas, then a finish chunk per choice, a usage chunk if asked, and
+A stream has a role chunk first, then deltas, then a finish chunk per choice, a usage chunk if requested, and
 [DONE]. Content and tool calls never share a chunk.
 """
 
