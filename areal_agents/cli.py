@@ -163,12 +163,15 @@ def engine(
         int, typer.Option(help="Number of sequences whose keys and values are kept in memory.")
     ] = 64,
     max_context: Annotated[
-        int, typer.Option(help="Most tokens of a prompt plus its completion; 0 uses the model's limit.")
+        int,
+        typer.Option(
+            help="Most tokens of a prompt plus its completion; 0 uses the model's limit, up to 4096."
+        ),
     ] = 0,
     dtype: Annotated[str, typer.Option(help="Compute type: float32 or bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Device to run on: cpu, cuda or cuda:N.")] = "cpu",
     kernel: Annotated[
-        str, typer.Option(help="Kernels to compute with; auto: numba for float32 on a CPU, torch otherwise.")
+        str, typer.Option(help="auto, numba or torch; auto: numba for float32 on a CPU, torch otherwise.")
     ] = "auto",
     seed: Annotated[int, typer.Option(help="Seed for requests that carry none.")] = 0,
 ) -> None:

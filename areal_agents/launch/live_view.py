@@ -121,10 +121,10 @@ class LiveView:
             f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
             "dim",
         )
-        lines = [Text(self._warning, "bold red")] if self._warning else []
-        lines += [Text(self._event, "yellow")] if self._event else []
+        notes = [Text(self._warning, "bold red")] if self._warning else []
+        notes += [Text(self._event, "yellow")] if self._event else []
         return Panel(
-            Group(head, body, *lines, footer), title=self._title, width=min(100, self._console.width)
+            Group(head, body, *notes, footer), title=self._title, width=min(100, self._console.width)
         )
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:

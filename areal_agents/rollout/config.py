@@ -137,7 +137,9 @@ class DataConfig(BaseModel):
         "function: module:function or file.py:function.",
     )
     subset: str | None = Field(default=None, description="Configuration name of a data set of the Hub.")
-    split: str | None = Field(default=None, description="Split of a data set of the Hub; default: train.")
+    split: str | None = Field(
+        default=None, description="Split, for a data set of the Hub (default: train) or a function."
+    )
     id: str = Field(default="id", description="Column with a unique id; without it, rows are numbered.")
     seed: int | None = Field(
         default=None, description="Seed of the order; default: the seed of the run, and 0 for evaluation."

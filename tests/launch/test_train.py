@@ -187,7 +187,7 @@ def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) ->
     process = start(run_dir, "trainer.steps=4")
     output = finish(process)
     assert process.returncode == 0, output
-    assert "which had trained 3 steps" in output
+    assert "which has trained 3 steps" in output
     with Store.open(RunFolder(run_dir).store) as store:
         latest = store.latest_version()
         after = store.episodes(split="eval", status="finished", metadata={"eval": "after", "step": 4})
