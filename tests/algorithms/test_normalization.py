@@ -147,5 +147,5 @@ def test_no_sample_is_no_coefficient() -> None:
 
 @pytest.mark.parametrize("mode, constant", [("constant", None), ("constant", 0), ("token", 8)])
 def test_a_constant_that_does_not_fit_the_mode(mode: NormalizationMode, constant: int | None) -> None:
-    with pytest.raises(ValueError, match=f"got {constant} with {mode}"):
+    with pytest.raises(ValueError, match=f"got {constant} with mode {mode}"):
         loss_weights(SAMPLES, mode=mode, constant=constant)

@@ -144,7 +144,7 @@ def test_top_logprobs_are_sorted_and_without_what_a_grammar_excludes() -> None:
     completion = completion_from_wire(answer(output_top_logprobs=rows))
     assert completion.top_logprobs == (((460, -0.5), (9, -2.0)), ())
     assert completion_from_wire(answer(output_top_logprobs=None)).top_logprobs == ()
-    with pytest.raises(EngineError, match="1 top logprobs for 2 tokens"):
+    with pytest.raises(EngineError, match="got 1 for 2 tokens"):
         completion_from_wire(answer(output_top_logprobs=rows[:1]))
 
 
