@@ -18,7 +18,7 @@ LITELLM_DEFAULT = ".venv-litellm"
 
 
 def stub_engine(scratch: Path, replies: Mapping[int, Mapping[str, Any]], model: Path) -> Server:
-    """An engine with prepared answers, by token limit; see proxy_stub.Reply."""
+    """An engine with prepared answers, by token limit; see `benchmarks.proxy.stub.Reply`."""
     info = {"model_path": str(model), "vocab_size": VOCABULARY, "context_length": CONTEXT}
     config = scratch / "stub.json"
     config.write_text(json.dumps({"replies": replies, "info": {**info, "weight_version": "default"}}))

@@ -1,4 +1,4 @@
-"""What `Sampler` promises, of each implementation: scripted, embedded, SGLang, and pools of them."""
+"""What `Sampler` promises, of each implementation: scripted, embedded, SGLang, pools of them, in-process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inference_support import PATIENCE_S, VOCAB, prompt_of
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import SamplingParams, TokenChunk
 from areal_agents.errors import EngineRejected, EngineUnavailable
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.engine import Sampler
 from areal_agents.inference.pool import EnginePool
+from areal_agents.rendering import ChatRenderer
 from areal_agents.testing import ScriptedApp, filler, running
 from areal_agents.testing.tokenizer import read_tokenizer
 
@@ -27,6 +29,7 @@ SAMPLERS = [
     "embedded",
     "pool of scripted",
     "pool of embedded",
+    "in the process",
     pytest.param("sglang", marks=pytest.mark.sglang),
 ]
 
@@ -37,10 +40,23 @@ def scripted() -> ScriptedApp:
     return ScriptedApp(tokenizer, script, stop_token_id=stop_token_id, context_length=512)
 
 
+def in_process() -> Sampler:
+    renderer = ChatRenderer.from_folder(MODEL)
+    return ScriptedSampler(renderer, lambda call: [5] * 400, max_context=512, token_delay_s=0.001)
+
+
+def over_http(urls: list[str]) -> Sampler:
+    engines = [SGLangEngine(url, request_timeout_s=PATIENCE_S) for url in urls]
+    return engines[0] if len(engines) == 1 else EnginePool(engines, names=urls)
+
+
 @pytest.fixture(scope="module", params=SAMPLERS)
 def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[str]]:
-    """The servers behind one sampler; a pool has two."""
+    """The servers behind one sampler; a pool has two, a sampler within the process none."""
     kind = request.param
+    if kind == "in the process":
+        yield []
+        return
     if kind == "sglang":
         yield [request.getfixturevalue("sglang_url")]
         return
@@ -55,8 +71,7 @@ def urls(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[list[st
 
 @pytest.fixture
 async def sampler(urls: list[str]) -> AsyncIterator[Sampler]:
-    engines = [SGLangEngine(url, request_timeout_s=PATIENCE_S) for url in urls]
-    made: Sampler = engines[0] if len(engines) == 1 else EnginePool(engines, names=urls)
+    made = over_http(urls) if urls else in_process()
     yield made
     await made.aclose()
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from proxy_support import MODEL, RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import MODEL, RunningProxy, running_proxy
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.rendering import ChatRenderer
 
@@ -19,7 +20,7 @@ def renderer() -> ChatRenderer:
 @pytest.fixture(scope="module")
 def shared_proxy(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
     path: Path = tmp_path_factory.mktemp("proxy") / "store.db"
-    with running_proxy(path, ScriptedEngine(renderer)) as running:
+    with running_proxy(path, ScriptedSampler(renderer)) as running:
         yield running
 
 

@@ -1,14 +1,13 @@
-"""Engines that remember everything, and the proxy on a real server before them."""
+"""A real server of the proxy, and a client of a real engine that records its calls."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ import httpx
 import numpy as np
 import uvloop
 from openai import OpenAI
+from scripted_sampler import EngineCall, ScriptedSampler
 
-from areal_agents.core.completion import Completion, FinishReason, SamplingParams, TokenChunk, TokenIds
-from areal_agents.inference import ModelInfo, PauseMode, SGLangEngine
+from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
+from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
 from areal_agents.proxy.server import build_server, listen, url_of
 from areal_agents.rendering import ChatRenderer
@@ -38,119 +38,6 @@ SEARCH = {
 def tool_call(**arguments: Any) -> str:
     """The markup of one call of `search`."""
     return "<tool_call>\n" + json.dumps({"name": "search", "arguments": arguments}) + "\n</tool_call>"
-
-
-@dataclass
-class EngineCall:
-    """One generation, as the engine saw it."""
-
-    rid: str
-    input_ids: TokenIds
-    sampling: SamplingParams
-    completion: Completion | None = None
-    streamed: bool = False
-
-
-Script = Callable[[EngineCall], str | list[int] | Completion | Exception]
-
-
-@dataclass
-class ScriptedEngine:
-    """Speaks the Engine protocol in the process. A reply given as text gets the model's stop token.
-
-    Each reply takes `delay_s`, unless `hurry` is set meanwhile: also from another thread.
-    """
-
-    renderer: ChatRenderer
-    script: Script = lambda call: "ok"
-    max_context: int = 4096
-    version: int = 0
-    delay_s: float = 0.0
-    hurry: threading.Event = field(default_factory=threading.Event)
-    token_delay_s: float = 0.0
-    seed: int = 0
-    calls: list[EngineCall] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)
-    running: int = 0
-    most_running: int = 0
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(self.seed)
-
-    async def generate(
-        self,
-        rid: str,
-        input_ids: TokenIds,
-        sampling: SamplingParams,
-        on_tokens: Callable[[TokenChunk], None] | None = None,
-        *,
-        affinity: str = "",
-    ) -> Completion:
-        call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
-        self.calls.append(call)
-        self.running += 1
-        self.most_running = max(self.most_running, self.running)
-        try:
-            await self._delay()
-            answer = self.script(call)
-        except asyncio.CancelledError:
-            self.cancelled.append(rid)
-            raise
-        finally:
-            self.running -= 1
-        if isinstance(answer, Exception):
-            raise answer
-        call.completion = answer if isinstance(answer, Completion) else self._completion(answer, sampling)
-        if on_tokens is not None:
-            await self._stream(call.completion, on_tokens)
-        return call.completion
-
-    async def _delay(self) -> None:
-        clock = asyncio.get_running_loop().time
-        end = clock() + self.delay_s
-        await asyncio.sleep(0)
-        while (left_s := end - clock()) > 0 and not self.hurry.is_set():
-            await asyncio.sleep(min(left_s, 0.005))
-
-    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
-        ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        start = 0
-        while start < len(ids):
-            end = start + self.rng.randrange(1, 4)
-            on_tokens(TokenChunk(tuple(ids[start:end]), tuple(logprobs[start:end])))
-            start = end
-            await asyncio.sleep(self.token_delay_s)
-
-    def _completion(self, answer: str | list[int], sampling: SamplingParams) -> Completion:
-        ids = list(answer) if isinstance(answer, list) else self.renderer.tokenizer.encode(answer)
-        if isinstance(answer, str):
-            ids.append(self.renderer.stop_token_ids[0])
-        reason: FinishReason = "stop" if ids and ids[-1] in self.renderer.stop_token_ids else "length"
-        if len(ids) > sampling.max_new_tokens:
-            ids, reason = ids[: sampling.max_new_tokens], "length"
-        logprobs = [-self.rng.random() * 5 for _ in ids]
-        return Completion(ids, logprobs, [self.version] * len(ids), reason)
-
-    async def abort(self, rid: str) -> None:
-        raise AssertionError("the proxy aborts by cancelling")
-
-    async def pause(self, mode: PauseMode) -> None:
-        raise AssertionError("only the trainer pauses")
-
-    async def resume(self) -> None:
-        raise AssertionError("only the trainer resumes")
-
-    async def update_weights_from_disk(self, path: str, version: int) -> None:
-        raise AssertionError("only the trainer swaps weights")
-
-    async def health(self) -> None:
-        return None
-
-    async def model_info(self) -> ModelInfo:
-        return ModelInfo("models/policy", self.version, self.renderer.vocab_size, self.max_context)
-
-    async def aclose(self) -> None:
-        return None
 
 
 class RecordingEngine(SGLangEngine):
@@ -181,7 +68,7 @@ class RunningProxy:
     """A served proxy: `http` is a plain client of its control API."""
 
     url: str
-    engine: Any  # ScriptedEngine or RecordingEngine
+    engine: Any  # ScriptedSampler or RecordingEngine
     store: Store
     http: httpx.Client
 
@@ -207,7 +94,7 @@ class RunningProxy:
 @contextmanager
 def running_proxy(
     store_path: Path,
-    engine: ScriptedEngine | RecordingEngine,
+    engine: ScriptedSampler | RecordingEngine,
     *,
     headers: dict[str, str] | None = None,
     **config: Any,

@@ -14,7 +14,8 @@ from typing import Any
 
 import httpx
 import numpy as np
-from proxy_support import EngineCall, RunningProxy, ScriptedEngine, tool_call
+from proxy_support import RunningProxy, tool_call
+from scripted_sampler import EngineCall, ScriptedSampler
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.trajectory import Trajectory
@@ -23,7 +24,7 @@ from areal_agents.store import Store
 
 
 @dataclass
-class ObservedEngine(ScriptedEngine):
+class ObservedEngine(ScriptedSampler):
     """Fails or waits in the middle of a reply, and notes a generation that is cancelled there.
 
     Attributes:
@@ -111,7 +112,7 @@ def awkward_replies(rng: random.Random, renderer: ChatRenderer) -> Callable[[Eng
     return script
 
 
-def replies_by_prompt(seed: int, engine: ScriptedEngine) -> Callable[[EngineCall], Any]:
+def replies_by_prompt(seed: int, engine: ScriptedSampler) -> Callable[[EngineCall], Any]:
     """Awkward replies that depend on the prompt and on how often it came, not on who comes first.
 
     Some are drawn while the weights change: their versions rise within the reply.
@@ -124,7 +125,7 @@ def replies_by_prompt(seed: int, engine: ScriptedEngine) -> Callable[[EngineCall
         digest = hashlib.blake2b(prompt + f"{seed}/{asked[prompt]}".encode(), digest_size=8).digest()
         rng = random.Random(digest)
         reply = awkward_replies(rng, engine.renderer)(call)
-        whole = engine._completion(reply, call.sampling)
+        whole = engine.completion_of(reply, call.sampling)
         versions = sorted(rng.randrange(9) for _ in range(len(whole)))
         logprobs = [-rng.random() * 5 for _ in range(len(whole))]
         return Completion(whole.token_ids, logprobs, versions, whole.finish_reason)

@@ -11,8 +11,9 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import SEARCH, RunningProxy, running_proxy
 from record_support import burst, until
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import (
@@ -217,7 +218,7 @@ def test_nesting_beyond_reason(proxy: RunningProxy) -> None:
 
 def test_bodies_and_conversations_have_a_largest_size(renderer: ChatRenderer, tmp_path: Path) -> None:
     with running_proxy(
-        tmp_path / "s.db", ScriptedEngine(renderer), max_body_mb=0.01, max_messages=3
+        tmp_path / "s.db", ScriptedSampler(renderer), max_body_mb=0.01, max_messages=3
     ) as proxy:
         large = {"messages": [{"role": "user", "content": "x" * 20_000}]}
         refused(proxy.http.post("/v1/chat/completions", json=large), 413, "request_too_large")
@@ -391,7 +392,7 @@ def test_a_clock_that_is_set_cuts_no_episode_off(
 def test_token_ids_outside_the_vocabulary_never_reach_the_engine(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    class SmallModel(ScriptedEngine):
+    class SmallModel(ScriptedSampler):
         async def model_info(self) -> Any:
             info = await super().model_info()
             return type(info)(info.model_path, info.version, 300, info.max_context)
@@ -434,7 +435,7 @@ def test_garbage_from_the_engine_may_be_retried(proxy: RunningProxy) -> None:
 
 
 def test_an_engine_that_hangs_is_given_up(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer, delay_s=30)
+    engine = ScriptedSampler(renderer, delay_s=30)
     with running_proxy(tmp_path / "s.db", engine, generate_timeout_s=0.2) as proxy:
         response = proxy.http.post("/v1/chat/completions", json={"messages": [USER]})
         refused(response, 503, "engine_unavailable")
@@ -456,7 +457,7 @@ async def test_a_client_that_hangs_up_aborts_its_generation(proxy: RunningProxy)
 
 
 def test_a_full_queue_is_429_with_a_time(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer, delay_s=30)
+    engine = ScriptedSampler(renderer, delay_s=30)
     with running_proxy(tmp_path / "s.db", engine, max_concurrent=2, max_queued=3) as proxy:
         requests = [("/v1/chat/completions", {"messages": [USER]})] * 8
         responses = asyncio.run(burst(proxy, requests, refused=3))

@@ -15,8 +15,9 @@ import httpx
 import orjson
 import pytest
 import tokenizers
-from proxy_support import MODEL, RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import MODEL, RunningProxy, running_proxy
 from real_tokenizers import qwen_folder
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.messages import Message
 from areal_agents.errors import PromptTooLong, RequestError
@@ -215,7 +216,7 @@ def test_a_prompt_that_cannot_fit_is_refused_in_every_dialect(
 
 
 def test_many_values_are_refused_before_they_are_parsed(tmp_path: Path, renderer: ChatRenderer) -> None:
-    engine = ScriptedEngine(renderer)
+    engine = ScriptedSampler(renderer)
     with running_proxy(tmp_path / "store.db", engine, max_json_values=50) as proxy:
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "," * 1000}]}
         assert proxy.http.post("/v1/chat/completions", json=body).status_code == 200

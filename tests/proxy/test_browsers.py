@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_support import RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import RunningProxy, running_proxy
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.rendering import ChatRenderer
 
@@ -20,7 +21,7 @@ CALL = {"messages": [{"role": "user", "content": "hi"}]}
 def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
     path: Path = tmp_path_factory.mktemp("guarded") / "s.db"
     headers = {"authorization": "Bearer admin-secret"}
-    with running_proxy(path, ScriptedEngine(renderer), headers=headers, admin_key="admin-secret") as running:
+    with running_proxy(path, ScriptedSampler(renderer), headers=headers, admin_key="admin-secret") as running:
         yield running
 
 
@@ -31,7 +32,7 @@ def named(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> I
         "allowed_hosts": ("trainer.internal",),
         "public_url": "https://proxy.example:444/x/",
     }
-    with running_proxy(path, ScriptedEngine(renderer), **more) as running:
+    with running_proxy(path, ScriptedSampler(renderer), **more) as running:
         yield running
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_support import ScriptedEngine
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.core.messages import Message, tools_digest
@@ -38,13 +38,15 @@ async def session(store: Store) -> Session:
 
 
 @pytest.fixture
-def engine(renderer: ChatRenderer) -> ScriptedEngine:
+def engine(renderer: ChatRenderer) -> ScriptedSampler:
     # A long reply is parsed in a thread: the event loop sees what happens meanwhile.
-    return ScriptedEngine(renderer, script=lambda call: "word " * 2500)
+    return ScriptedSampler(renderer, script=lambda call: "word " * 2500)
 
 
 @pytest.fixture
-async def completer(store: Store, renderer: ChatRenderer, engine: ScriptedEngine) -> AsyncIterator[Completer]:
+async def completer(
+    store: Store, renderer: ChatRenderer, engine: ScriptedSampler
+) -> AsyncIterator[Completer]:
     completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig())
     yield completer
     completer.close()
@@ -179,7 +181,7 @@ async def test_several_replies_are_siblings(completer: Completer, session: Sessi
 
 
 async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
-    completer: Completer, session: Session, engine: ScriptedEngine
+    completer: Completer, session: Session, engine: ScriptedSampler
 ) -> None:
     """An equal call beside it has got its sample; the refused one has none yet."""
     [beside] = await begin(completer, session).task
@@ -195,7 +197,7 @@ async def test_the_retry_of_a_refused_call_is_a_sample_of_its_own(
 
 
 async def test_a_retry_does_not_join_a_call_that_is_being_ended(
-    completer: Completer, session: Session, engine: ScriptedEngine
+    completer: Completer, session: Session, engine: ScriptedSampler
 ) -> None:
     engine.delay_s = 30
     call = begin(completer, session)
@@ -247,7 +249,7 @@ async def test_a_session_that_is_sealed_while_it_is_loaded_is_not_open(
 async def test_a_call_that_waits_for_its_turn_ends_with_its_episode(
     store: Store, renderer: ChatRenderer, session: Session
 ) -> None:
-    engine = ScriptedEngine(renderer, delay_s=30)
+    engine = ScriptedSampler(renderer, delay_s=30)
     completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig(max_concurrent=1))
     other = await Sessions(store).open(NewEpisode("other", "other"))
     running = begin(completer, other)
@@ -265,7 +267,7 @@ async def test_a_call_that_waits_for_its_turn_ends_with_its_episode(
 async def test_a_call_does_not_wait_for_its_turn_for_ever(
     store: Store, renderer: ChatRenderer, session: Session
 ) -> None:
-    engine = ScriptedEngine(renderer, delay_s=30)
+    engine = ScriptedSampler(renderer, delay_s=30)
     config = ProxyConfig(max_concurrent=1, generate_timeout_s=0.05)
     completer = Completer(store=store, engine=engine, renderer=renderer, config=config)
     admission = completer._admission

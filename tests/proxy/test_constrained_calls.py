@@ -12,7 +12,8 @@ import numpy as np
 import openai
 import pytest
 from anthropic import Anthropic
-from proxy_support import MODEL, RecordingEngine, RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import MODEL, RecordingEngine, RunningProxy, running_proxy
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.algorithms.credit.trained import TrainedTurns
 from areal_agents.core.trajectory import Turn
@@ -307,7 +308,7 @@ async def test_the_engine_refuses_what_it_would_ignore(proxy: RunningProxy) -> N
 def test_an_engine_that_cannot_constrain_is_the_clients_error(
     renderer: ChatRenderer, tmp_path: Path, stream: bool
 ) -> None:
-    engine = ScriptedEngine(renderer, script=lambda call: EngineRejected("no grammars here (400)"))
+    engine = ScriptedSampler(renderer, script=lambda call: EngineRejected("no grammars here (400)"))
     with running_proxy(tmp_path / "store.db", engine) as plain:
         for body in ({"response_format": SCHEMA_FORMAT}, {"tools": TOOLS, "tool_choice": "required"}):
             with pytest.raises(openai.BadRequestError, match="no grammars here") as caught:

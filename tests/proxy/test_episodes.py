@@ -12,8 +12,9 @@ import httpx
 import openai
 import pytest
 from openai import AsyncOpenAI
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import until
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
@@ -120,7 +121,7 @@ def test_an_engine_that_failed_fails_the_episode_unless_the_call_was_answered_la
 ) -> None:
     """The agent swallows the error and answers something: that says nothing about the policy."""
     answers: list[Any] = ["Lyon", EngineUnavailable("it is gone"), "in France"]
-    engine = ScriptedEngine(renderer, script=lambda call: answers.pop(0))
+    engine = ScriptedSampler(renderer, script=lambda call: answers.pop(0))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
         episode = proxy.open_episode()
         ask(proxy, episode)
@@ -340,7 +341,7 @@ def guarded(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) ->
     path = tmp_path_factory.mktemp("guarded") / "s.db"
     keys: dict[str, Any] = {"admin_key": "admin-secret", "project_keys": ("project-secret",)}
     headers = {"authorization": "Bearer admin-secret"}
-    with running_proxy(path, ScriptedEngine(renderer), headers=headers, **keys) as running:
+    with running_proxy(path, ScriptedSampler(renderer), headers=headers, **keys) as running:
         yield running
 
 
@@ -417,7 +418,7 @@ def implicit_episodes(proxy: RunningProxy) -> list[dict[str, Any]]:
 
 
 def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query="Lyon"))
+    engine = ScriptedSampler(renderer, script=lambda call: tool_call(query="Lyon"))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
         client = proxy.openai()
 
@@ -456,7 +457,7 @@ def test_an_agent_that_only_changed_its_base_url(renderer: ChatRenderer, tmp_pat
 def test_a_session_header_gathers_unrelated_conversations(
     renderer: ChatRenderer, tmp_path: Path, named: dict[str, Any]
 ) -> None:
-    with running_proxy(tmp_path / "s.db", ScriptedEngine(renderer)) as proxy:
+    with running_proxy(tmp_path / "s.db", ScriptedSampler(renderer)) as proxy:
         for question in ("a", "b", "c"):
             messages = [{"role": "user", "content": question}]
             proxy.openai().chat.completions.create(model="p", messages=messages, **named)
@@ -467,7 +468,7 @@ def test_a_session_header_gathers_unrelated_conversations(
 def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query="Lyon"))
+    engine = ScriptedSampler(renderer, script=lambda call: tool_call(query="Lyon"))
     messages: list[Any] = [USER]
     for _ in range(2):
         with running_proxy(tmp_path / "s.db", engine) as proxy:
@@ -483,7 +484,7 @@ def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
 
 
 def test_time_fails_what_nobody_rewards_or_uses(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer)
+    engine = ScriptedSampler(renderer)
     with running_proxy(tmp_path / "s.db", engine, reward_timeout_s=0.2, idle_timeout_s=4.0) as proxy:
         unrewarded, unused = (proxy.open_episode(group="g", group_size=2) for _ in range(2))
         post(proxy, f"/episodes/{unrewarded['id']}/finish")

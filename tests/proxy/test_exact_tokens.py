@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import awkward_replies, check_invariant
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.rendering import ChatRenderer
 
@@ -157,7 +158,7 @@ def test_a_restarted_proxy_goes_on_with_the_exact_tokens(
 ) -> None:
     """Same store, same key, another process's memory: the conversation is continued, not re-rendered."""
     rng = random.Random(100 + seed)
-    engine = ScriptedEngine(renderer)
+    engine = ScriptedSampler(renderer)
     engine.script = awkward_replies(rng, renderer)
     messages: list[Any] = [{"role": "user", "content": "Where?"}]
     with running_proxy(tmp_path / "store.db", engine) as first:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from proxy_support import RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import RunningProxy, running_proxy
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.proxy import http_limits
 from areal_agents.rendering import ChatRenderer
@@ -203,7 +204,7 @@ def test_chunks_of_one_byte_are_served(proxy: RunningProxy) -> None:
 @pytest.fixture(scope="module")
 def talkative(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
     path: Path = tmp_path_factory.mktemp("talkative") / "s.db"
-    engine = ScriptedEngine(renderer, max_context=100_000)
+    engine = ScriptedSampler(renderer, max_context=100_000)
     engine.script = lambda call: [5] * 60_000
     with running_proxy(path, engine) as running:
         yield running

@@ -12,8 +12,9 @@ import anthropic
 import httpx
 import openai
 import pytest
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import until
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
@@ -32,7 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
 def fresh(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
     """A proxy whose every sample is another one."""
     samples = iter(range(999))
-    engine = ScriptedEngine(renderer, script=lambda call: f"sample {next(samples)}")
+    engine = ScriptedSampler(renderer, script=lambda call: f"sample {next(samples)}")
     with running_proxy(tmp_path / "s.db", engine) as proxy:
         yield proxy
 
@@ -66,7 +67,7 @@ def test_a_repeated_first_call_gets_its_sample_after_a_restart(
 ) -> None:
     answers = set()
     for headers in ({}, RETRIED):
-        engine = ScriptedEngine(renderer, script=lambda call: "the sample")
+        engine = ScriptedSampler(renderer, script=lambda call: "the sample")
         with running_proxy(tmp_path / "s.db", engine) as proxy:
             answers.add(httpx.Response(200, text=ask(proxy, **headers)).json()["id"])
             assert len(implicit_episodes(proxy)) == 1
@@ -83,7 +84,7 @@ def test_a_key_tells_equal_first_calls_apart(fresh: RunningProxy) -> None:
 
 def test_a_retry_prefers_the_answer_that_nobody_went_on_from(renderer: ChatRenderer, tmp_path: Path) -> None:
     samples = iter(range(99))
-    engine = ScriptedEngine(renderer, script=lambda call: tool_call(query=f"sample {next(samples)}"))
+    engine = ScriptedSampler(renderer, script=lambda call: tool_call(query=f"sample {next(samples)}"))
     with running_proxy(tmp_path / "s.db", engine) as proxy:
         client = proxy.openai()
         lost, continued = (

@@ -15,7 +15,8 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.errors import EngineUnavailable
 from areal_agents.proxy.config import ProxyConfig
@@ -29,7 +30,7 @@ ADMIN = {"Authorization": "Bearer admin-key-of-the-test"}
 
 @pytest.fixture
 def counted(renderer: ChatRenderer, tmp_path: Path) -> Iterator[RunningProxy]:
-    with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer, version=3)) as running:
+    with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer, version=3)) as running:
         yield running
 
 
@@ -123,7 +124,7 @@ def test_calls_of_another_model_are_counted_apart(
     counted: RunningProxy, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     models = {"judge": {"base_url": f"{counted.url}/v1"}}
-    with running_proxy(tmp_path / "other.db", ScriptedEngine(renderer), models=models) as proxy:
+    with running_proxy(tmp_path / "other.db", ScriptedSampler(renderer), models=models) as proxy:
         client = proxy.openai(proxy.open_episode())
         client.chat.completions.create(model="judge", messages=HELLO)
         metrics = read(proxy)
@@ -132,7 +133,7 @@ def test_calls_of_another_model_are_counted_apart(
 
 
 def test_calls_that_wait_and_run_are_seen(renderer: ChatRenderer, tmp_path: Path) -> None:
-    engine = ScriptedEngine(renderer, delay_s=60)
+    engine = ScriptedSampler(renderer, delay_s=60)
     with (
         running_proxy(tmp_path / "store.db", engine, max_concurrent=1) as proxy,
         ThreadPoolExecutor() as pool,
@@ -158,7 +159,7 @@ def test_calls_that_wait_and_run_are_seen(renderer: ChatRenderer, tmp_path: Path
 
 def test_metrics_are_for_the_admin(renderer: ChatRenderer, tmp_path: Path) -> None:
     settings = {"admin_key": "admin-key-of-the-test", "project_keys": ("project-key",)}
-    with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer), headers=ADMIN, **settings) as proxy:
+    with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer), headers=ADMIN, **settings) as proxy:
         assert read(proxy)["open_episodes"] == 0
         for key, status in (("project-key", 403), ("wrong", 401), (proxy.open_episode()["key"], 403)):
             response = httpx.get(f"{proxy.url}/metrics", headers={"Authorization": f"Bearer {key}"})
@@ -170,7 +171,7 @@ def test_a_call_is_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None
     stream = io.StringIO()
     with (
         logging_as("json", stream),
-        running_proxy(tmp_path / "store.db", ScriptedEngine(renderer), log_calls=True) as proxy,
+        running_proxy(tmp_path / "store.db", ScriptedSampler(renderer), log_calls=True) as proxy,
     ):
         episode = proxy.open_episode()
         answer = proxy.openai(episode).chat.completions.create(
@@ -194,7 +195,7 @@ def test_a_call_is_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_key_is_ever_logged(renderer: ChatRenderer, tmp_path: Path, log_format: Any) -> None:
     stream = io.StringIO()
-    engine = ScriptedEngine(renderer)
+    engine = ScriptedSampler(renderer)
     settings = {"admin_key": "admin-key-of-the-test", "project_keys": ("project-key",), "log_calls": True}
     with (
         logging_as(log_format, stream),

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from agents_support import AGENTS, Agent, MessagesAgent
 from mutation_support import Mutation
-from proxy_support import MODEL, EngineCall, RunningProxy, tool_call
+from proxy_support import MODEL, RunningProxy, tool_call
 from record_support import check_trajectory
+from scripted_sampler import EngineCall
 
 from areal_agents.core.completion import Completion, SamplingParams
 from areal_agents.inference.sglang.client import RID_END

@@ -14,8 +14,9 @@ from typing import Any
 import httpx
 import pytest
 from agents_support import AGENTS
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import check_invariant, until
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.core.messages import Message, tools_digest
@@ -28,7 +29,7 @@ from areal_agents.store import NewEpisode, Store
 
 
 @dataclass
-class GatedEngine(ScriptedEngine):
+class GatedEngine(ScriptedSampler):
     """Holds each generation until it is let go: `gates` by the order in which they began."""
 
     gates: list[threading.Event] = field(default_factory=list)
@@ -171,7 +172,7 @@ def test_a_parent_that_is_recorded_while_the_request_is_prepared_counts(
     async def scenario(store: Store) -> None:
         session = await Sessions(store).open(NewEpisode("e", "hash"))
         completer = Completer(
-            store=store, engine=ScriptedEngine(renderer), renderer=renderer, config=ProxyConfig()
+            store=store, engine=ScriptedSampler(renderer), renderer=renderer, config=ProxyConfig()
         )
         asked = ModelRequest((Message("user", "Where?"),), (), tools_digest(()), SamplingWish())
         recorded = asyncio.Event()
@@ -205,7 +206,7 @@ def test_turns_are_remembered_in_the_order_of_the_store(renderer: ChatRenderer, 
 
     async def scenario(store: Store) -> None:
         session = await Sessions(store).open(NewEpisode("e", "hash"))
-        engine = ScriptedEngine(renderer)
+        engine = ScriptedSampler(renderer)
         completer = Completer(store=store, engine=engine, renderer=renderer, config=ProxyConfig())
         writer_runs, go_on = threading.Event(), threading.Event()
 

@@ -10,8 +10,9 @@ import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
 from openapi_support import document
-from proxy_support import RunningProxy, ScriptedEngine, running_proxy
+from proxy_support import RunningProxy, running_proxy
 from schemathesis import APIOperation, GenerationMode
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.rendering import ChatRenderer
 
@@ -24,7 +25,7 @@ STEADY = settings(
 @pytest.fixture(scope="module")
 def running(renderer: ChatRenderer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
     path: Path = tmp_path_factory.mktemp("schemathesis") / "store.db"
-    with running_proxy(path, ScriptedEngine(renderer)) as proxy:
+    with running_proxy(path, ScriptedSampler(renderer)) as proxy:
         yield proxy
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from proxy_support import SEARCH, RunningProxy, ScriptedEngine, running_proxy, tool_call
+from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.core.completion import as_token_ids
 from areal_agents.proxy.calls.sampling import SampleSeeds
@@ -94,7 +95,7 @@ def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_draws(pr
 def test_a_restarted_proxy_goes_on_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
     drawn = []
     for _ in range(2):
-        with running_proxy(tmp_path / "store.db", ScriptedEngine(renderer)) as proxy:
+        with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer)) as proxy:
             if not drawn:
                 episode = proxy.open_episode(sampling={"base_seed": 7})
             path = episode["base_url"].split("/", 3)[3]

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from proxy_support import MODEL, ScriptedEngine, running_proxy
+from proxy_support import MODEL, running_proxy
+from scripted_sampler import ScriptedSampler
 
 from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.server import make_renderer
@@ -20,7 +21,7 @@ def test_a_web_page_cannot_forge_a_turn_unless_content_is_parsed(
 ) -> None:
     renderer = make_renderer(MODEL, ProxyConfig(special_tokens_in_content=how))
     start = renderer.tokenizer.convert_tokens_to_ids("<|im_start|>")
-    engine = ScriptedEngine(renderer)
+    engine = ScriptedSampler(renderer)
     with running_proxy(tmp_path / "store.db", engine) as proxy:
         episode = proxy.open_episode()
         client = proxy.openai(episode)
