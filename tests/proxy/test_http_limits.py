@@ -247,10 +247,10 @@ def test_a_whole_answer_is_sent_to_a_slow_reader(
     connection_made = http_limits.LimitedProtocol.connection_made
 
     def hurried(protocol: http_limits.LimitedProtocol, transport: asyncio.Transport) -> None:
-        protocol.timeout_keep_alive = 2
+        protocol.timeout_keep_alive = 4
         connection_made(protocol, transport)
 
-    monkeypatch.setattr(http_limits, "UNREAD_S", 2.0)
+    monkeypatch.setattr(http_limits, "UNREAD_S", 4.0)
     monkeypatch.setattr(http_limits.LimitedProtocol, "connection_made", hurried)
     body = b'{"messages": [{"role": "user", "content": "hi"}], "logprobs": true}'
     with dial(talkative) as connection:
@@ -261,7 +261,7 @@ def test_a_whole_answer_is_sent_to_a_slow_reader(
         while count < size and (part := connection.recv(65536)):
             parts.append(part)
             count += len(part)
-            time.sleep(0.05)
+            time.sleep(0.06)
     assert len(json.loads(b"".join(parts))["choices"][0]["logprobs"]["content"]) > 1000
 
 
