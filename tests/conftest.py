@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 SGLANG = "--sglang"
 SGLANG_TEST_S = 900
+SLOW_TEST_S = 1800
 
 # An example that a busy machine takes long for says nothing of the code. `make test` draws the same ones in
 # each run, so that it fails only of a change; `make test-all` looks for others.
@@ -30,7 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     it is several times slower, so its tests have a longer limit.
     """
     for item in items:
-        if item.get_closest_marker("sglang") and not item.get_closest_marker("timeout"):
+        if item.get_closest_marker("timeout"):
+            continue
+        if item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
+        elif item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.timeout(SGLANG_TEST_S))
     if config.getoption(SGLANG):
         return
