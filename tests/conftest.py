@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Without SGLang its tests are left out: `make test-sglang` runs them.
 
     A real server on a CPU starts in half a minute and samples some hundred tokens a second. Beside other work
-    it is several times slower, so its tests have a longer limit.
+    it is several times slower, so its tests have a longer limit. So have the long forms of other tests.
     """
     for item in items:
         if item.get_closest_marker("timeout"):
