@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import ranks
-from areal_agents.training.model.model import Policy, hidden_rows
+from areal_agents.training.model.model import Policy, PolicyOutput, hidden_rows
 from benchmarks.trainer.data import Recorder, training_data
 from benchmarks.trainer.peers import Ours, Setting
 
@@ -61,12 +60,12 @@ def measure(folder: Path, *, way: Way, tokens: int, device: str) -> int:
 
 
 def _whole_logits(
-    policy: Policy, batch: MicroBatch, *, entropy_gradient: bool = False
-) -> tuple[Tensor, Tensor]:
+    policy: Policy, batch: MicroBatch, *, entropy_gradient: bool = False, teacher: None = None
+) -> PolicyOutput:
     """`Policy.forward` with all logits at once, without the entropies, which would cost more still."""
     logits = policy.model.get_output_embeddings()(hidden_rows(policy.model, batch)).float()
     logprobs = torch.log_softmax(logits, -1).gather(1, batch.target_ids[:, None])[:, 0]
-    return logprobs, torch.zeros_like(logprobs)
+    return PolicyOutput(logprobs, torch.zeros_like(logprobs))
 
 
 if __name__ == "__main__":

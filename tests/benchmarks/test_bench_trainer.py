@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.trainer.data import Recorder, training_data
+from benchmarks.trainer.memory import peak_bytes
 from benchmarks.trainer.run import Counts, merged_tokens, run
 
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 TINY = Counts(
     packed_groups=8,
     groups=1,
@@ -45,6 +48,10 @@ def test_every_figure_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(value > 0 and math.isfinite(value) for value in measured.values()), measured
     assert figures["packing_fill"] <= 1 and figures["logprob_peak_ratio"] < 1
     assert set(figures["versions"]) == {"torch", "transformers", "trl"}
+
+
+def test_the_memory_of_a_step_with_whole_logits_is_measured() -> None:
+    assert peak_bytes(MODEL, way="whole", tokens=256, device="cpu") > 2**20
 
 
 def test_the_bound_counts_every_common_prefix_once() -> None:
