@@ -24,7 +24,7 @@ _CONNECT_RETRIES = 2
 
 @dataclass(frozen=True, slots=True)
 class OpenedEpisode:
-    """What an agent needs to make its calls part of an episode.
+    """The address and the key with which an agent makes its calls part of an episode.
 
     Attributes:
         id: the episode's id, by which all other calls name it.

@@ -1,4 +1,4 @@
-"""What agent code imports: `@episode`, the `Episode` handle, and `current_key`.
+"""The names that agent code imports: `@episode`, the `Episode` handle, and `current_key`.
 
 This module needs only the standard library, so that it loads beside any agent framework. The same agent
 function runs in three ways: inside a training run, which passes the handle; as a command that a run starts,

@@ -75,7 +75,8 @@ def simulator(
         Path | None, typer.Option(help="A file to keep the measurements and the trace in.")
     ] = None,
 ) -> None:
-    """What the simulator foretells from the trace of one run, against runs at several bounds on staleness."""
+    """Compare the simulator's prediction from the trace of one run with runs at several bounds on
+    staleness."""
     from benchmarks.simulator import run
 
     run(json=as_json, save=save)

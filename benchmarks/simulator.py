@@ -65,7 +65,7 @@ class Comparison:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """What `Comparison.save` wrote."""
+    """Read a file that `Comparison.save` wrote."""
     content = jsonlib.loads(gzip.decompress(path.read_bytes()))
     plans = [EpisodePlan(tuple(tokens), tuple(between)) for tokens, between in content["plans"]]
     measured = {int(bound): speed for bound, speed in content["measured"].items()}

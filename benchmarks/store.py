@@ -34,7 +34,7 @@ _TURNS_BETWEEN_ROOTS = 8
 
 @dataclass(frozen=True, slots=True)
 class StoreFigures:
-    """What `measure_store` found.
+    """The results of `measure_store`.
 
     Attributes:
         turns_per_s: committed turns a second, over all writers.

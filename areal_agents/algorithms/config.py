@@ -152,7 +152,7 @@ class AlgorithmConfig(BaseModel):
         return self
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong with this combination, one sentence for each fault."""
+        """Describe the faults of this combination, one sentence each."""
         loss, estimator = self.policy_loss, self.estimator
         if loss.uses_advantages == isinstance(estimator, NoEstimator):
             needs = "needs advantages (estimator: group, maxrl, gdpo or gae)"

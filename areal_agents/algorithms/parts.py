@@ -101,7 +101,7 @@ def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]
 def _fill(
     model: type[BaseModel], left: dict[str, Any], preset: Mapping[str, Any], faults: list[str]
 ) -> dict[str, Any]:
-    """As `fill`; the settings that it uses are removed from `left`."""
+    """Do the same as `fill`, and remove the settings that are used from `left`."""
     tree: dict[str, Any] = {}
     slots = {name: parts for name, field in model.model_fields.items() if (parts := alternatives(field))}
     for name in model.model_fields:

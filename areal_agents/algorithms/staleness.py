@@ -31,7 +31,7 @@ from areal_agents.errors import TrainingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StalenessReport:
-    """What the bound left to train, and what it removed.
+    """The tokens that the bound left to train, and those that it removed.
 
     Attributes:
         staleness: [N] trainer's version − token's version, of the tokens that are trained. It is computed

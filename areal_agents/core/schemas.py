@@ -122,7 +122,8 @@ class _Document:
         return self._of_type(schema, names=names)
 
     def _of_branches(self, schema: Schema, name: str) -> str | None:
-        """What is not enforced of a schema with the keyword `name` of _BRANCHES or _VALUES."""
+        """Describe the part of a schema with the keyword `name` of _BRANCHES or _VALUES that is not
+        enforced."""
         branches = schema[name]
         if name == "$ref" and self._target(branches) is None:
             return f"the $ref {branches!r} is not supported: name a part of the same schema, as in #/$defs/x"
@@ -147,7 +148,8 @@ class _Document:
         return None
 
     def _of_type(self, schema: Schema, *, names: bool) -> str | None:
-        """What is not enforced of a schema of one or more types; property names have the type string."""
+        """Describe what is not enforced of a schema of one or more types; property names have the type
+        string."""
         given = schema.get("type", ["string"] if names else None)
         used = {kind for kind, keywords in _OF_TYPE.items() if keywords & schema.keys()}
         if given is None:
@@ -169,7 +171,8 @@ class _Document:
         return reason
 
     def _of_names(self, schema: Schema) -> str | None:
-        """What is not enforced of `propertyNames`. xgrammar samples names that are no strings if it may."""
+        """Describe what is not enforced of `propertyNames`. xgrammar can sample names that are not
+        strings."""
         names = schema.get("propertyNames", {"type": "string"})
         if isinstance(names, Mapping) and "type" not in names and not names.keys() & {*_BRANCHES, *_VALUES}:
             strings_only = bool(_OF_TYPE["string"] & names.keys())

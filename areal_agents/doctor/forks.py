@@ -10,7 +10,7 @@ from areal_agents.core.trajectory import Fork, ForkReason
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What happened, in a sentence for the user, and the fix; `is_normal` if there is nothing to fix."""
+    """A finding in one sentence for the user, and its fix; `is_normal` if there is nothing to fix."""
 
     sentence: str
     fix: str

@@ -1,4 +1,4 @@
-"""What was observed of an episode: its recorded turns, the records of its calls, and all requests."""
+"""The observations of one episode: its recorded turns, the records of its calls, and all requests."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class RequestRecorder:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was observed of one examined episode.
+    """The observations of one examined episode.
 
     Attributes:
         given: the episode that was opened for the agent.

@@ -120,7 +120,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class _Allowed:
-    """What a reply may be: a call of one of these tools, an answer in text, or one that fits `schema`."""
+    """The forms that a reply may have: a call of one of these tools, text, or JSON that fits `schema`."""
 
     tools: tuple[Tool, ...]
     answer: bool = True

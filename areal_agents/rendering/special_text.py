@@ -65,7 +65,8 @@ class SpecialText:
         return count
 
     def count_json(self, text: str) -> int:
-        """As `count`, for the strings in a JSON document; text that is not JSON is counted as a whole."""
+        """Do the same as `count` for the strings in a JSON document; a string that is not JSON is counted as
+        a whole."""
         if not self._may_have_tokens(text) and "\\u" not in text:
             return 0
         try:

@@ -73,7 +73,8 @@ class LogNormalWork:
 
 @dataclass(frozen=True, slots=True)
 class EmpiricalWork:
-    """Whole episodes of a recorded run, sampled with replacement, so lengths and latencies stay together."""
+    """Samples whole episodes of a recorded run with replacement, so that lengths and latencies stay
+    paired."""
 
     plans: Sequence[EpisodePlan]
 

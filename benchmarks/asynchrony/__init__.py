@@ -1,1 +1,1 @@
-"""What asynchrony gains over a synchronous run."""
+"""Measures what asynchrony gains over a synchronous run."""

@@ -35,7 +35,7 @@ TOOL = {
 
 
 class Workload(BaseModel):
-    """What an episode does; see workloads/async.yaml."""
+    """Play one episode; see workloads/async.yaml."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

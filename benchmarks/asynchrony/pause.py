@@ -32,7 +32,7 @@ ALLOWED_S = 0.020  # of a pause, beside the floor
 
 @dataclass(frozen=True, slots=True)
 class PauseFigures:
-    """What `measure_pause` found; seconds are medians over the swaps.
+    """The results of `measure_pause`; seconds are medians over the swaps.
 
     Attributes:
         megabytes: of the weights, 10^6 bytes. bandwidth_gb_s: of copying as many bytes in memory.
@@ -63,7 +63,7 @@ class PauseFigures:
 
 @dataclass(slots=True)
 class _Streams:
-    """What the client has seen: when tokens came, and what each running request has."""
+    """The client's view: when tokens arrived, and the tokens of each running request."""
 
     token_times: list[float] = field(default_factory=list)
     came: asyncio.Event = field(default_factory=asyncio.Event)

@@ -129,7 +129,7 @@ class Bench:
         self._lost = 0
 
     def measure(self) -> dict[str, Any]:
-        """Everything."""
+        """Run all measurements."""
         figures, layout = self._speed()
         figures |= self._interruption(figures["rollout_alone_s"], layout)
         figures |= self._pause()

@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Of its folder."""
+        """Read the run in a folder."""
         return f"{self.objective}-eta{_shown(self.max_staleness)}-seed{self.seed}"
 
 

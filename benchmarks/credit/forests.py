@@ -175,7 +175,7 @@ class ForestTask:
         return tuple(found)
 
     def probability(self, outcome: Outcome, probabilities: Mapping[str, Fraction] | None = None) -> Fraction:
-        """Of an outcome, under the task's own probabilities or under others."""
+        """Return the probability of an outcome, under the task's own probabilities or under others."""
         known = self.probabilities if probabilities is None else probabilities
         product = Fraction(1)
         for step in outcome.steps:

@@ -1,1 +1,1 @@
-"""What the proxy costs for each call."""
+"""Measures the proxy's cost per call."""

@@ -116,7 +116,7 @@ class Connection:
 
 @dataclass
 class Tally:
-    """What happened: latencies in seconds and prompt lengths of whole replies, the first failures in words.
+    """The results: latencies in seconds and prompt lengths of whole replies, the first failures in words.
 
     `reopened` counts connections that the server had closed.
     """

@@ -81,7 +81,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started."""
+        """Return the figure of the process that was started."""
         assert self._process is not None
         return self._process.pid
 

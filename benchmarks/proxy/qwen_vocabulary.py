@@ -245,7 +245,8 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _byte_letters() -> list[str]:
-    """What byte-level BPE writes for each byte: printable Latin-1 as itself, the rest from letter 256 on."""
+    """Map each byte to the character that byte-level BPE writes for it: printable Latin-1 as itself, the rest
+    from letter 256 on."""
     printable = {
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

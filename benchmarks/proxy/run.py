@@ -1,4 +1,4 @@
-"""What the proxy costs per call, beside the least that any recording proxy does and beside LiteLLM's.
+"""Measures the proxy's cost per call, beside a minimal recording proxy and LiteLLM's proxy.
 
 Every server is a process of its own; its CPU time and memory are read from outside. The proxy is started as
 users start it, with `areal-agents serve`: an admin key, a store on disk, the real Qwen vocabulary. The model

@@ -1,4 +1,5 @@
-"""What the benchmark's agents and model say: prose and Python from the standard library, cut to length.
+"""The messages of the benchmark's agents and model: prose and Python from the standard library, cut to
+length.
 
 Every reply is a little reasoning, some text and one tool call, since that is what agents are made of.
 """

@@ -1,4 +1,5 @@
-"""What the trainer is timed on: groups of recorded episodes with random tokens, and random models.
+"""Builds the data that the trainer is timed on: groups of recorded episodes with random tokens, and random
+models.
 
 The episodes go through the trainer's own door, `build_training_data`, so samples, owners of shared
 tokens and advantages are what a run would have.

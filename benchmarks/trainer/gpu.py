@@ -1,4 +1,4 @@
-"""What only a GPU shows: model FLOPs utilisation of a 1.7B model in bfloat16, and where its time goes."""
+"""Measures what only a GPU can show: the MFU of a 1.7B model in bfloat16, and where its time goes."""
 
 from __future__ import annotations
 

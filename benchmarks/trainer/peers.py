@@ -32,7 +32,7 @@ SEQUENCES = 8  # of a padded micro-batch: what GRPO recipes take, and TRL's defa
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Where and how precisely all sides compute."""
+    """The device and the precision with which all sides compute."""
 
     folder: Path
     dtype: torch.dtype

@@ -78,7 +78,7 @@ class LossPart(Part):
 
     @property
     def ratio_level(self) -> str:
-        """What one ratio is taken of: "token", "turn" or "sequence"."""
+        """The unit over which a ratio is taken: "token", "turn" or "sequence"."""
         return "token"
 
     def token_losses(self, tokens: LossTokens) -> TokenLosses:

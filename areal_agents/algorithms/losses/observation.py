@@ -26,7 +26,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def observation_weights(samples: Sequence[TrainingSample]) -> list[Floats]:
-    """What the cross entropy of each scored token is multiplied by, a [N_s] array per sample s.
+    """Return the weights of the cross entropy of each scored token, a [N_s] array per sample s.
 
     It is 1 over the number of observation tokens of all the samples at an observation token, and 0 at the
     tokens of the policy, so that the loss is the mean over the observation tokens.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenChoice:
-    """What a trust region decides for the N trained tokens of a minibatch.
+    """The decisions of a trust region for the N trained tokens of a minibatch.
 
     Attributes:
         keep: [N] bool, the tokens that keep their gradient; None: all.

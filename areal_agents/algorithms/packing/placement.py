@@ -106,7 +106,8 @@ class _Costs:
                 self.after[parent] = max(self.after[parent], self.after[index])
 
     def pieces(self, token_budget: int, limit: float) -> list[_Piece]:
-        """Whole clusters, but none above the budget or above a cost of `limit` that can be cut."""
+        """Return whole clusters, and cut those above the budget or above a cost of `limit` where they can be
+        cut."""
         done = []
         pending = [self._piece(root, ()) for root in self.children.get(-1, [])]
         while pending:

@@ -93,7 +93,7 @@ class Extension:
         called: bool,
         now: Clock = datetime.now,
     ) -> str | None:
-        """What the template writes after the end of a reply, up to where the next reply begins.
+        """Render what the template writes between the end of a reply and the beginning of the next.
 
         None if the template refuses the stand-in or closes replies with no token, or if a message contains
         the mark by which the reply is found.
