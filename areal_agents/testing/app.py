@@ -164,8 +164,10 @@ class ScriptedApp:
         requested_top_logprobs(body)
         requested_experts_start(body, len(ids))
         rid = body.get("rid") or uuid.uuid4().hex
-        if not isinstance(rid, str) or rid in self._running:
-            raise RequestError(f"rid must be a string that no running request has, got {rid!r}")
+        if not isinstance(rid, str):
+            raise RequestError(f"rid must be a string, got {rid!r}")
+        if rid in self._running:
+            raise RequestError(f"a request with rid {rid!r} is already running")
         call = ScriptedCall(ids, body, self._calls, decode=self._decode, stop_token_id=self._stop_token_id)
         self._calls += 1
         scripted = self.script(call)
@@ -311,7 +313,7 @@ class ScriptedApp:
 
     def _prompt_ids(self, input_ids: Any) -> TokenIds:
         if not isinstance(input_ids, list) or not input_ids:
-            raise RequestError("input_ids must be a non-empty list of token ids")
+            raise RequestError("input_ids must be a list of at least one token id")
         try:
             ids = np.array(input_ids)
         except ValueError:
