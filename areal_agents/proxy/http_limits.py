@@ -100,7 +100,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Check the size of a complete head, and start the checks of the body's speed."""
         self.is_in_head = False
-        if self._head_bytes + self._data_bytes > MAX_HEAD_BYTES:  # counts other data too
+        if self._head_bytes + self._data_bytes > MAX_HEAD_BYTES:  # may include bytes of the body
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > MAX_HEAD_BYTES:
                 self._refuse_head()
@@ -213,7 +213,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_body:
-            if self.pipeline or self.cycle.response_started:  # two responses at once
+            if self.pipeline or self.cycle.response_started:
+                # The client would read the refusal as part of another response, or as the next one.
                 self.transport.abort()
                 return
             self._end_body()

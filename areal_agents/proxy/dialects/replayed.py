@@ -89,13 +89,13 @@ def _is_beginning(earlier: History, history: History, reused: int) -> bool:
 def _shared(items: Sequence[Any], history: History) -> int:
     """Return the number of leading items that a request and a history have in common."""
     count = min(len(items), len(history.items))
-    ours, theirs = list(items[:count]), history.items
+    new, known = list(items[:count]), history.items
     for index in history.as_json:
         if index < count:
-            ours[index] = _json(items[index])
-    if ours == (theirs if len(theirs) == count else theirs[:count]):  # the usual case, and a fast comparison
+            new[index] = _json(items[index])
+    if new == (known if len(known) == count else known[:count]):  # the usual case, and a fast comparison
         return count
-    return next(index for index in range(count) if ours[index] != theirs[index])
+    return next(index for index in range(count) if new[index] != known[index])
 
 
 def _is_plain(item: Any) -> bool:

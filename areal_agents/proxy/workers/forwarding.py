@@ -85,7 +85,7 @@ class WorkerRouting:
         forwarded = self._is_forwarded(request)
         if forwarded and (address := request.headers.get(_ADDRESS)):
             host, _, port = address.partition(" ")
-            request.scope["server"] = (host, int(port))  # used in the base_urls of new episodes
+            request.scope["server"] = (host, int(port))  # for the base_urls of new episodes
         give_up_at = time.monotonic() + _GIVE_UP_S
         while True:
             index = await self._placement.worker_for(request, body.read, forwarded=forwarded)
