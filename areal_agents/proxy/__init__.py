@@ -1,4 +1,4 @@
-"""The proxy between an agent and the policy. It records exactly what the model read and wrote."""
+"""The HTTP proxy between agents and the policy; it records the exact tokens that the model read and wrote."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ProxyConfig", "create_app", "serve", "serve_app"]
 
-# Loaded when first used: a supervisor of workers needs none of what they serve with.
-_HOME = {
+# Imported on first use, because the supervisor of workers does not need the modules that serve requests.
+_MODULE_OF = {
     "ProxyConfig": "areal_agents.proxy.config",
     "create_app": "areal_agents.proxy.app",
     "serve": "areal_agents.proxy.server",
@@ -22,8 +22,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     globals()[name] = value
     return value

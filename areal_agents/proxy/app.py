@@ -1,8 +1,6 @@
-"""The ASGI application of the proxy: builds its parts and its routes.
+"""Builds the ASGI application of the proxy from its components.
 
-Takes model calls straight to their endpoint; everything else goes through the routes.
-
-A model call needs none of the routing, and it is the one request that comes thousands of times.
+Model calls, by far the most frequent requests, bypass Starlette's routing.
 """
 
 from __future__ import annotations
@@ -55,10 +53,10 @@ def create_app(
     observer: Observer | None = None,
     retention: Retention | None = None,
 ) -> ASGIApp:
-    """The proxy as an ASGI app. The caller owns store and engine, and closes them afterwards.
+    """Return the proxy as an ASGI app. The caller owns the store and the engine, and closes them afterwards.
 
-    `observer` is called with every model call that has ended. `retention` removes trained turns as
-    `store.retain` says.
+    `observer` is called with the record of each model call when the call has ended. `retention` removes
+    trained turns, as the setting `store.retain` requires.
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
     app, _ = _app_of(parts, observer, retention)
@@ -74,9 +72,10 @@ def create_worker_app(
     workers: Workers,
     retention: Retention | None = None,
 ) -> tuple[ASGIApp, Callable[[str], int]]:
-    """`create_app` for one of several processes on one store; it forwards the requests of the others.
+    """Return the app of one of several workers on one store, and a function that assigns paths to workers.
 
-    Returns the app, and a function from the path of a request to the index of the worker that it belongs to.
+    The app forwards requests for the episodes of other workers to them. The function returns the index of
+    the worker that a request path belongs to.
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=workers)
     app, calls = _app_of(parts, None, retention)
@@ -93,8 +92,8 @@ def create_worker_app(
         config=config,
         bodies=parts.bodies,
     )
-    door = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
-    return BrowserGuard(door, config), placement.worker_of
+    routed = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
+    return BrowserGuard(routed, config), placement.worker_of
 
 
 def _app_of(
@@ -114,15 +113,12 @@ def _app_of(
         middleware=[Middleware(InternalErrors)],
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
-    return FrontDoor(app, calls.endpoints), calls
+    return ModelCallShortcut(app, calls.endpoints), calls
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """The objects that the routes share.
-
-    Either both `workers` and `ownership` are given, or neither.
-    """
+    """The objects that the routes share. `workers` and `ownership` are None in a proxy of one process."""
 
     store: Store
     engine: Sampler
@@ -213,10 +209,10 @@ class _Parts:
     def lifespan(
         self, housekeeping: Housekeeping
     ) -> Callable[[Starlette], contextlib.AbstractAsyncContextManager[None]]:
-        """The app's lifespan: starts background work, and ends it after the last request."""
+        """Return the app's lifespan, which starts background work and stops it after the last request."""
 
         @contextlib.asynccontextmanager
-        async def living(app: Starlette) -> AsyncIterator[None]:
+        async def run_background_work(app: Starlette) -> AsyncIterator[None]:
             await self.implicit.restore()
             if self.pool is not None:
                 self.pool.start()
@@ -227,26 +223,26 @@ class _Parts:
             self.bodies.close()
             await self.pass_through.aclose()
 
-        return living
+        return run_background_work
 
 
 def _each_of(*observers: Observer | None) -> Observer:
-    """One observer that calls all those given."""
-    told = [observer for observer in observers if observer is not None]
+    """Return one observer that calls each of `observers` that is not None."""
+    present = [observer for observer in observers if observer is not None]
 
     def observe(record: CallRecord) -> None:
-        for tell in told:
-            tell(record)
+        for observer in present:
+            observer(record)
 
     return observe
 
 
-class FrontDoor:
-    """An app with a short way to its model calls.
+class ModelCallShortcut:
+    """ASGI app that passes model calls directly to their endpoints, without Starlette's routing.
 
     Args:
-        app: answers everything else.
-        endpoints: of the model calls, by path without an episode's key.
+        app: the app that answers all other requests.
+        endpoints: the endpoints of the model calls, by path without an episode's key.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, Endpoint]) -> None:
@@ -257,7 +253,7 @@ class FrontDoor:
         if scope["type"] != "http" or scope["method"] not in ("POST", "HEAD"):
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # some agents look whether their base_url is there
+        if scope["method"] == "HEAD":  # some agents check that their base_url answers
             await Response()(scope, receive, send)
             return
         path: str = scope["path"]

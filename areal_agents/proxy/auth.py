@@ -20,12 +20,12 @@ EPISODE_KEY_PREFIX = "ep-"
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
-        episode_key: the key of the one episode that it may reach, or None.
-        is_admin: whether it may use the whole control API.
-        identity: a digest that tells callers without an episode apart.
+        episode_key: the key of the only episode that the caller may use, or None.
+        is_admin: whether the caller may use the whole control API.
+        identity: a digest that distinguishes callers without an episode.
     """
 
     episode_key: str | None
@@ -34,17 +34,17 @@ class Caller:
 
 
 def new_episode_key() -> str:
-    """A fresh key for an episode."""
+    """Return a new random key for an episode."""
     return EPISODE_KEY_PREFIX + secrets.token_urlsafe(24)
 
 
 def key_hash(key: str) -> str:
-    """What the store keeps of a key."""
+    """Return the digest under which the store keeps a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 class Authenticator:
-    """Tells who calls. Without any configured key everybody is admin: for loopback only."""
+    """Identifies callers. Without an admin key every caller is an admin, which is safe on loopback only."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._admin_key = config.admin_key
@@ -52,12 +52,17 @@ class Authenticator:
         self._open = config.admin_key is None
 
     def identify(self, request: Request) -> Caller:
-        """The caller of a request. RequestError 401 if its keys are wrong, missing or disagree."""
+        """Return the caller of a request.
+
+        Raise RequestError 401 if its keys are wrong or missing, or if they disagree.
+        """
         bearer = _bearer(request)
         path_key = request.path_params.get("key")
         if path_key is not None:
             if bearer is not None and not _same(bearer, path_key) and not self._is_admin_key(bearer):
-                raise _unauthorized("the API key is not the key of the episode that this base_url names")
+                raise _unauthorized(
+                    "the API key and the base_url name different episodes; use the episode's key for both"
+                )
             return Caller(path_key, False, "")
         if bearer is not None and bearer.startswith(EPISODE_KEY_PREFIX):
             return Caller(bearer, False, "")
@@ -67,16 +72,20 @@ class Authenticator:
             raise _unauthorized("no API key was given; send it as Authorization: Bearer <key>")
         if self._is_admin_key(bearer):
             return Caller(None, True, key_hash(bearer)[:16])
-        # Every key is compared, so that the time does not tell which of them came close.
+        # All keys are compared, so that the time taken does not reveal which one matched.
         if any([_same(bearer, key) for key in self._project_keys]):
             return Caller(None, False, key_hash(bearer)[:16])
-        raise _unauthorized("the API key is wrong")
+        raise _unauthorized(
+            "the API key is unknown; use an episode's key, a project key or the admin key of this proxy"
+        )
 
     def require_admin(self, request: Request) -> Caller:
-        """The caller, who must be admin. RequestError 401 or 403 otherwise."""
+        """Return the caller, who must be an admin. Raise RequestError 401 or 403 otherwise."""
         caller = self.identify(request)
         if not caller.is_admin:
-            raise RequestError("this needs the admin key", status=403, code="admin_key_required")
+            raise RequestError(
+                "this request needs the admin key of the proxy", status=403, code="admin_key_required"
+            )
         return caller
 
     def _is_admin_key(self, key: str) -> bool:

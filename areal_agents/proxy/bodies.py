@@ -1,7 +1,7 @@
 """Reads request bodies, limited in size and number of JSON values; large ones are parsed off the event loop.
 
-Work on one body must not delay other calls. Python code lets other threads run every millisecond. C code does
-not, so its time is bounded by the number of JSON values, to which the time of parsing is proportional.
+Work on one body must not delay other calls. A thread that runs Python code yields every millisecond. C code
+does not, so its time is bounded by the number of JSON values, to which the parsing time is proportional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _GIVE_BACK_AFTER_S = 1.0
 
 
 class Bodies:
-    """Reads the bodies of one app, one large body at a time."""
+    """Reads the request bodies of one app. Large bodies are parsed one at a time."""
 
     def __init__(self, *, max_bytes: int, max_values: int) -> None:
         self.max_bytes = max_bytes
@@ -45,10 +45,10 @@ class Bodies:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def object(self, request: Request, max_bytes: int | None = None) -> dict[str, Any]:
-        """The JSON object in the body of a request; {} for an empty body.
+        """Return the JSON object in the body of a request, {} for an empty body.
 
         Args:
-            max_bytes: a limit other than the app's, in bytes.
+            max_bytes: a limit in bytes instead of the app's.
 
         Raises:
             RequestError: 413 if the body is too large or has too many values, 415 if it is compressed or its
@@ -65,13 +65,13 @@ class Bodies:
         return data
 
     async def off_loop(self, request: Request, work: Callable[[], T]) -> T:
-        """Run work whose time grows with the body of `request`; for a large body, on the thread."""
+        """Run `work`, whose time grows with the body of `request`, in the thread if the body is large."""
         if getattr(request.state, "body_bytes", 0) < _LARGE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def done_with(self, request: Request) -> None:
-        """Return the memory that a huge body took to the system, soon after it is freed."""
+        """Schedule the return of a huge body's memory to the operating system."""
         if self._trim is None or getattr(request.state, "body_bytes", 0) < _HUGE_BYTES:
             return
         if self._giving_back is None:
@@ -98,7 +98,11 @@ class Bodies:
 
 async def _received(request: Request, max_bytes: int) -> bytearray:
     if request.headers.get("content-encoding", "identity") != "identity":
-        raise RequestError("compressed bodies are not supported", status=415, code="unsupported_encoding")
+        raise RequestError(
+            "compressed bodies are not supported; send the body without Content-Encoding",
+            status=415,
+            code="unsupported_encoding",
+        )
     kind = request.headers.get("content-type", _JSON).partition(";")[0].strip().lower()
     if kind not in ("", _JSON) and not kind.endswith("+json"):
         raise RequestError(
@@ -121,15 +125,15 @@ async def _received(request: Request, max_bytes: int) -> bytearray:
 
 
 def refuse_depth(body: dict[str, Any]) -> None:
-    """RequestError 400 if the JSON is nested too deeply to be serialised again."""
+    """Raise RequestError 400 if a body is nested too deeply to be serialised again."""
     try:
         orjson.dumps(body)
     except orjson.JSONEncodeError:
-        raise RequestError("the request is nested too deeply", code="invalid_json") from None
+        raise RequestError("the JSON of the body is nested too deeply", code="invalid_json") from None
 
 
 def _refuse_constant(text: str, at: int) -> None:
-    """RequestError 400 for NaN and Infinity, which Python clients write, with a message that names them."""
+    """Raise RequestError 400 if the parser stopped at NaN or Infinity, which Python clients write."""
     for name in ("NaN", "Infinity"):
         if text.startswith(name, at):
             _not_finite("-" + name if text[at - 1 : at] == "-" else name)
@@ -141,7 +145,8 @@ def _not_finite(name: str) -> NoReturn:
 
 def _too_large(max_bytes: int) -> RequestError:
     return RequestError(
-        f"the body is larger than {max_bytes / 2**20:g} MiB; max_body_mb limits model calls",
+        f"the body is larger than {max_bytes / 2**20:g} MiB; the proxy's max_body_mb sets the limit of model "
+        "calls",
         status=413,
         code="request_too_large",
     )

@@ -1,9 +1,9 @@
-"""Refuses requests that web pages make from a browser.
+"""Refuses requests that foreign web pages send from a browser.
 
-A browser runs the scripts of every page that its user opens, and such a script can send requests to this
-machine. If the page's own host name resolves to this machine (DNS rebinding), the script can also read the
-responses; the Host header shows that. Requests to another site than the page's own carry an Origin or a
-Sec-Fetch-Site header, which scripts cannot set. Clients that are not browsers send neither.
+A script of any page that a user opens can send requests to this machine. If the page's host name resolves to
+this machine (DNS rebinding), the script can also read the responses; the Host header then has that name.
+Cross-site requests have an Origin or a Sec-Fetch-Site header, which scripts cannot set. Clients that are not
+browsers send neither.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.errors import error_body
 
-_SAFE = ("GET", "HEAD")  # they change nothing, and the page cannot read the response
+_SAFE = ("GET", "HEAD")  # these change nothing, and the page cannot read the response
 _OWN_SITE = ("same-origin", "none")
 
 
@@ -26,7 +26,8 @@ class BrowserGuard:
     """ASGI middleware that refuses requests for unknown hosts and from web pages of another origin.
 
     Without an admin key every caller on this machine is trusted, so the Host header must name this machine.
-    With a key a page can do nothing, and the Host header is checked only if `allowed_hosts` is set.
+    With an admin key, a page without the key can do nothing, so the Host header is checked only if
+    `allowed_hosts` is set.
     """
 
     def __init__(self, app: ASGIApp, config: ProxyConfig) -> None:
@@ -60,16 +61,16 @@ class BrowserGuard:
                 site = value.decode("latin-1").lower()
         if host is not None and self._checks_host and not self._is_known(_name_of(host)):
             return RequestError(
-                f"{_name_of(host)!r} in the Host header is not a known name of this proxy; if it is one, "
-                "start the proxy with it in proxy.allowed_hosts",
+                f"the Host header names {_name_of(host)!r}, which is not a known name of this proxy; if it "
+                "is one, add it to proxy.allowed_hosts",
                 status=403,
                 code="unknown_host",
             )
         foreign = origin is not None and not self._is_own(origin, host)
         if foreign or (site is not None and site not in _OWN_SITE and scope["method"] not in _SAFE):
             return RequestError(
-                f"web pages of another origin ({origin or site}) may not call this proxy; if the page is "
-                "yours, start the proxy with its host in proxy.allowed_hosts",
+                f"web pages of another origin ({origin or site}) may not call this proxy; if you trust the "
+                "page, add its host to proxy.allowed_hosts",
                 status=403,
                 code="cross_origin",
             )
@@ -92,7 +93,7 @@ class BrowserGuard:
 
 
 def _name_of(host: str) -> str:
-    """The host name or address in a Host header, without its port."""
+    """Return the host name or address in a Host header, without its port."""
     if host.startswith("["):
         return host[1:].partition("]")[0]
     return host.partition(":")[0]

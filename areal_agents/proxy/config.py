@@ -16,9 +16,13 @@ class Upstream(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    base_url: str = Field(description="For example https://host/v1.", pattern=r"^https?://")
-    key: str | None = Field(default=None, description="Its API key.")
-    model: str | None = Field(default=None, description="Its name of the model, if it is another one.")
+    base_url: str = Field(
+        description="Base URL of the server, for example https://host/v1.", pattern=r"^https?://"
+    )
+    key: str | None = Field(default=None, description="API key for the server.")
+    model: str | None = Field(
+        default=None, description="Model name to send to that server; by default the name that agents use."
+    )
 
 
 class ProxyConfig(BaseModel):
@@ -28,7 +32,7 @@ class ProxyConfig(BaseModel):
 
     @field_validator("admin_key", "project_keys")
     @classmethod
-    def _keys_are_keys(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
+    def _check_keys(cls, value: str | tuple[str, ...] | None) -> str | tuple[str, ...] | None:
         for key in (value,) if isinstance(value, str) else value or ():
             if not key or key.startswith("ep-"):
                 raise ValueError("a key must be a non-empty string that does not begin with ep-")
@@ -43,14 +47,15 @@ class ProxyConfig(BaseModel):
     )
     allowed_hosts: tuple[str, ...] = Field(
         default=(),
-        description="Further host names that a Host or Origin header may have. Without an admin key, only "
-        "these, loopback, `host` and the host of `public_url` are served.",
+        description="Additional host names to accept in Host and Origin headers. Without an admin key, only "
+        "these, loopback, `host` and the host of `public_url` are accepted.",
     )
     admin_key: str | None = Field(
         default=None, min_length=1, description="Key of the control API; may be absent on loopback only."
     )
     project_keys: tuple[str, ...] = Field(
-        default=(), description="Keys that may call the model without an episode: they open implicit ones."
+        default=(),
+        description="Keys that may call the model without an episode; such calls open implicit episodes.",
     )
 
     family: str = Field(
@@ -62,52 +67,66 @@ class ProxyConfig(BaseModel):
 
     special_tokens_in_content: Literal["text", "parse"] = Field(
         default="text",
-        description="How special tokens that messages and tools spell out are encoded: 'text', as their "
-        "characters; 'parse', as the special tokens, like plain servers, so that web pages can forge turns.",
+        description="How the text of a special token in messages and tools is encoded: 'text', as ordinary "
+        "characters; 'parse', as the special token, as plain servers do, which lets web pages forge turns.",
     )
 
-    max_body_mb: float = Field(default=32.0, gt=0, description="Largest request body, in MiB.")
+    max_body_mb: float = Field(default=32.0, gt=0, description="Maximum size of a request body, in MiB.")
     max_json_values: int = Field(
         default=250_000,
         ge=1,
-        description="Most JSON values in a request body: numbers, strings, names, objects and arrays.",
+        description="Maximum number of JSON values in a request body: numbers, strings, names, objects and "
+        "arrays.",
     )
-    max_messages: int = Field(default=4096, ge=1, description="Most messages in one request.")
-    max_concurrent: int = Field(default=256, ge=1, description="Model calls in the engine at a time.")
-    max_queued: int = Field(default=4096, ge=0, description="Model calls that wait for their turn; then 429.")
-    generate_timeout_s: float = Field(default=600.0, gt=0, description="Longest wait for one completion.")
+    max_messages: int = Field(default=4096, ge=1, description="Maximum number of messages in one request.")
+    max_concurrent: int = Field(
+        default=256, ge=1, description="Maximum number of model calls in the engine at a time."
+    )
+    max_queued: int = Field(
+        default=4096, ge=0, description="Maximum number of queued model calls; further calls get 429."
+    )
+    generate_timeout_s: float = Field(default=600.0, gt=0, description="Timeout of one completion.")
     context_length: int | None = Field(
         default=None,
         ge=2,
-        description="Most tokens of a prompt with its completion; by default the engine's.",
+        description="Maximum tokens of a prompt with its completion; by default the engine's limit.",
     )
     default_max_tokens: int | None = Field(
-        default=None, ge=1, description="Completion limit where the agent names none; by default what fits."
+        default=None,
+        ge=1,
+        description="Completion limit if the request sets none; by default as many tokens as fit.",
     )
 
     max_completion_tokens: int | None = Field(
-        default=None, ge=1, description="Most tokens of one completion; a request for more is refused."
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of one completion; requests for more are refused.",
     )
     keepalive_s: float = Field(
-        default=10.0, gt=0, description="A stream that has nothing to say sends a comment this often."
+        default=10.0,
+        gt=0,
+        description="Interval of the keep-alive comments on a stream that has no data to send.",
     )
     durability: Literal["turn", "batched"] = Field(
         default="turn",
-        description="'turn': a turn is in the store before its reply leaves; 'batched': within 50 ms.",
+        description="When a turn is written to the store: 'turn', before its reply is sent; 'batched', at "
+        "most 50 ms after it is complete.",
     )
     reasoning: Literal["template", "keep"] = Field(
         default="template",
-        description="'template': earlier reasoning is shown as the chat template does; 'keep': it stays.",
+        description="Reasoning of earlier turns in a prompt: 'template', as the chat template shows it; "
+        "'keep', always included.",
     )
     models: dict[str, Upstream] = Field(
         default_factory=dict,
-        description="Model names that other servers answer: passed through, counted, never trained.",
+        description="Models of other servers, by the name that agents use; their calls are passed through, "
+        "counted, and never trained on.",
     )
 
     log_format: Literal["text", "json"] = Field(
-        default="text", description="Form of the log on standard error: text, or one JSON object per line."
+        default="text", description="Format of the log on standard error: text, or one JSON object per line."
     )
-    log_calls: bool = Field(default=False, description="Log every model call: its numbers, not its texts.")
+    log_calls: bool = Field(default=False, description="Log every model call, without its messages.")
 
     routed_experts: bool = Field(
         default=False,
@@ -115,24 +134,28 @@ class ProxyConfig(BaseModel):
         "engine.routed_experts.",
     )
 
-    group_size: int = Field(default=16, ge=1, description="Places of a group that is opened without a size.")
+    group_size: int = Field(default=16, ge=1, description="Size of a group that is opened without one.")
     lifted_pins: tuple[PinnedField, ...] = Field(
         default=(),
-        description="Parameters that agents may set in training episodes too; such turns are not trained.",
+        description="Sampling parameters that agents may set in training episodes too; turns sampled with "
+        "them are not trained on.",
     )
     truncated_reward: float = Field(
-        default=0.0, allow_inf_nan=False, description="Reward of a truncated episode that got none."
+        default=0.0, allow_inf_nan=False, description="Reward of a truncated episode that received no reward."
     )
     reward_timeout_s: float = Field(
-        default=600.0, gt=0, description="A finished episode of a group without a reward fails after this."
+        default=600.0,
+        gt=0,
+        description="Time after which a finished episode of a group fails if it has no reward.",
     )
     idle_timeout_s: float = Field(
-        default=3600.0, gt=0, description="An open episode fails after so long without a call."
+        default=3600.0, gt=0, description="Time without a call after which an open episode fails."
     )
     implicit_idle_s: float = Field(
-        default=600.0, gt=0, description="An implicit episode is finished after so long without a call."
+        default=600.0, gt=0, description="Time without a call after which an implicit episode is finished."
     )
     implicit_split: Literal["train", "eval"] = Field(
         default="eval",
-        description="Split of implicit episodes: eval grants what the agent requests, train pins sampling.",
+        description="Split of implicit episodes: eval uses the sampling parameters of the request, train "
+        "pins them.",
     )

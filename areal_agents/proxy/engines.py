@@ -1,4 +1,4 @@
-"""The engines behind a proxy: a pool that follows the current version in the store."""
+"""Builds the pool of engines behind a proxy; the pool follows the current policy version in the store."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _UPDATE_TIMEOUT_S = 600.0  # a large model is read from its folder
 
 @dataclass(frozen=True, slots=True)
 class EngineUrls:
-    """Where the engines are.
+    """The addresses of the engines, and what they must serve.
 
     Attributes:
         engines: base URLs of the replicas, at least one.
-        router: base URL of a router in front of them that generation goes through; "" for none.
-        adapters: the policy is a LoRA adapter of the model that the engines serve.
-        vocab_size: of that model, where it is known; an engine of another is refused.
+        router: base URL of a router in front of the replicas that generation requests go through, or "".
+        adapters: whether the policy is a LoRA adapter of the model that the engines serve.
+        vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
     """
 
     engines: tuple[str, ...]
@@ -44,7 +44,7 @@ class EngineUrls:
     vocab_size: int | None = None
 
     def describe(self) -> str:
-        """For people."""
+        """Return the addresses in a form for people."""
         urls = ", ".join(self.engines)
         return f"{urls}, through {self.router}" if self.router else urls
 
@@ -57,7 +57,7 @@ def make_pool(
     request_timeout_s: float,
     limits: PoolLimits | None = None,
 ) -> EnginePool:
-    """The pool of a proxy; the caller closes it."""
+    """Return the pool of engines of a proxy; the caller closes it."""
     engines = [
         SGLangEngine(
             url,
@@ -91,30 +91,30 @@ def make_pool(
 
 @contextlib.asynccontextmanager
 async def without_trainer(store: Store) -> AsyncIterator[bool]:
-    """Whether no trainer of the store is running; then none begins within, since one that starts waits."""
-    with contextlib.ExitStack() as looking:
+    """Yield whether no trainer of the store is running; if so, a trainer that starts waits for the block."""
+    with contextlib.ExitStack() as stack:
         try:
-            alone = await asyncio.to_thread(looking.enter_context, TrainerLock(store.path).unheld())
+            alone = await asyncio.to_thread(stack.enter_context, TrainerLock(store.path).unheld())
         except OSError as error:
-            log.warning("cannot find out whether a trainer is running: %s", error)
+            log.warning("cannot determine whether a trainer is running: %s", error)
             alone = False
         yield alone
 
 
 def check_addresses(engine_urls: Sequence[str], router_url: str) -> None:
-    """ConfigError for an address that is no base URL, and for a router without engines behind it."""
+    """Raise ConfigError for an address that is not a base URL, and for a router without engines."""
     for url in (*engine_urls, *([router_url] if router_url else [])):
         if not is_base_url(url):
             raise ConfigError(f"the address of an engine or router must be http://host:port, got {url!r}")
     if router_url and not engine_urls:
         raise ConfigError(
-            f"the router {router_url} needs the addresses of the engines behind it too: "
-            "--engine-url, once for each"
+            f"the router {router_url} needs the addresses of the engines behind it: give --engine-url once "
+            "for each engine"
         )
 
 
 def check_models(urls: Sequence[str]) -> None:
-    """ConfigError if two of the engines that answer now serve different models."""
+    """Raise ConfigError if two of the engines that answer serve different models."""
     if len(urls) > 1:
         asyncio.run(_check(urls))
 

@@ -1,7 +1,7 @@
-"""Turns each failure into an error response that clients understand, never a stack trace.
+"""Translates exceptions into error responses in the form of the client's API, without stack traces.
 
-A client must not retry what cannot succeed, so final errors carry `x-should-retry: false`; what may
-succeed later carries Retry-After.
+A client must not repeat a request that cannot succeed, so the response to such a request has the header
+`x-should-retry: false`. The response to a request that may succeed later has Retry-After.
 """
 
 from __future__ import annotations
@@ -71,16 +71,20 @@ def as_request_error(error: Exception) -> RequestError:
         case ClientGone():
             return RequestError("the client closed the connection", status=499, code="client_closed_request")
         case _:
-            return RequestError("the proxy failed on this request", status=500, code="internal_error")
+            return RequestError(
+                "the proxy failed because of a bug; its log has the stack trace",
+                status=500,
+                code="internal_error",
+            )
 
 
 def episode_elsewhere(message: str) -> RequestError:
-    """503 for a client that should try again, because another worker has the episode or just took it."""
+    """Return a 503 that asks the client to retry: another worker owns the episode or just took it over."""
     return RequestError(message, status=503, code="episode_elsewhere", retry_after_s=_RETRY_AFTER_S)
 
 
 class InternalErrors:
-    """ASGI middleware: a bug is logged with its trace and answered without it; the connection stays open."""
+    """ASGI middleware that logs a bug with its stack trace, answers 500, and keeps the connection open."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,39 +99,42 @@ class InternalErrors:
 
 
 def error_response(request: Request, error: Exception) -> Response:
-    """An error in the form of the API that the path belongs to; Starlette's exception handler."""
-    refusal = _of_route(request, error) if isinstance(error, HTTPException) else as_request_error(error)
+    """Return the response to an exception, in the form of the API that the path belongs to.
+
+    Starlette calls it as an exception handler.
+    """
+    refusal = _routing_error(request, error) if isinstance(error, HTTPException) else as_request_error(error)
     log_refusal(request, refusal, error)
     body, headers = error_body(request.scope["path"], refusal)
     more = getattr(error, "headers", None) or {}
     return Response(body, status_code=refusal.status, headers={**more, **headers})
 
 
-def _of_route(request: Request, error: HTTPException) -> RequestError:
-    """What to change about a request that no route answers: mostly the client's base_url."""
+def _routing_error(request: Request, error: HTTPException) -> RequestError:
+    """Return the error for a request that no route answers; it says what to change, mostly the base_url."""
     path = _masked(request)
     match error.status_code:
         case 404:
             message = (
-                f"there is no path {path} here; an OpenAI client needs a base_url with /v1 at its end, an "
-                "Anthropic client does not"
+                f"the proxy has no path {path}; the base_url of an OpenAI client must end in /v1, that of an "
+                "Anthropic client must not"
             )
         case 405:
             allowed = (error.headers or {}).get("Allow", "POST").replace("HEAD, ", "").replace(", HEAD", "")
-            message = f"{request.method} is not answered at {path}; use {allowed}"
+            message = f"{path} does not accept {request.method}; use {allowed}"
         case _:
             message = str(error.detail)
     return RequestError(message, status=error.status_code, code="invalid_request")
 
 
 def error_body(path: str, refusal: RequestError) -> tuple[bytes, dict[str, str]]:
-    """(body, headers) of an error in the form of the API that a path belongs to."""
+    """Return (body, headers) of an error, in the form of the API that a path belongs to."""
     form = Messages().error if "/v1/messages" in path else openai_error
     return form(refusal), {"content-type": "application/json", **headers_of(refusal)}
 
 
 def log_refusal(request: Request, refusal: RequestError, error: Exception) -> None:
-    """Log what is not the client's fault: a bug with its trace, everything else in a line."""
+    """Log an error that is not the client's fault: a bug with its stack trace, any other on one line."""
     if refusal.code == "internal_error":
         _logger.error("a bug in %s %s", request.method, _masked(request), exc_info=error)
     elif refusal.status >= 500 and refusal.status != 501:
@@ -135,7 +142,7 @@ def log_refusal(request: Request, refusal: RequestError, error: Exception) -> No
 
 
 def headers_of(refusal: RequestError) -> dict[str, str]:
-    """The headers that tell a client whether to try again, and when."""
+    """Return the headers that tell a client whether to retry, and when."""
     if refusal.retry_after_s is not None:
         return {"retry-after": str(max(1, round(refusal.retry_after_s)))}
     if refusal.status <= 501 or refusal.code == "engine_rejected":
@@ -144,5 +151,5 @@ def headers_of(refusal: RequestError) -> dict[str, str]:
 
 
 def _masked(request: Request) -> str:
-    """The path without the episode's key in it."""
+    """Return the path with the episode's key masked."""
     return _KEY_IN_PATH.sub(r"\1***", request.url.path)

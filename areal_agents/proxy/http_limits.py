@@ -1,8 +1,8 @@
 """uvicorn's HTTP protocol with limits on slow and oversized requests, which apply before any key is checked.
 
 The head of a request is limited in size and in time, its body has a minimum speed, and a client may leave a
-response unread only for a limited time. A connection that exceeds a limit gets an error response if one can
-still be sent, and is closed.
+response unread only for a limited time. A client that violates a limit gets an error response if one can
+still be sent, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from areal_agents.errors import RequestError
 from areal_agents.proxy.errors import error_body
 
 MAX_HEAD_BYTES = 64 * 2**10
-HEAD_S = 60.0  # from opening the connection, or from the first byte of a request, to the end of its head
+HEAD_S = 60.0  # from the connection's opening, or from the first byte of a request, to the end of its head
 BODY_GRACE_S = 30.0  # after the head, during which a body may be slower than LEAST_BYTES_PER_S
 LEAST_BYTES_PER_S = 16 * 2**10
-UNREAD_S = 120.0  # for which a client may read nothing of a response
-_DISCARDED_BYTES = 64 * 2**20  # read and dropped after a refusal, before the connection is aborted
+UNREAD_S = 120.0  # longest time for which a client may read nothing of a response
+_DISCARDED_BYTES = 64 * 2**20  # most bytes that are read and dropped after a refusal
 _LINGER_S = 5.0  # for which a refused client may continue sending, so that it reads the refusal
-_LOOK_S = 5.0  # interval between checks of the speed of a body
-_MOST_FRAMING = 9  # bytes received per byte of a body
+_CHECK_S = 5.0  # interval between checks of the speed of a body
+_MOST_FRAMING = 9  # most bytes received per byte of a body
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -38,10 +38,10 @@ class LimitedProtocol(HttpToolsProtocol):
         super().__init__(**uvicorns)
         self.is_in_head = False
         self._is_in_body = False
-        self._requests_read = 0  # complete ones, in the latest bytes read
+        self._requests_read = 0  # complete requests in the latest data
         self._head_bytes = 0
-        self._data_bytes = 0  # the last that were read
-        self._frame_bytes = 0  # of a body with its chunk framing
+        self._data_bytes = 0  # size of the latest data
+        self._frame_bytes = 0  # size of a body with its chunk framing
         self._body_bytes = 0
         self._body_began = 0.0
         self._discarded = 0
@@ -51,19 +51,19 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unread = 0  # bytes of responses that the client had not read at the latest check
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection is open: start the time limit of its first request."""
+        """Start the time limit of the first request on a new connection."""
         super().connection_made(transport)
         self._reading_timer = self.loop.call_later(HEAD_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Stop the timers of a closed connection."""
         self._set_reading_timer(None)
         if self._writing_timer is not None:
             self._writing_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """More of the connection was read."""
+        """Parse received data, and check the size of the head."""
         if self._is_refused:
             self._discard(len(data))
             return
@@ -86,21 +86,21 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(RequestError(message, code="invalid_http"))
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start the time limit of a request's head, at its first byte."""
         self.is_in_head = True
         self._head_bytes = 0
         self._set_reading_timer(self.loop.call_later(HEAD_S, self._head_is_late))
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of the head, or a trailer after a chunked body; trailers are dropped."""
+        """Keep a header of the head; drop a trailer after a chunked body."""
         if self.is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The last byte of a request's head."""
+        """Check the size of a complete head, and start the checks of the body's speed."""
         self.is_in_head = False
-        if self._head_bytes + self._data_bytes > MAX_HEAD_BYTES:  # with what else arrived
+        if self._head_bytes + self._data_bytes > MAX_HEAD_BYTES:  # may include bytes of the body
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             if size > MAX_HEAD_BYTES:
                 self._refuse_head()
@@ -108,11 +108,11 @@ class LimitedProtocol(HttpToolsProtocol):
         self._is_in_body = True
         self._frame_bytes = self._body_bytes = self._discarded = 0
         self._body_began = time.monotonic()
-        self._set_reading_timer(self.loop.call_later(BODY_GRACE_S, self._look_at_speed))
+        self._set_reading_timer(self.loop.call_later(BODY_GRACE_S, self._check_speed))
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """More of a request's body."""
+        """Count a part of a request's body; drop it if the response is complete."""
         if self._is_refused:
             return
         self._body_bytes += len(body)
@@ -121,7 +121,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The last byte of a request."""
+        """Stop the time limits of a request at its last byte."""
         if self._is_refused:
             return
         self._is_in_body = False
@@ -130,30 +130,30 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """A response was written; the rest of its request is read and dropped."""
+        """Limit the time to read and drop the rest of a request that has its response."""
         super().on_response_complete()
         if self._is_in_body and self.cycle.response_complete and not self.transport.is_closing():
             self._set_reading_timer(self.loop.call_later(_LINGER_S, self.transport.abort))
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse malformed HTTP with an error in the form of every other error."""
+        """Refuse malformed HTTP with an error in the form of the client's API."""
         self._refuse(RequestError(msg, code="invalid_http"))
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than the response is produced."""
+        """Start checking a client that reads more slowly than the response is produced."""
         super().pause_writing()
         self._unread = self.transport.get_write_buffer_size()
-        self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
+        self._writing_timer = self.loop.call_later(UNREAD_S, self._check_reader)
 
     def resume_writing(self) -> None:
-        """The client has read most of what was written."""
+        """Stop checking a client that has read most of the response."""
         super().resume_writing()
         if self._writing_timer is not None:
             self._writing_timer.cancel()
             self._writing_timer = None
 
     def timeout_keep_alive_handler(self) -> None:
-        """No further request came. A client that is still reading a response may finish."""
+        """Close a connection without a further request, unless the client is still reading a response."""
         unread = self.transport.get_write_buffer_size()
         if not unread:
             super().timeout_keep_alive_handler()
@@ -171,13 +171,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._discarded > _DISCARDED_BYTES:
             self.transport.abort()
 
-    def _look_at_reader(self) -> None:
+    def _check_reader(self) -> None:
         unread = self.transport.get_write_buffer_size()
         if unread >= self._unread:
             self.transport.abort()
             return
         self._unread = unread
-        self._writing_timer = self.loop.call_later(UNREAD_S, self._look_at_reader)
+        self._writing_timer = self.loop.call_later(UNREAD_S, self._check_reader)
 
     def _head_is_late(self) -> None:
         if self.flow.read_paused:  # the server is not reading, so the client is not late
@@ -188,17 +188,17 @@ class LimitedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    def _look_at_speed(self) -> None:
-        self._reading_timer = self.loop.call_later(_LOOK_S, self._look_at_speed)
+    def _check_speed(self) -> None:
+        self._reading_timer = self.loop.call_later(_CHECK_S, self._check_speed)
         if self.flow.read_paused:  # the server is not reading, so the client is not slow
-            self._body_began += _LOOK_S
+            self._body_began += _CHECK_S
             return
         seconds = time.monotonic() - self._body_began - BODY_GRACE_S
         if seconds * LEAST_BYTES_PER_S > self._body_bytes and not self.cycle.response_started:
             message = f"the body of the request arrived at less than {LEAST_BYTES_PER_S // 2**10} KiB/s"
             self._refuse(RequestError(message, status=408, code="request_timeout"))
 
-    def _give_up_body(self) -> None:
+    def _end_body(self) -> None:
         """Report to the reader of the body that the client has disconnected."""
         self.cycle.disconnected = True
         self.cycle.message_event.set()
@@ -213,12 +213,13 @@ class LimitedProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._is_in_body:
-            if self.pipeline or self.cycle.response_started:  # it would be read as another response
+            if self.pipeline or self.cycle.response_started:
+                # The client would read the refusal as part of another response, or as the next one.
                 self.transport.abort()
                 return
-            self._give_up_body()
+            self._end_body()
         elif self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # closed after the response to the earlier request
+            self.cycle.keep_alive = False  # close after the response to the earlier request
             self._set_reading_timer(None)
             return
         path = getattr(self, "url", b"").partition(b"?")[0].decode("ascii", "replace")

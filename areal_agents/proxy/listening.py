@@ -1,4 +1,4 @@
-"""The sockets of the proxy, the rule of who may reach them without a key, and the signal that ends it."""
+"""Opens the proxy's listening socket, refuses unsafe addresses, and turns SIGTERM into a clean exit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKLOG = 4096
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound, listening socket. ConfigError if the port is taken or the host is not ours."""
+    """Return a listening socket. Raise ConfigError if the port is taken or the host is not local."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -32,20 +32,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The base URL of a bound socket."""
+    """Return the base URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def refuse_open_access(config: ProxyConfig) -> None:
-    """ConfigError if others than this machine could reach a proxy that has no admin key."""
+    """Raise ConfigError if other machines could reach a proxy that has no admin key."""
     if config.admin_key is None and not _is_loopback(config.host):
-        raise ConfigError(f"{config.host} is not loopback: set an admin key (--admin-key)")
+        raise ConfigError(
+            f"{config.host} can be reached from other machines: set an admin key (--admin-key), or listen on "
+            "127.0.0.1"
+        )
 
 
 @contextlib.contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit(0), so that everything opened is closed on the way out."""
+    """Turn SIGTERM into SystemExit(0), so that context managers are closed before the process exits."""
     previous = signal.signal(signal.SIGTERM, _exit)
     try:
         yield

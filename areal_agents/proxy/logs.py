@@ -1,6 +1,6 @@
 """The proxy's log: one line per record on standard error, as text or as JSON.
 
-No line holds a key or the text of a message: whatever could be an episode's key is masked everywhere.
+The log contains neither keys nor message texts: anything that looks like an episode's key is masked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ LogFormat = Literal["text", "json"]
 
 _logger = logging.getLogger(__name__)
 _PACKAGE = "areal_agents"
-_OTHERS = ("uvicorn", "asyncio", "py.warnings")  # further loggers of this process
+_OTHERS = ("uvicorn", "asyncio", "py.warnings")  # loggers of other packages
 _KEY = re.compile(r"\bep-[A-Za-z0-9_-]{16,}")
-_CALL = "call"  # the attributes that our records may carry
+_CALL = "call"  # attributes that this package's log records may have
 _EXTRAS = ("episode_id", "turn_ids")
 
 
 def log_call(record: CallRecord) -> None:
-    """An `Observer` that logs every model call: its numbers and ids, not its messages."""
+    """Log a model call: its numbers and ids, not its messages. It is an `Observer`."""
     _logger.log(
         logging.WARNING if record.status >= 500 else logging.INFO,
         "%s %d in %.3f s, %d prompt tokens, %d reused",
@@ -51,7 +51,7 @@ def logging_as(log_format: LogFormat, stream: TextIO | None = None) -> Iterator[
     for logger in loggers:
         logger.addHandler(handler)
         logger.setLevel(logging.INFO if logger.name == _PACKAGE else logging.WARNING)
-        logger.propagate = False  # or an application's own handler writes it a second time
+        logger.propagate = False  # otherwise a handler of the root logger writes the record again
     logging.captureWarnings(True)
     try:
         yield
@@ -64,7 +64,7 @@ def logging_as(log_format: LogFormat, stream: TextIO | None = None) -> Iterator[
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per record."""
+    """Formats a record as one JSON object."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -84,7 +84,7 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """Time, level, logger and message, then the ids."""
+    """Formats a record as time, level, logger and message, followed by the ids."""
 
     def format(self, record: logging.LogRecord) -> str:
         parts = [f"{_time(record)} {record.levelname:<7} {record.name}: {record.getMessage()}"]
@@ -99,7 +99,7 @@ class TextLines(logging.Formatter):
 
 
 def call_fields(call: CallRecord) -> dict[str, Any]:
-    """A call for JSON: all its fields, the turns as their ids with their numbers of sampled tokens."""
+    """Return the fields of a call for JSON; each turn is summarised, without its messages and tokens."""
     fields = {field.name: getattr(call, field.name) for field in dataclasses.fields(call)}
     fields["turns"] = [
         {

@@ -1,4 +1,4 @@
-"""A dict of bounded size that drops the least recently used entry."""
+"""A cache of bounded size that drops the least recently used entry."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ V = TypeVar("V")
 
 
 class LruCache(Generic[K, V]):
-    """The entries that were requested last, at most `most`. Not thread-safe."""
+    """Keeps the `most` entries that were used last. Not thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._entries: OrderedDict[K, V] = OrderedDict()
 
     def get(self, key: K) -> V | None:
-        """The entry of a key, None without one."""
+        """Return the entry of a key, or None."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def put(self, key: K, value: V) -> V:
-        """Keep an entry; `value` again."""
+        """Add an entry, and return its value."""
         self._entries[key] = value
         self._entries.move_to_end(key)
         if len(self._entries) > self._most:

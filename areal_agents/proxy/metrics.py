@@ -1,9 +1,7 @@
-"""The metrics of GET /metrics: call metrics from the records of calls, and the state of each engine.
+"""The Prometheus metrics of the proxy: counts of model calls, and the state of each engine.
 
-Label values are bounded (dialects, statuses, reasons, codes, configured models); no episode, key or text is
-ever one.
-
-What GET /metrics says of the engines: each replica as it is now, and what the pool did about losses.
+The values of a label come from a small fixed set (dialects, statuses, reasons, codes, configured models).
+Episode ids, keys and texts are never labels.
 """
 
 from __future__ import annotations
@@ -43,33 +41,47 @@ class Metrics:
         open_episodes: Callable[[], int],
         pool: EnginePool | None = None,
     ) -> None:
-        """The callables are called when the metrics are read: calls in the queue, calls in the engine, and
-        episodes in memory; `pool` too, of the engines."""
+        """Register the metrics. The callables and `pool` are evaluated whenever the metrics are read.
+
+        Args:
+            waiting: returns the number of calls in the queue.
+            running: returns the number of calls in the engine.
+            open_episodes: returns the number of episodes in memory.
+            pool: the engines whose state is reported.
+        """
         self._registry = CollectorRegistry()
         calls = self._counter("calls", "Model calls.", "dialect", "streamed", "status", "split")
         refusals = self._counter("refusals", "Model calls that were answered with an error.", "code")
         repeated = self._counter("repeated_calls", "Retries answered with an earlier sample.", "dialect")
         passed = self._counter("passed_through_calls", "Calls that an upstream answered.", "model", "status")
         sampled = self._counter("sampled_tokens", "Tokens that the policy sampled, by their use.", "use")
-        forks = self._counter("forks", "Turns whose prompt could not continue from recorded ones.", "reason")
-        duration = self._histogram("call_duration_seconds", "To the end of the answer.", _DURATIONS_S)
-        first = self._histogram("first_piece_seconds", "To the first piece of a stream.", _FIRST_PIECES_S)
+        forks = self._counter("forks", "Turns whose prompt does not continue a recorded turn.", "reason")
+        duration = self._histogram(
+            "call_duration_seconds", "Time from the request to the end of the answer.", _DURATIONS_S
+        )
+        first = self._histogram(
+            "first_piece_seconds", "Time from the request to the first piece of a stream.", _FIRST_PIECES_S
+        )
         self._prompt = self._counter("prompt_tokens", "Tokens of whole prompts.")
-        self._reused = self._counter("reused_prompt_tokens", "Prompt tokens that were recorded ids.")
+        self._reused = self._counter(
+            "reused_prompt_tokens", "Prompt tokens that were reused from recorded turns."
+        )
         self._turns = self._counter("turns", "Turns that were recorded.")
         self._as_text = self._counter(
             "special_tokens_as_text", "Special tokens in content that were encoded as text."
         )
         self._version = Gauge(
-            "areal_agents_policy_version", "Latest that a reply was seen to have.", registry=self._registry
+            "areal_agents_policy_version",
+            "Latest policy version that an engine was seen to serve.",
+            registry=self._registry,
         )
-        self._gauge("calls_waiting", "Calls that wait for a place in the engine.", waiting)
-        self._gauge("calls_running", "Calls that hold a place in the engine.", running)
+        self._gauge("calls_waiting", "Calls that wait in the queue.", waiting)
+        self._gauge("calls_running", "Calls that the engine is answering.", running)
         self._gauge("open_episodes", "Open episodes in memory.", open_episodes)
         if pool is not None:
             self._registry.register(PoolMetrics(pool))
-        self._latest: dict[str, None] = {}  # ids of turns, the oldest first
-        # Looking a child up by its labels costs more than counting.
+        self._latest: dict[str, None] = {}  # ids of the latest counted turns, the oldest first
+        # Cached, because looking up a metric by its labels costs more than counting.
         self._calls, self._refusals = cache(calls.labels), cache(refusals.labels)
         self._repeated, self._passed = cache(repeated.labels), cache(passed.labels)
         self._sampled, self._forks = cache(sampled.labels), cache(forks.labels)
@@ -96,15 +108,15 @@ class Metrics:
                 self._count(turn, record.split)
 
     def served_version(self, version: int) -> None:
-        """Note the policy version that the engine was seen to serve."""
+        """Record the policy version that the engine serves."""
         self._version.set(version)
 
     def exposition(self) -> bytes:
-        """Everything in Prometheus' text form, of media type `CONTENT_TYPE`."""
+        """Return all metrics in Prometheus' text format, whose media type is `CONTENT_TYPE`."""
         return generate_latest(self._registry)
 
     def _is_known(self, turn: Turn) -> bool:
-        """Whether a turn was counted already: a retry that joined a call under way has the same turns."""
+        """Whether a turn was counted already; a retry that joined a running call has the same turns."""
         if turn.id in self._latest:
             return True
         self._latest[turn.id] = None
@@ -134,10 +146,10 @@ class Metrics:
 
 
 _COUNTERS = (
-    ("failovers", "Calls that went on after their engine was lost or gave invalid answers."),
-    ("continued", "Calls that went on after their engine had aborted them."),
-    ("resubmitted_tokens", "Sampled tokens that were sent to an engine again, for the rest."),
-    ("catch_ups", "Engines that were brought to the current version."),
+    ("failovers", "Calls that continued on another engine after a loss or an invalid answer."),
+    ("continued", "Calls that continued after their engine had aborted them."),
+    ("resubmitted_tokens", "Sampled tokens that were sent to an engine again to continue a call."),
+    ("catch_ups", "Engines that were updated to the current version."),
 )
 
 
@@ -148,12 +160,12 @@ class PoolMetrics(Collector):
         self._pool = pool
 
     def collect(self) -> Iterator[Metric]:
-        """The families, in Prometheus' form."""
+        """Yield the metric families."""
         gauges = [
-            _gauge("running", "Calls of this process in the engine."),
-            _gauge("healthy", "1 if it answered the last look."),
-            _gauge("serving", "1 if it gets calls."),
-            _gauge("version", "Policy version that it was last seen to serve, -1 before the first look."),
+            _gauge("running", "Calls of this process that the engine is answering."),
+            _gauge("healthy", "1 if the engine answered the last health check."),
+            _gauge("serving", "1 if the engine receives calls."),
+            _gauge("version", "Policy version at the last health check, -1 before the first one."),
         ]
         for replica in self._pool.replicas:
             values = (replica.running, replica.is_healthy, replica.is_serving, replica.version)

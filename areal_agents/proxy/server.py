@@ -1,6 +1,7 @@
-"""The proxy process: binds its port, serves, and shuts down cleanly on SIGTERM or Ctrl-C.
+"""Runs the proxy process: binds its port, serves, and shuts down cleanly on SIGTERM or Ctrl-C.
 
-Nothing is loaded before the port is bound, and whatever was started is stopped however the process ends.
+The port is bound before the model is loaded, and everything that was started is stopped however the process
+ends.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _logger = logging.getLogger(__name__)
 
 _GRACEFUL_SHUTDOWN_S = 5
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # as in malloc.h
-_MAPPED_BYTES = 2**20  # blocks of this size or more are mapped separately and returned when freed
-_SWITCH_S = 0.001  # after which a thread lets others run, above all the event loop
-_GC_THRESHOLD = 20_000  # objects between collections; a call leaves some hundreds
-_KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that they are the ones to close
+_MAPPED_BYTES = 2**20  # blocks of at least this size are mapped separately and returned when freed
+_SWITCH_S = 0.001  # time after which a thread lets others run, above all the event loop
+_GC_THRESHOLD = 20_000  # objects allocated between collections; a call leaves a few hundred
+_KEEP_ALIVE_S = 120  # longer than clients keep idle connections, so that the clients close them
 
 
 def serve(
@@ -70,21 +71,23 @@ def serve(
 
     Args:
         model: the model folder, for the chat template and, without `engine_urls`, for the weights.
-        config: host, port and everything else; port 0 takes a free one.
+        config: the settings of the proxy; port 0 takes a free one.
         store: path or URL of the store; its open episodes stay open.
-        durability: of the store, and what is kept in it; by default against the death of processes, and all.
-        engine_urls: running engines, replicas of one model; without any, an embedded engine is started and
-            stopped here.
-        router_url: a router in front of `engine_urls` that generation goes through.
-        adapters: the policy is a LoRA adapter of the model that the engines serve.
-        vocab_size: of that model, where it is known; an engine of another is refused.
-        engine_options: for the embedded engine, fields of EmbeddedEngineConfig.
-        announce: gets one line for the user when the proxy is about to answer.
+        durability: durability and retention of the store; by default data survives the death of processes,
+            and all turns are kept.
+        engine_urls: running engines, replicas of one model; without any, an embedded engine is started, and
+            stopped at the end.
+        router_url: a router in front of `engine_urls` that generation requests go through.
+        adapters: whether the policy is a LoRA adapter of the model that the engines serve.
+        vocab_size: vocabulary size of that model, if known; an engine with another size is refused.
+        engine_options: options of the embedded engine, fields of EmbeddedEngineConfig.
+        announce: called with one line for the user when the proxy is about to answer requests.
 
     Raises:
-        ConfigError: port taken, no model folder, no admin key off loopback, or engines of different models.
+        ConfigError: the port is taken, the model folder is missing, an admin key is needed, or the engines
+            serve different models.
         EngineUnavailable: the embedded engine does not start.
-        StoreError: the store is unusable.
+        StoreError: the store cannot be opened.
     """
     refuse_open_access(config)
     check_addresses(engine_urls, router_url)
@@ -113,7 +116,7 @@ def serve(
 
 
 def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
-    """The renderer of a model folder under a configuration. ConfigError if its template cannot do that."""
+    """Return the renderer of a model folder. Raise ConfigError if its template lacks an option."""
     options = dict(config.template_options)
     if config.reasoning == "keep":
         options["thinking_retention"] = "all"
@@ -128,7 +131,7 @@ def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:
 
 
 def retention_of(store: Store, settings: StoreConfig) -> Retention | None:
-    """What gives up the turns that are not to be kept; None where all are."""
+    """Return the object that removes turns that the settings do not keep; None if all turns are kept."""
     return None if settings.retain.versions is None else Retention(store, settings.retain)
 
 
@@ -144,7 +147,7 @@ def serve_with_engines(
 ) -> None:
     """Serve on bound sockets, with running engines, until SIGTERM or Ctrl-C.
 
-    `worker` is given if this is one of several processes; `on_ready` is called once requests are answered.
+    `worker` is None unless this is one of several processes; `on_ready` is called once requests are answered.
     """
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
     parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
@@ -154,7 +157,7 @@ def serve_with_engines(
     else:
         app, worker_of = create_worker_app(**parts, retention=retention, workers=worker.workers)
         handover = Handover(worker, worker_of)
-    served = app if on_ready is None else _telling(app, on_ready)
+    served = app if on_ready is None else _calling_when_ready(app, on_ready)
 
     async def run() -> None:
         try:
@@ -162,8 +165,8 @@ def serve_with_engines(
         finally:
             await pool.aclose()
 
-    _one_heap()
-    # What was loaded stays for good, so collections need not scan it; and few objects of a call are cyclic.
+    _share_one_heap()
+    # Loaded modules are never freed, so collections need not scan them; few objects of a call are cyclic.
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD)
@@ -172,12 +175,12 @@ def serve_with_engines(
         runner.run(run())
 
 
-def _one_heap() -> None:
-    """Let all threads share one heap: with one per thread, glibc keeps freed memory in each of them."""
+def _share_one_heap() -> None:
+    """Let all threads share one heap, because glibc would keep freed memory in the heap of each thread."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
     if mallopt is not None:
         mallopt(_M_ARENA_MAX, 1)
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)  # glibc's own rises to the largest block that was freed
+        mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)  # glibc's default grows with the largest freed block
 
 
 async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
@@ -186,7 +189,7 @@ async def serve_app(app: ASGIApp, *listeners: socket.socket) -> None:
 
 
 def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Server:
-    """The HTTP server of the proxy; setting its `should_exit` ends it.
+    """Return the HTTP server of the proxy; set its `should_exit` to stop it.
 
     With `handover` it is the server of one of several workers, which pass connections to one another.
     """
@@ -197,8 +200,8 @@ def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Serv
         proxy_headers=False,
         date_header=False,
         lifespan="on",
-        access_log=False,  # paths hold keys
-        log_config=None,  # `logging_as` says how its records are written
+        access_log=False,  # paths contain keys
+        log_config=None,  # `logging_as` configures logging
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
@@ -207,13 +210,13 @@ def build_server(app: ASGIApp, handover: Handover | None = None) -> uvicorn.Serv
     return uvicorn.Server(config) if handover is None else HandoverServer(config, handover)
 
 
-def _telling(app: ASGIApp, on_ready: Callable[[], None]) -> ASGIApp:
+def _calling_when_ready(app: ASGIApp, on_ready: Callable[[], None]) -> ASGIApp:
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-        async def tell(message: Message) -> None:
+        async def send_and_call(message: Message) -> None:
             await send(message)
             if message["type"] == "lifespan.startup.complete":
                 on_ready()
 
-        await app(scope, receive, tell if scope["type"] == "lifespan" else send)
+        await app(scope, receive, send_and_call if scope["type"] == "lifespan" else send)
 
     return watched

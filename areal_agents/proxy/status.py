@@ -1,6 +1,6 @@
 """GET /health, /ready and /metrics: whether the process runs, whether its engines serve, and its metrics.
 
-/health depends on no engine, so it answers while engines are away; /ready is refused then.
+/health does not depend on the engines; /ready gets an error while no engine serves.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from areal_agents.proxy.metrics import CONTENT_TYPE, Metrics
 
 
 class StatusRoutes:
-    """What watchers of a proxy ask it."""
+    """The routes for monitoring a proxy."""
 
     def __init__(self, *, engine: Sampler, metrics: Metrics, auth: Authenticator) -> None:
         self._engine = engine
@@ -25,7 +25,7 @@ class StatusRoutes:
         self._auth = auth
 
     def routes(self) -> list[Route]:
-        """The routes of the app."""
+        """Return the routes of the app."""
         return [
             Route("/health", self.health, methods=["GET"]),
             Route("/ready", self.ready, methods=["GET"]),
@@ -33,11 +33,11 @@ class StatusRoutes:
         ]
 
     async def health(self, request: Request) -> Response:
-        """The process answers."""
+        """GET /health: answer that the process runs."""
         return _json({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """The engine answers, with this version; of several, so many serve."""
+        """GET /ready: answer with the served version and, of several engines, with how many serve."""
         served = await self._engine.model_info()
         self._metrics.served_version(served.version)
         answer = {"status": "ok", "version": served.version}
@@ -47,7 +47,7 @@ class StatusRoutes:
         return _json(answer)
 
     async def metrics(self, request: Request) -> Response:
-        """Counts for Prometheus, for the admin only."""
+        """GET /metrics: answer with the metrics in Prometheus' text format; needs the admin key."""
         self._auth.require_admin(request)
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 

@@ -1,4 +1,7 @@
-"""Counts the values of a JSON document without parsing it: the cost of parsing grows with their number."""
+"""Limits the number of JSON values in a request body, before it is parsed.
+
+The time to parse a document grows with the number of its values.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,13 @@ import re
 
 from areal_agents.errors import RequestError
 
-_PART = 262_144  # bytes searched at a time: a search holds the interpreter's lock
+_PART = 262_144  # bytes searched at a time, because a search holds the interpreter's lock
 _COUNTED = (b",", b":", b"[", b"{")
-_TO_QUOTE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # within a string, up to where it ends
+_TO_QUOTE = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)  # the rest of a string, without its quote
 
 
 def refuse_many_values(body: bytes | bytearray, most: int) -> None:
-    """RequestError 413 if a JSON text has more than `most` values and names.
+    """Raise RequestError 413 if a JSON document has more than `most` values and names.
 
     Every value but the first follows a comma, a colon or an opening bracket, and every name precedes a colon.
     The function therefore counts these characters outside of strings.
@@ -31,14 +34,14 @@ def refuse_many_values(body: bytes | bytearray, most: int) -> None:
         start = end if quote < 0 else _end_of_string(body, end + 1)
     if count > most:
         raise RequestError(
-            f"more than {most} JSON values are not accepted",
+            f"the body has more than {most} JSON values; max_json_values of the proxy sets this limit",
             status=413,
             code="request_too_large",
         )
 
 
 def _end_of_string(body: bytes | bytearray, start: int) -> int:
-    """The index after the closing quote of a string whose content begins at `start`."""
+    """Return the index after the closing quote of the string whose content begins at `start`."""
     while start < len(body):
         found = _TO_QUOTE.match(body, start, start + _PART)
         assert found is not None

@@ -1,7 +1,7 @@
-"""An engine without a model: it speaks SGLang's HTTP protocol and answers from a script.
+"""The scripted engine: a server without a model that speaks SGLang's HTTP protocol and answers from a script.
 
-What it answers is tokenised with a real tokenizer, so everything before it (the client, the proxy, an agent)
-does exactly what it would do with a real engine. It needs neither torch nor transformers.
+Its answers are tokenised with a real tokenizer, so its clients (the proxy, an agent) work exactly as with a
+real engine. It needs neither torch nor transformers.
 """
 
 from areal_agents.testing.app import ScriptedApp

@@ -1,7 +1,7 @@
-"""`python -m areal_agents.testing` runs a scripted engine in a process of its own, for benchmarks.
+"""Runs a scripted engine that answers every call with the same tokens, for benchmarks.
 
-It answers every call with the same tokens, says on standard output where it serves, and ends on SIGTERM or
-when standard input closes, which it does when the parent dies.
+It prints its URL on standard output, and exits on SIGTERM or when standard input closes, which happens when
+the parent process dies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_agents.testing.tokenizer import read_tokenizer
 
 
 def main() -> None:
-    """Serve until told to end."""
+    """Serve until SIGTERM, Ctrl-C, or the end of standard input."""
     options = _options()
     tokenizer, stop_token_id = read_tokenizer(options.model)
     script = filler(
@@ -46,7 +46,7 @@ def main() -> None:
     def end(_number: int, _frame: object) -> None:
         server.should_exit = True
 
-    # uvicorn raises a signal again when it has shut down for it; that must not end the process a second way.
+    # After shutting down, uvicorn raises the signal again, which must not kill the process.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
     with listen(options.host, options.port) as listener:
@@ -58,14 +58,21 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m areal_agents.testing", description=__doc__)
     parser.add_argument("--model", required=True, help="model folder whose tokenizer is used")
-    parser.add_argument("--reply-tokens", type=int, default=300, help="tokens of every reply, stop included")
+    parser.add_argument(
+        "--reply-tokens",
+        type=int,
+        default=300,
+        help="length of each reply in tokens, including the stop token",
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--context-length", type=int, default=262_144, help="most tokens of one sequence")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="before the first token")
-    parser.add_argument("--chunk-delay-ms", type=float, default=0.0, help="before every further chunk")
-    parser.add_argument("--chunk-tokens", type=int, default=1, help="tokens that are streamed together")
-    parser.add_argument("--incremental", action="store_true", help="stream only what is new in each chunk")
+    parser.add_argument(
+        "--context-length", type=int, default=262_144, help="maximum tokens of a prompt with its reply"
+    )
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="delay before the first token")
+    parser.add_argument("--chunk-delay-ms", type=float, default=0.0, help="delay before each further chunk")
+    parser.add_argument("--chunk-tokens", type=int, default=1, help="number of tokens in a streamed chunk")
+    parser.add_argument("--incremental", action="store_true", help="stream only the new tokens in each chunk")
     return parser.parse_args()
 
 

@@ -1,6 +1,7 @@
-"""SGLang's endpoints over a script. What a real server refuses, or fails on, is refused with status 400.
+"""The HTTP endpoints of the scripted engine, which are those of SGLang.
 
-Unknown fields pass, the grammar's included: what a constrained reply looks like is the script's to say.
+Requests that a real server refuses, or that crash it, get status 400. Unknown fields and grammars are
+ignored; the script decides what a constrained reply looks like.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from areal_agents.testing.tokenizer import read_tokenizer
 from areal_agents.testing.wire import (
     ExpertsOf,
     answer,
+    requested_experts_start,
+    requested_top_logprobs,
     routed_experts,
-    routed_experts_asked,
-    top_logprobs_asked,
 )
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
@@ -43,26 +44,26 @@ _ENCODINGS_KEPT = 256
 
 
 class ScriptedApp:
-    """An ASGI app that acts as one engine.
+    """The ASGI app of one scripted engine.
 
     Args:
-        tokenizer: of the model that it pretends to serve.
-        script: what it answers; may be replaced between calls.
-        stop_token_id: ends every reply that stops.
-        model_path: what /model_info names.
-        vocab_size: ids at or above it are refused; by default what the tokenizer has.
-        context_length: most tokens of a prompt with its completion.
-        seed: of the logprobs.
-        incremental: streams carry only what is new in each chunk, as a server with
-            --incremental-streaming-output does; by default all so far.
-        keep: how many exchanges are remembered, from the first one on; None for all.
-        with_text: whether answers carry their text; our client does not read it, and it takes time.
-        experts_of: what tokens [N] are sent through, [N, layers, k], for requests that ask; None answers
-            as a server does that was not told to keep it.
+        tokenizer: tokenizer of the model that the engine appears to serve.
+        script: returns the reply of each call; may be replaced between calls.
+        stop_token_id: the token that ends each reply with finish "stop".
+        model_path: the model folder in the answer of /model_info.
+        vocab_size: ids at or above it are refused; by default the size of the tokenizer's vocabulary.
+        context_length: maximum number of tokens of a prompt with its completion.
+        seed: seed of the logprobs.
+        incremental: whether the chunks of a stream have only the new tokens, as with SGLang's
+            --incremental-streaming-output; by default each chunk has all tokens so far.
+        keep: maximum number of exchanges that are kept, the first ones; None for no limit.
+        with_text: whether answers have their text, which takes time; `SGLangEngine` does not read it.
+        experts_of: returns the experts [N, layers, k] of tokens [N], for requests that ask for them; None
+            acts as a server that does not return experts.
 
     Attributes:
-        exchanges: the generations that ended, in that order.
-        aborted: the rids that /abort_request named.
+        exchanges: the generations that ended, in the order of their ends.
+        aborted: the rids of the requests to /abort_request.
     """
 
     def __init__(
@@ -96,13 +97,16 @@ class ScriptedApp:
         self._gate = Gate(STARTED_VERSION)
         self._running: dict[str, Generation] = {}
         self._calls = 0
-        # A script says the same few things again and again, and a long text takes milliseconds.
+        # Cached, because a script returns the same few texts repeatedly, and encoding takes milliseconds.
         self._encode = lru_cache(_ENCODINGS_KEPT)(self._encoded)
         self._app = Starlette(routes=self._routes())
 
     @classmethod
     def from_folder(cls, folder: str | Path, script: Script, **options: Any) -> ScriptedApp:
-        """One that pretends to serve a model folder. ConfigError if its tokenizer cannot be read."""
+        """Return an engine that appears to serve a model folder.
+
+        Raise ConfigError if the tokenizer of the folder cannot be read.
+        """
         tokenizer, stop_token_id = read_tokenizer(folder)
         return cls(tokenizer, script, stop_token_id=stop_token_id, model_path=str(folder), **options)
 
@@ -110,7 +114,7 @@ class ScriptedApp:
         await self._app(scope, receive, send)
 
     def abort_all(self) -> None:
-        """End every running generation. To be called on the event loop."""
+        """Abort every running generation. Must be called on the event loop."""
         for generation in self._running.values():
             generation.abort()
 
@@ -144,7 +148,10 @@ class ScriptedApp:
         return _json(self._answer(generation, ids, body))
 
     def _new_generation(self, ids: TokenIds, body: dict[str, Any]) -> Generation:
-        """Ask the script and cut what it says. RequestError for what is refused, by us or by the script."""
+        """Return the generation that the script plans for a request, cut at the request's limits.
+
+        Raise RequestError if the request is invalid, or if the script refuses it.
+        """
         params = body.get("sampling_params") or {}
         if not isinstance(params, dict):
             raise RequestError(f"sampling_params must be an object, got {params!r}")
@@ -154,15 +161,17 @@ class ScriptedApp:
                 f"{len(ids)} prompt tokens and max_new_tokens {ending.max_new_tokens} exceed the model's "
                 f"context length of {self._context_length}"
             )
-        top_logprobs_asked(body)
-        routed_experts_asked(body, len(ids))
+        requested_top_logprobs(body)
+        requested_experts_start(body, len(ids))
         rid = body.get("rid") or uuid.uuid4().hex
-        if not isinstance(rid, str) or rid in self._running:
-            raise RequestError(f"rid {rid!r} is already running, or is no text")
+        if not isinstance(rid, str):
+            raise RequestError(f"rid must be a string, got {rid!r}")
+        if rid in self._running:
+            raise RequestError(f"a request with rid {rid!r} is already running")
         call = ScriptedCall(ids, body, self._calls, decode=self._decode, stop_token_id=self._stop_token_id)
         self._calls += 1
-        said = self.script(call)
-        reply = ScriptedReply(said) if isinstance(said, str) else said
+        scripted = self.script(call)
+        reply = ScriptedReply(scripted) if isinstance(scripted, str) else scripted
         if reply.error:
             raise RequestError(reply.error, status=reply.error_status)
         seed = seed_of(self._seed, ids)
@@ -180,9 +189,9 @@ class ScriptedApp:
     async def _run(
         self, generation: Generation, ids: TokenIds, body: dict[str, Any], request: Request
     ) -> bool:
-        """Run to the end; False if the client hung up before."""
+        """Run a generation to its end; False if the client disconnects first."""
         work = asyncio.ensure_future(generation.run_to_end())
-        gone = asyncio.ensure_future(request.receive())  # the body was read: what comes is the disconnect
+        gone = asyncio.ensure_future(request.receive())  # the body was read, so this is the disconnect
         try:
             await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
             if work.done():
@@ -203,7 +212,7 @@ class ScriptedApp:
             async for _ in generation.run():
                 chunk = self._answer(generation, ids, body, start=sent if self._incremental else 0)
                 sent = generation.sampled
-                if generation.finish is not None:  # who has read the end finds it among the exchanges
+                if generation.finish is not None:  # must be in `exchanges` before the client sees the end
                     self._end(generation, ids, body)
                 yield b"data: " + orjson.dumps(chunk) + b"\n\n"
             yield b"data: [DONE]\n\n"
@@ -213,7 +222,7 @@ class ScriptedApp:
     def _answer(
         self, generation: Generation, ids: TokenIds, body: dict[str, Any], *, start: int = 0
     ) -> dict[str, Any]:
-        given = answer(
+        content = answer(
             generation,
             body,
             prompt_tokens=len(ids),
@@ -221,16 +230,16 @@ class ScriptedApp:
             vocab_size=self._vocab_size,
             text_of=self._text if self._with_text else lambda _: "",
         )
-        first = routed_experts_asked(body, len(ids))
+        first = requested_experts_start(body, len(ids))
         if first is not None and self._experts_of is not None and generation.finish is not None:
             tokens = np.concatenate([ids, generation.plan.token_ids[: generation.sampled]])
-            given["meta_info"]["routed_experts"] = routed_experts(self._experts_of, tokens, first)
+            content["meta_info"]["routed_experts"] = routed_experts(self._experts_of, tokens, first)
         if generation.reply.lie:
-            LIES[generation.reply.lie].tell(given)
-        return given
+            LIES[generation.reply.lie].falsify(content)
+        return content
 
     def _end(self, generation: Generation, ids: TokenIds, body: dict[str, Any]) -> None:
-        """Forget a generation that has ended, or whose client has gone, and remember what it was."""
+        """Move a generation that has ended, or whose client has disconnected, to `exchanges`."""
         if self._running.pop(generation.rid, None) is None:
             return
         if self._keep is not None and len(self.exchanges) >= self._keep:
@@ -245,7 +254,7 @@ class ScriptedApp:
                 token_ids=tuple(generation.plan.token_ids[:count]),
                 logprobs=tuple(generation.plan.logprobs[:count]),
                 versions=tuple(generation.versions),
-                finish=generation.finish or {"type": "abort", "message": "the client hung up"},
+                finish=generation.finish or {"type": "abort", "message": "the client disconnected"},
             )
         )
 
@@ -302,11 +311,11 @@ class ScriptedApp:
             "engine": "scripted",
         }
 
-    def _prompt_ids(self, given: Any) -> TokenIds:
-        if not isinstance(given, list) or not given:
-            raise RequestError("input_ids must be a list of token ids with at least one of them")
+    def _prompt_ids(self, input_ids: Any) -> TokenIds:
+        if not isinstance(input_ids, list) or not input_ids:
+            raise RequestError("input_ids must be a list of at least one token id")
         try:
-            ids = np.array(given)
+            ids = np.array(input_ids)
         except ValueError:
             ids = np.array([])
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
@@ -331,7 +340,7 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _guarded(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
-    """Parse the JSON body, and answer refusals in SGLang's form."""
+    """Return a route that parses the JSON body for `handler`, and answers a RequestError in SGLang's form."""
 
     async def route(request: Request) -> Response:
         try:

@@ -1,7 +1,7 @@
-"""Invalid answers, as a broken or hostile engine may send them.
+"""Invalid answers, as a broken or hostile engine may send them; the client or the pool must refuse each.
 
-A lie changes an answer in place: a whole one, or each chunk of a stream. It applies to replies of at least
-four tokens that end with the stop token. The client or the pool must refuse every one of them.
+A `Lie` falsifies an answer in place: a whole one, or each chunk of a stream. It works on replies of at least
+four tokens that end with the stop token.
 """
 
 from __future__ import annotations
@@ -17,29 +17,31 @@ _CUMULATIVE: frozenset[Form] = frozenset(("cumulative",))
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """How an answer is falsified.
+    """One way to falsify an answer.
 
     Attributes:
-        tell: changes an answer in place.
-        forms: the forms of an answer in which it can be told.
+        falsify: changes an answer in place.
+        forms: the forms of an answer that it applies to.
     """
 
-    tell: Callable[[dict[str, Any]], None]
+    falsify: Callable[[dict[str, Any]], None]
     forms: frozenset[Form] = EVERY_FORM
 
 
-def _at_the_end(tell: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    def told(answer: dict[str, Any]) -> None:
-        if answer["meta_info"]["finish_reason"] is not None:
-            tell(answer)
+def _at_the_end(falsify: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
+    """Apply `falsify` only to an answer, or to the chunk of a stream, that has a finish reason."""
 
-    return told
+    def falsify_last(answer: dict[str, Any]) -> None:
+        if answer["meta_info"]["finish_reason"] is not None:
+            falsify(answer)
+
+    return falsify_last
 
 
 def _spans(*spans: tuple[str, int | float, int | float]) -> Lie:
-    """Spans of a completion; a negative position counts from its end, and a huge one is kept as it is."""
+    """Replace the version spans (version, start, end) of a completion; the end _END is its length."""
 
-    def tell(answer: dict[str, Any]) -> None:
+    def falsify(answer: dict[str, Any]) -> None:
         meta = answer["meta_info"]
         count = meta["completion_tokens"]
         meta["weight_versions"] = [
@@ -48,7 +50,7 @@ def _spans(*spans: tuple[str, int | float, int | float]) -> Lie:
         ]
         meta["weight_version"] = spans[-1][0]
 
-    return Lie(_at_the_end(tell))
+    return Lie(_at_the_end(falsify))
 
 
 def _meta(**changed: Any) -> Lie:
@@ -56,24 +58,24 @@ def _meta(**changed: Any) -> Lie:
 
 
 def _counted(name: str, by: int) -> Lie:
-    def tell(answer: dict[str, Any]) -> None:
+    def falsify(answer: dict[str, Any]) -> None:
         answer["meta_info"][name] += by
 
-    return Lie(_at_the_end(tell))
+    return Lie(_at_the_end(falsify))
 
 
 def _logprob(value: Any) -> Lie:
-    def tell(answer: dict[str, Any]) -> None:
+    def falsify(answer: dict[str, Any]) -> None:
         triples = answer["meta_info"]["output_token_logprobs"]
         triples[-1] = (value, *triples[-1][1:])
 
-    return Lie(_at_the_end(tell))
+    return Lie(_at_the_end(falsify))
 
 
 def _last(token: Any, matched: Any, kind: str = "stop") -> Lie:
-    """The last token is another, and the completion ends for the reason given."""
+    """Replace the last token and the finish reason of a completion."""
 
-    def tell(answer: dict[str, Any]) -> None:
+    def falsify(answer: dict[str, Any]) -> None:
         meta = answer["meta_info"]
         answer["output_ids"] = [*answer["output_ids"][:-1], token]
         last = meta["output_token_logprobs"][-1]
@@ -81,7 +83,7 @@ def _last(token: Any, matched: Any, kind: str = "stop") -> Lie:
         details = {"length": meta["completion_tokens"]} if kind == "length" else {"matched": matched}
         meta["finish_reason"] = {"type": kind, **details}
 
-    return Lie(_at_the_end(tell))
+    return Lie(_at_the_end(falsify))
 
 
 def _tokens_after_the_end(answer: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Converts a scripted reply to sampled tokens: cut where the request says, with a logprob for each token.
+"""Converts a scripted reply to sampled tokens, cut at the request's limits, with a logprob for each token.
 
-Logprobs depend on the seed, the prompt and the position alone: the same call is answered with the same
-numbers, streamed or not, and another call with others.
+Logprobs depend only on the seed, the prompt and the position: equal calls get equal logprobs, whether they
+are streamed or not.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ TopLogprobs = list[list[tuple[float, int, None]]]
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """All that one call will sample.
+    """Everything that one call will sample.
 
     Attributes:
-        token_ids: [C] ids.
-        logprobs: [C] finite, at most 0.
+        token_ids: [C] the sampled ids.
+        logprobs: [C] their logprobs, finite and at most 0.
         finish: SGLang's finish_reason.
     """
 
@@ -40,7 +40,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where the request ends a reply, whatever the script says."""
+    """The conditions under which a request ends a reply, whatever the script says."""
 
     max_new_tokens: int
     stop_token_ids: frozenset[int]
@@ -48,13 +48,13 @@ class Ending:
 
 
 def ending_of(params: Mapping[str, Any], stop_token_id: int) -> Ending:
-    """Read `sampling_params`. RequestError 400 names the parameter at fault."""
+    """Read `sampling_params`. Raise RequestError 400, which names the invalid parameter."""
     limit = params.get("max_new_tokens")
     limit = DEFAULT_MAX_NEW_TOKENS if limit is None else limit
     if type(limit) is not int or limit < 1:
         raise RequestError(f"max_new_tokens must be an integer of at least 1, got {limit!r}")
     if params.get("n") not in (None, 1):
-        raise RequestError(f"n must be 1, got {params['n']!r}: the scripted engine answers no batches")
+        raise RequestError(f"n must be 1, because the scripted engine has no batches, got {params['n']!r}")
     stop = params.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
@@ -74,9 +74,9 @@ def plan(
     seed: int,
     decode: Callable[[Sequence[int]], str],
 ) -> SamplingPlan:
-    """Cut a reply's `token_ids` (its stop token included) at the first end that the request names.
+    """Cut a reply's `token_ids`, which include its stop token, at the first end that the request names.
 
-    `decode` gives the text of ids; it is used only where stop strings are requested.
+    `decode` returns the text of ids; it is called only if stop strings are requested.
     """
     ids, finish = _cut(list(token_ids), ending, decode)
     return SamplingPlan(ids, logprobs(seed, len(ids)).tolist(), finish or _as_scripted(reply, ids))
@@ -108,24 +108,24 @@ def _cut(
 
 
 def _stop_string(ids: list[int], stops: tuple[str, ...], decode: Callable[[Sequence[int]], str]) -> str:
-    # It was looked for after every token, so a new match ends in the last one; four can make one character.
+    # Called after each token, so a match ends in the last token. A character may consist of four tokens.
     text = decode(ids[-(4 * max(map(len, stops)) + 16) :])
     found = [(text.find(stop), stop) for stop in stops if stop in text]
     return min(found)[1] if found else ""
 
 
 def seed_of(seed: int, input_ids: TokenIds) -> int:
-    """The seed of one call's logprobs."""
+    """Return the seed of one call's logprobs."""
     return (seed << 32) | zlib.crc32(np.ascontiguousarray(input_ids, np.int32).tobytes())
 
 
 def logprobs(seed: int, count: int) -> npt.NDArray[np.float32]:
-    """[count] pseudo-random logprobs; a longer array begins with the shorter one."""
+    """Return [count] pseudo-random logprobs; a longer array begins with the shorter one."""
     return -_LOWEST_LOGPROB * np.random.default_rng(seed).random(count, dtype=np.float32)
 
 
 def top_logprobs(token_ids: Sequence[int], logprobs: Sequence[float], k: int, vocab_size: int) -> TopLogprobs:
-    """[C][k] the best tokens at each position as SGLang's triples: the sampled one, then made-up ones."""
+    """Return SGLang's triples [C][k] of the best tokens per position: the sampled one, then made-up ones."""
     return [
         [(logprob - rank, (token + rank) % vocab_size, None) for rank in range(k)]
         for token, logprob in zip(token_ids, logprobs, strict=True)

@@ -1,6 +1,6 @@
-"""The script of an engine: a function from a call to a reply.
+"""The script of an engine: a function from a call to a reply, and functions that make scripts.
 
-A script sees the prompt exactly as the engine was sent it, and nothing else of the conversation.
+A script sees the prompt exactly as the engine received it, and nothing else of the conversation.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ _FILLER_TEXT = " The harbour opens at six, and the ferry leaves for the island w
 
 @dataclass(frozen=True, slots=True)
 class ScriptedReply:
-    """What is sampled, and how it arrives.
+    """A reply of the scripted engine: its tokens, and how they arrive.
 
     Attributes:
-        text: tokenised when it is answered; the special tokens written out in it become their ids.
+        text: the text of the reply; special tokens that it spells out become their ids.
         token_ids: the exact ids, instead of `text`.
-        finish: "stop" ends with the engine's stop token, which is appended unless it is there already;
-            "length" and "abort" say that the reply was cut off, and `SGLangEngine` refuses a "length" that is
-            short of the request's limit. The request's own limits still apply.
+        finish: "stop" ends with the engine's stop token, which is appended if it is missing; "length" and
+            "abort" mark the reply as cut off. `SGLangEngine` refuses a "length" that is shorter than the
+            request's limit. The request's own limits still apply.
         delay_s: seconds before the first token.
-        chunk_delay_s: seconds before every further chunk.
-        chunk_tokens: tokens that arrive together.
-        error: refuse the call with this message instead.
-        error_status: the HTTP status of the refusal.
-        lie: how the answer is falsified, a key of `lies.LIES`; "" leaves it as it is.
+        chunk_delay_s: seconds before each further chunk.
+        chunk_tokens: number of tokens that arrive together.
+        error: if not "", the call is refused with this message.
+        error_status: HTTP status of the refusal.
+        lie: a key of `invalid_answers.LIES` that falsifies the answer; "" leaves the answer unchanged.
     """
 
     text: str = ""
@@ -69,7 +69,7 @@ class ScriptedCall:
     Attributes:
         input_ids: [P] the prompt.
         body: the JSON of the request.
-        index: how many calls came before.
+        index: number of earlier calls.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class ScriptedCall:
 
     @cached_property
     def prompt_text(self) -> str:
-        """The whole prompt, special tokens included; decoded when it is first looked at."""
+        """The text of the whole prompt with its special tokens; decoded on first use."""
         return self._decode(self.input_ids.tolist())
 
     @cached_property
     def last_text(self) -> str:
-        """The end of the prompt: its last message, with what opens the reply.
+        """The text of the prompt's last message, with the beginning of the reply.
 
-        That is all after the last but one stop token, where the template ends every message with the stop
-        token; else the whole prompt.
+        It is the text after the last but one stop token. If the template does not end each message with the
+        stop token, it is the whole prompt.
         """
         ends = (self.input_ids == self._stop_token_id).nonzero()[0]
         start = int(ends[-2]) + 1 if len(ends) > 1 else 0
@@ -108,33 +108,36 @@ Script = Callable[[ScriptedCall], ScriptedReply | str]
 
 
 def repeat(replies: Sequence[ScriptedReply | str]) -> Script:
-    """The replies one after the other, whatever is asked; from the first again after the last."""
+    """Return a script that gives the replies one after the other, in an endless cycle."""
     if not replies:
-        raise ValueError("expected at least one reply, got none")
+        raise ValueError("replies must have at least one reply")
     rounds = itertools.cycle(replies)
     return lambda call: next(rounds)
 
 
 def by_prompt(rules: Sequence[tuple[str, ScriptedReply | str]]) -> Script:
-    """The reply of the first rule whose text occurs in the last message of the prompt.
+    """Return a script that gives the reply of the first rule whose text occurs in the prompt's last message.
 
-    A prompt that no rule fits is refused with status 400, and the message shows its last message. A rule
-    with the empty text fits always.
+    A prompt that matches no rule is refused with status 400; the error shows the last message. A rule with
+    the text "" matches every prompt.
     """
 
     def answer(call: ScriptedCall) -> ScriptedReply | str:
         for text, reply in rules:
             if text in call.last_text:
                 return reply
-        return ScriptedReply(error=f"no rule of the script fits {call.last_text[-500:]!r}", error_status=400)
+        return ScriptedReply(
+            error=f"no rule of the script matches the last message {call.last_text[-500:]!r}",
+            error_status=400,
+        )
 
     return answer
 
 
 def filler(n_tokens: int, tokenizer: Tokenizer, *, stop_token_id: int, **arrival: Any) -> Script:
-    """`n_tokens` tokens of prose to every call, the stop token included; tokenised once, so it is cheap.
+    """Return a script that answers every call with `n_tokens` tokens of prose, including the stop token.
 
-    `arrival` are the fields of Reply that say how they arrive.
+    The text is tokenised only once. `arrival` has fields of ScriptedReply that define how the tokens arrive.
     """
     if n_tokens < 1:
         raise ValueError(f"n_tokens must be at least 1, got {n_tokens}")

@@ -1,6 +1,6 @@
 """Serves a scripted engine on a socket, in a thread of this process or in a process of its own.
 
-Whatever is started here has ended when the with-block is left.
+Both are stopped when their with-block is left.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STOP_S = 15.0
 
 @contextmanager
 def running(app: ScriptedApp, *, host: str = "127.0.0.1", port: int = 0) -> Iterator[str]:
-    """Serve `app` from a thread for the length of a with-block; yields its base URL."""
+    """Serve `app` in a thread within the with-block, and yield its base URL."""
     with listen(host, port) as listener:
         server = build_server(app)
         thread = threading.Thread(
@@ -43,29 +43,32 @@ def running(app: ScriptedApp, *, host: str = "127.0.0.1", port: int = 0) -> Iter
             server.should_exit = True
             thread.join(_STOP_S)
             if thread.is_alive():
-                raise EngineUnavailable(f"the scripted engine did not end within {_STOP_S:g} s")
+                raise EngineUnavailable(f"the scripted engine did not stop within {_STOP_S:g} s")
 
 
 @contextmanager
 def running_process(model: str | Path, arguments: Sequence[str] = ()) -> Iterator[str]:
-    """`python -m areal_agents.testing` for the length of a with-block; yields its base URL.
+    """Run `python -m areal_agents.testing` within the with-block, and yield its base URL.
 
-    `arguments` are further options of its command line. EngineUnavailable if it does not start.
+    `arguments` are further command-line options. Raise EngineUnavailable if the engine does not start.
     """
     command = [sys.executable, "-m", "areal_agents.testing", "--model", str(model), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        line = read_line(process.stdout.fileno(), timeout_s=_START_S)  # it announces itself, or ends
+        line = read_line(process.stdout.fileno(), timeout_s=_START_S)  # its URL, or "" if it exits
         if not line.startswith(ANNOUNCEMENT):
-            raise EngineUnavailable(f"the scripted engine did not start, it said {line!r}")
+            raise EngineUnavailable(
+                f"the scripted engine did not start; its first line of output is {line!r}, and its errors "
+                "are on standard error"
+            )
         yield line.removeprefix(ANNOUNCEMENT).strip()
     finally:
         end_process(process, grace_s=_STOP_S)
 
 
 def build_server(app: Any) -> uvicorn.Server:
-    """The HTTP server of an engine; setting its `should_exit` ends it."""
+    """Return the HTTP server of an engine; set its `should_exit` to stop it."""
     return uvicorn.Server(
         uvicorn.Config(
             app,
@@ -81,7 +84,7 @@ def build_server(app: Any) -> uvicorn.Server:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens. ConfigError if the port is taken or the host is not ours."""
+    """Return a listening socket. Raise ConfigError if the port is taken or the host is not local."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -89,11 +92,13 @@ def listen(host: str, port: int) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
+        ) from error
     return listener
 
 
 def url_of(listener: socket.socket) -> str:
-    """The base URL of a socket that listens."""
+    """Return the base URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,7 +1,7 @@
-"""The state of one running generation.
+"""The state of one running generation of the scripted engine.
 
-Tokens arrive in chunks; between two chunks a generation can be paused, aborted, or continue under another
-weight version, and every token keeps the version under which it arrived.
+Tokens arrive in chunks. Between two chunks a generation can be paused or aborted, and the weight version can
+change; each token keeps the version with which it arrived.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ ABORTED = {"type": "abort", "message": "Aborted"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServedCall:
-    """What one generation was asked and what was sent back for it.
+    """The request and the answer of one generation that has ended.
 
     Attributes:
-        rid: the request's id.
+        rid: id of the request.
         input_ids: [P] the prompt.
-        body: the JSON of the request.
-        token_ids: [C] the ids that were sampled.
+        body: the JSON of the request, without input_ids.
+        token_ids: [C] the sampled ids.
         logprobs: [C] their logprobs.
-        versions: [C] their weight versions, as on the wire.
+        versions: [C] their weight versions, as in the protocol.
         finish: SGLang's finish_reason.
     """
 
@@ -43,7 +43,7 @@ class ServedCall:
 
 
 class Gate:
-    """The pause of the whole engine, and the version that it serves."""
+    """Whether the engine is paused, and the version that it serves."""
 
     def __init__(self, version: str) -> None:
         self.version = version
@@ -52,13 +52,13 @@ class Gate:
 
     @property
     def paused(self) -> bool:
-        """Whether generations are held before their next chunk."""
+        """Whether generations wait before their next chunk."""
         return not self.resumed.is_set()
 
 
 @dataclass(eq=False)
 class Generation:
-    """A reply on its way. `sampled` counts the tokens that have arrived, `finish` is None until it ends."""
+    """A running generation. `sampled` is the number of tokens so far; `finish` is None until it ends."""
 
     rid: str
     plan: SamplingPlan
@@ -70,11 +70,11 @@ class Generation:
     _aborted: asyncio.Event = field(default_factory=asyncio.Event)
 
     def abort(self) -> None:
-        """End it where it is."""
+        """End the generation before its next chunk."""
         self._aborted.set()
 
     async def run(self) -> AsyncIterator[None]:
-        """Yield after every chunk; the last time with `finish` set."""
+        """Yield after each chunk; `finish` is set after the last one."""
         delay_s = self.reply.delay_s
         while self.finish is None:
             if await self._interrupted(delay_s):
@@ -85,7 +85,7 @@ class Generation:
             yield
 
     async def run_to_end(self) -> None:
-        """Wait until it has finished; all in one piece where nothing delays its chunks."""
+        """Run to the end; without a delay between chunks, all tokens arrive at once."""
         if self.reply.chunk_delay_s:
             async for _ in self.run():
                 pass
@@ -101,12 +101,12 @@ class Generation:
             self.finish = self.plan.finish
 
     async def _interrupted(self, delay_s: float) -> bool:
-        """Wait for the delay and for the end of a pause; whether the generation was aborted meanwhile."""
+        """Wait for the delay and for the end of a pause; True if the generation was aborted meanwhile."""
         if delay_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._aborted.wait(), delay_s)
         else:
-            await asyncio.sleep(0)  # others get their turn between two chunks
+            await asyncio.sleep(0)  # lets other tasks run between two chunks
         while self.gate.paused and not self._aborted.is_set():
             waits = [asyncio.ensure_future(event.wait()) for event in (self.gate.resumed, self._aborted)]
             try:

@@ -1,6 +1,6 @@
-"""Writes a generation as SGLang's JSON, in full or only what is new.
+"""Writes a generation as SGLang's JSON: all its tokens, or only the new ones.
 
-finish_reason is null until the generation has ended; the version spans come with its last answer only.
+finish_reason is null until the generation has ended. Only its last answer has the version spans.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def answer(
     vocab_size: int,
     text_of: Callable[[Sequence[int]], str],
 ) -> dict[str, Any]:
-    """What `generation` has sampled from its token `start` on.
+    """Return the JSON of the tokens that a generation has sampled.
 
     Args:
-        generation: running or ended.
-        body: the request, which says whether logprobs are wanted and how many.
+        generation: a running or ended generation.
+        body: the request, which says whether to return logprobs, and how many.
         prompt_tokens: length of the prompt.
-        start: the first token that is answered: 0 for all of them.
-        vocab_size: for the ids of the made-up alternatives.
-        text_of: the text of ids.
+        start: index of the first token to return.
+        vocab_size: size of the vocabulary, for the ids of made-up alternatives.
+        text_of: returns the text of ids.
     """
     end = generation.sampled
     ids, logprobs = generation.plan.token_ids[start:end], generation.plan.logprobs[start:end]
@@ -54,7 +54,7 @@ def answer(
         meta["output_token_logprobs"] = [
             (logprob, token, None) for token, logprob in zip(ids, logprobs, strict=True)
         ]
-        if k := top_logprobs_asked(body):
+        if k := requested_top_logprobs(body):
             meta["output_top_logprobs"] = top_logprobs(ids, logprobs, k, vocab_size)
     if generation.finish is not None:
         meta["weight_versions"] = version_spans(generation.versions)
@@ -62,16 +62,19 @@ def answer(
     return {"text": _text(generation, ids, text_of), "output_ids": ids, "meta_info": meta}
 
 
-def top_logprobs_asked(body: Mapping[str, Any]) -> int:
-    """How many alternatives a request wants. RequestError 400 if that is no count."""
+def requested_top_logprobs(body: Mapping[str, Any]) -> int:
+    """Return the number of alternatives that a request asks for. Raise RequestError 400 if it is invalid."""
     k = body.get("top_logprobs_num") or 0
     if type(k) is not int or k < 0:
-        raise RequestError(f"top_logprobs_num must be a count, got {k!r}")
+        raise RequestError(f"top_logprobs_num must be an integer of at least 0, got {k!r}")
     return k
 
 
-def routed_experts_asked(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
-    """The first position whose experts a request wants, if any. RequestError 400 if it has no such one."""
+def requested_experts_start(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
+    """Return the first position whose experts a request asks for, or None.
+
+    Raise RequestError 400 if the prompt has no such position.
+    """
     if not body.get("return_routed_experts"):
         return None
     start = body.get("routed_experts_start_len", 0)
@@ -81,13 +84,13 @@ def routed_experts_asked(body: Mapping[str, Any], prompt_tokens: int) -> int | N
 
 
 def routed_experts(experts_of: ExpertsOf, tokens: TokenIds, start: int) -> str:
-    """The experts of the tokens [N] from position `start` on but for the last, in SGLang's form."""
+    """Return the experts of the tokens [N] from position `start`, except the last, in SGLang's form."""
     rows = experts_of(tokens)[start : len(tokens) - 1]
     return base64.b64encode(np.ascontiguousarray(rows, "<i4").tobytes()).decode()
 
 
 def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
-    """The runs of equal versions, as [{"version", "start", "end"}]."""
+    """Return the spans of equal versions, as [{"version", "start", "end"}]."""
     spans, start = [], 0
     for version, run in groupby(versions):
         end = start + len(list(run))
@@ -97,7 +100,7 @@ def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _text(generation: Generation, ids: list[int], text_of: Callable[[Sequence[int]], str]) -> str:
-    """The text without the stop token or the stop string that ended it."""
+    """Return the text without the stop token or the stop string that ended it."""
     matched = (generation.finish or {}).get("matched")
     if isinstance(matched, int) and ids and ids[-1] == matched:
         ids = ids[:-1]

@@ -239,9 +239,9 @@ def test_wrong_paths_and_methods(proxy: RunningProxy) -> None:
     refused(proxy.http.get("/v1/nothing"), 404, "invalid_request")
     method = proxy.http.get("/v1/chat/completions")
     refused(method, 405, "invalid_request")
-    assert message_of(method) == "GET is not answered at /v1/chat/completions; use POST"
+    assert message_of(method) == "/v1/chat/completions does not accept GET; use POST"
     method = proxy.http.post("/v1/models", json={})
-    assert message_of(method) == "POST is not answered at /v1/models; use GET"
+    assert message_of(method) == "/v1/models does not accept POST; use GET"
 
 
 @pytest.mark.parametrize("prefix", ["", "/e/ep-secret"])
@@ -251,7 +251,7 @@ def test_a_wrong_base_url_is_told_what_is_wrong_and_no_key(
 ) -> None:
     for answer in (proxy.http.post(prefix + path, json={}), proxy.http.get(prefix + path)):
         assert answer.status_code == 404
-        assert "an OpenAI client needs a base_url with /v1" in message_of(answer)
+        assert "the base_url of an OpenAI client must end in /v1" in message_of(answer)
         assert "ep-secret" not in answer.text
 
 

@@ -176,10 +176,10 @@ def test_the_stream_joined_is_the_whole_answer(with_usage: bool) -> None:
 
 
 def test_errors_have_the_form_of_openai() -> None:
-    error = RequestError("echo is not offered", code="unsupported_parameter", param="echo")
+    error = RequestError("echo is not supported", code="unsupported_parameter", param="echo")
     expected = {
         "error": {
-            "message": "echo is not offered",
+            "message": "echo is not supported",
             "type": "invalid_request_error",
             "param": "echo",
             "code": "unsupported_parameter",

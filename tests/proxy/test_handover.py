@@ -56,7 +56,7 @@ class Pair:
         server = build_server(app_of(index), Handover(worker, lambda path: int(path[3])))
         listeners = [self.public[index].dup(), self.private[index].dup()]
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=listeners)))
-        with self.workers[index].living():
+        with self.workers[index].holding_lock():
             thread.start()
             try:
                 wait_for(lambda: server.started)
@@ -113,7 +113,7 @@ def test_a_worker_that_is_down_is_passed_nothing(pair: Pair) -> None:
 
 
 def test_a_full_inbox_takes_nothing(pair: Pair) -> None:
-    with pair.serving(0), pair.workers[1].living():
+    with pair.serving(0), pair.workers[1].holding_lock():
         with contextlib.suppress(BlockingIOError):
             while True:
                 pair.outboxes[1].send(b"x" * 10_000)
@@ -123,7 +123,7 @@ def test_a_full_inbox_takes_nothing(pair: Pair) -> None:
 
 def test_what_was_passed_to_a_worker_that_died_waits_for_its_next_life(pair: Pair) -> None:
     with pair.serving(0), contextlib.closing(pair.connect(pair.public[0])) as connection:
-        with pair.workers[1].living():  # but does not serve
+        with pair.workers[1].holding_lock():  # but does not serve
             connection.request("POST", "/e/1a/v1", b"x" * 100)
             wait_for(lambda: has_arrival(pair.inboxes[1]))
         with pair.serving(1):

@@ -26,7 +26,7 @@ BEGIN = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch, proxy: RunningProxy) -> RunningProxy:
     """A proxy whose time limits are short."""
-    for name in ("HEAD_S", "BODY_GRACE_S", "UNREAD_S", "_LINGER_S", "_LOOK_S"):
+    for name in ("HEAD_S", "BODY_GRACE_S", "UNREAD_S", "_LINGER_S", "_CHECK_S"):
         monkeypatch.setattr(http_limits, name, SHORT_S)
     return proxy
 

@@ -193,7 +193,7 @@ def test_a_first_call_whose_client_hung_up_is_answered_to_the_next(proxy: Runnin
     """It was recorded when its client had gone; the same request, a retry or not, gets the sample."""
     first = ask(proxy).json()["id"]
     [episode] = episodes(proxy)
-    proxy.store.discard_turn(first, "the client hung up").result()
+    proxy.store.discard_turn(first, "the client disconnected").result()
     path = Path(str(proxy.store.url).removeprefix("sqlite:///"))
     with running_proxy(path, proxy.engine) as again:
         assert ask(again).json()["id"] == first

@@ -34,7 +34,7 @@ HOLD = """
 import sys
 from pathlib import Path
 from areal_agents.proxy.workers.identity import Workers, WorkerSpec
-with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).living():
+with Workers(WorkerSpec(Path(sys.argv[1]), "run", 1, 0, (1, 2), "s")).holding_lock():
     print("living", flush=True)
     sys.stdin.read()
 """
@@ -46,19 +46,19 @@ def worker(folder: Path, index: int, starts: int = 0, run: str = "run") -> Worke
 
 def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
     first = worker(tmp_path, 0)
-    assert not first.is_living("run.1.0") and not first.is_up(1)
+    assert not first.is_alive("run.1.0") and not first.is_up(1)
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     assert process.stdout is not None and process.stdin is not None
     assert process.stdout.readline() == b"living\n"
-    assert first.is_living("run.1.0") and first.is_up(1)
-    assert not first.is_living("run.1.1") and not first.is_living("other.1.0")
+    assert first.is_alive("run.1.0") and first.is_up(1)
+    assert not first.is_alive("run.1.1") and not first.is_alive("other.1.0")
     process.kill()
     process.communicate(timeout=10)
-    assert not first.is_living("run.1.0") and not first.is_up(1)
+    assert not first.is_alive("run.1.0") and not first.is_up(1)
     assert [path.name for path in tmp_path.iterdir()] == ["run.1.0.lock"]
-    with first.living():
+    with first.holding_lock():
         forget_dead(tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["run.0.0.lock"]
     forget_dead(tmp_path)
@@ -68,7 +68,7 @@ def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
 def test_a_life_removes_what_the_one_before_left(tmp_path: Path) -> None:
     (tmp_path / "run.0.0.lock").touch()
     (tmp_path / "run.1.0.lock").touch()
-    with worker(tmp_path, 0, starts=1).living():
+    with worker(tmp_path, 0, starts=1).holding_lock():
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
 
 
@@ -141,16 +141,16 @@ def test_the_first_living_worker_looks_after_what_nobody_owns(tmp_path: Path) ->
     workers = [worker(tmp_path / "locks", index) for index in range(3)]
     with Store.open(tmp_path / "s.db") as store:
         owned = [Ownership(store, item) for item in workers]
-        with workers[1].living(), workers[2].living():
+        with workers[1].holding_lock(), workers[2].holding_lock():
             assert [swept(item) for item in owned[1:]] == [[None, "run.0.0", "run.1.0"], ["run.2.0"]]
-            with workers[0].living():
+            with workers[0].holding_lock():
                 assert [swept(item) for item in owned] == [[None, "run.0.0"], ["run.1.0"], ["run.2.0"]]
 
 
 async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path: Path) -> None:
     first, second = worker(tmp_path, 0), worker(tmp_path, 1)
     config = ProxyConfig(idle_timeout_s=0.01)
-    with Store.open(tmp_path / "s.db") as store, first.living(), second.living():
+    with Store.open(tmp_path / "s.db") as store, first.holding_lock(), second.holding_lock():
         for owner in (first.owner, second.owner, "run.2.0", None):
             store.open_episode(NewEpisode(f"of {owner}", f"{owner}", owner=owner)).result()
 
@@ -173,17 +173,17 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
 async def test_an_episode_belongs_to_one_life(tmp_path: Path) -> None:
     old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, starts=1), worker(tmp_path, 1)
     stranger = worker(tmp_path, 0, run="another")
-    with Store.open(tmp_path / "s.db") as store, other.living():
+    with Store.open(tmp_path / "s.db") as store, other.holding_lock():
         store.open_episode(NewEpisode("e", "hash", owner=old.owner)).result()
 
         def find() -> object:
             return store.episode_row("e")
 
-        with old.living():
+        with old.holding_lock():
             assert await Ownership(store, other).locate(find) == 0  # type: ignore[arg-type]
             with pytest.raises(RequestError, match="started separately"):
                 await Ownership(store, stranger).locate(find)  # type: ignore[arg-type]
-        with new.living():
+        with new.holding_lock():
             assert await Ownership(store, other).locate(find) == 1  # type: ignore[arg-type]
             assert store.episode_row("e").owner == other.owner
             assert await Ownership(store, new).locate(find) == 1  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""Admits a bounded number of model calls at a time.
+"""Admits a bounded number of concurrent model calls; further calls wait in a queue.
 
-Calls beyond the concurrency wait in order, since a 429 makes every outer retry loop multiply; only a
-full queue is refused.
+Calls wait instead of getting a 429, because a 429 triggers every retry loop between the agent and the proxy.
+A call gets 429 only if the queue is full.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from areal_agents.errors import RequestError
 
 
 class Admission:
-    """A bounded number of concurrent calls with a bounded queue in front."""
+    """Bounds the number of concurrent calls and the length of the queue in front of them."""
 
     def __init__(self, *, max_concurrent: int, max_queued: int, longest_wait_s: float) -> None:
         self._slots = asyncio.Semaphore(max_concurrent)
@@ -25,21 +25,21 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Calls in the queue."""
+        """Number of calls in the queue."""
         return self._queued
 
     @property
     def running(self) -> int:
-        """Calls that hold a slot."""
+        """Number of calls that hold a slot."""
         return self._held
 
     @contextlib.asynccontextmanager
     async def slot(self) -> AsyncIterator[None]:
-        """Hold one slot. RequestError 429 if the queue is full, 503 after the longest wait in it."""
+        """Hold one slot. Raise RequestError 429 if the queue is full, 503 after `longest_wait_s` in it."""
         if self._slots.locked():
             if self._queued >= self._max_queued:
                 raise RequestError(
-                    f"{self._queued} calls are waiting already",
+                    f"the proxy's queue is full: {self._queued} model calls are waiting; try again later",
                     status=429,
                     code="queue_full",
                     retry_after_s=2.0,
@@ -50,7 +50,7 @@ class Admission:
                     await self._slots.acquire()
             except TimeoutError:
                 raise RequestError(
-                    f"the call waited {self._longest_wait_s:g} s for its turn",
+                    f"the call waited {self._longest_wait_s:g} s in the proxy's queue; try again later",
                     status=503,
                     code="queue_timeout",
                     retry_after_s=2.0,

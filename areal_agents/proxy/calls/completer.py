@@ -1,4 +1,4 @@
-"""Begins the exchanges of all episodes and dialects, over one store, engine and renderer."""
+"""Answers the model calls of all episodes and dialects, with one store, engine and renderer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _COUNTED_CONTEXTS = 2  # tokens are counted for prompts of up to this many conte
 
 
 class Completer:
-    """Answers requests with recorded or new samples. Shared by all episodes and dialects."""
+    """Answers requests with recorded or new samples."""
 
     def __init__(self, *, store: Store, engine: Sampler, renderer: ChatRenderer, config: ProxyConfig) -> None:
         self._engine = engine
@@ -41,19 +41,19 @@ class Completer:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for a place in the engine."""
+        """Number of calls that wait in the queue."""
         return self._admission.waiting
 
     @property
     def running(self) -> int:
-        """Calls that hold a place in the engine."""
+        """Number of calls that the engine is answering."""
         return self._admission.running
 
     def call(self, session: Session, request: ModelRequest, *, streamed: bool) -> SharedReply:
-        """The running or recorded reply that a request repeats, else a new exchange.
+        """Return the running or recorded reply that a request repeats, else a new exchange.
 
         The caller joins the reply, and leaves it when its client has been served or has disconnected.
-        RequestError 409 if the request's Idempotency-Key was used for another request.
+        Raise RequestError 409 if the request's Idempotency-Key was used for another request.
         """
         if (earlier := self.retries.earlier(session, request)) is not None:
             return earlier
@@ -62,9 +62,9 @@ class Completer:
         return exchange
 
     async def count_tokens(self, forest: Forest, request: ModelRequest) -> int:
-        """Length of the prompt that a request would have after the recorded turns of `forest`.
+        """Return the length of the prompt that a request would have after the recorded turns of `forest`.
 
-        RequestError as for a call if the prompt is longer than `_COUNTED_CONTEXTS` context lengths.
+        Raise RequestError, as for a call, if the prompt is longer than `_COUNTED_CONTEXTS` context lengths.
         """
         model = await self.model_info()
         limit = min(bound for bound in (model.max_context, self._config.context_length) if bound is not None)
@@ -76,7 +76,7 @@ class Completer:
         return len(prompt.ids)
 
     async def model_info(self) -> ModelInfo:
-        """What the engine serves; requested once."""
+        """Return what the engine serves; the engine is queried once."""
         if self._model is None:
             self._model = await self._engine.model_info()
         return self._model

@@ -1,6 +1,6 @@
-"""The reply as the client receives it: cut before a stop string, with only the tool calls that it accepts.
+"""Limits a reply to what its request allows: the text before a stop string, and the permitted tool calls.
 
-The same rule for a whole reply and for its pieces as they stream: the pieces joined are the whole.
+Whole replies and streamed replies follow the same rules: the pieces of a stream add up to the whole reply.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.rendering import Delta
 
 
-def as_asked(reply: Message, request: ModelRequest) -> Message:
-    """The reply that a request gets and that is recorded as given."""
+def delivered_reply(reply: Message, request: ModelRequest) -> Message:
+    """Return the reply that the client receives, which is also the one that is recorded."""
     stops = request.wish.stop
     if stops:
         reasoning, content = (_first_stop(text, stops) for text in (reply.reasoning, reply.content))
@@ -25,8 +25,8 @@ def as_asked(reply: Message, request: ModelRequest) -> Message:
     return replace(reply, tool_calls=reply.tool_calls[: _most_calls(request)])
 
 
-class AskedStream:
-    """The pieces of a reply that its client gets."""
+class DeliveredStream:
+    """Limits the pieces of a streamed reply as `delivered_reply` limits a whole one."""
 
     def __init__(self, request: ModelRequest) -> None:
         self._reasoning = _UpToStop(request.wish.stop)
@@ -34,7 +34,7 @@ class AskedStream:
         self._calls_left = _most_calls(request)
 
     def feed(self, deltas: Sequence[Delta]) -> Iterator[Delta]:
-        """What of `deltas` may go out now."""
+        """Yield the pieces that can be sent once `deltas` have arrived."""
         for delta in deltas:
             if delta.kind == "call":
                 if self._calls_left != 0:
@@ -47,13 +47,13 @@ class AskedStream:
                 yield from _text("content", self._content.feed(delta.text))
 
     def finish(self) -> Iterator[Delta]:
-        """What was held back and turned out to be no stop string."""
+        """Yield the text that was held back as the possible beginning of a stop string."""
         yield from _text("reasoning", self._reasoning.finish())
         yield from _text("content", self._content.finish())
 
 
 class _UpToStop:
-    """A string that ends before the first stop string in it, piece by piece."""
+    """Cuts a string that arrives in pieces before the first stop string in it."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -61,7 +61,7 @@ class _UpToStop:
         self.stopped = False
 
     def feed(self, text: str) -> str:
-        """What of the text so far can no longer be part of a stop string."""
+        """Add a piece, and return the text that can no longer be part of a stop string."""
         if self.stopped or not self._stops:
             return "" if self.stopped else text
         text = self._held + text
@@ -73,19 +73,19 @@ class _UpToStop:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The rest, once no more text follows."""
+        """Return the text that was held back; no more text follows."""
         held, self._held = self._held, ""
         return held
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Where a string is cut: before the stop string that is complete first, as in an engine."""
-    met = [(index + len(stop), index) for stop in stops if (index := text.find(stop)) >= 0]
-    return min(met)[1] if met else None
+    """Return the index of the stop string that is complete first, as in an engine, or None."""
+    found = [(index + len(stop), index) for stop in stops if (index := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that `stop` begins with."""
+    """Return the length of the longest end of `text` that `stop` begins with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length
@@ -98,7 +98,7 @@ def _text(kind: str, text: str) -> Iterator[Delta]:
 
 
 def _most_calls(request: ModelRequest) -> int | None:
-    """How many of the reply's calls the client takes; None for all."""
+    """Return the maximum number of tool calls that the client receives, None for no limit."""
     if request.calls == "none":
         return 0
     return None if request.parallel_calls else 1

@@ -1,11 +1,12 @@
-"""The way of one model call, from a canonical request to its recorded turns.
+"""Processes one model call, from a canonical request to its recorded turns.
 
-`Exchange._run` has the steps in order: refuse what is over a limit, find the recorded turn that the
-conversation continues and build the prompt, fix the sampling parameters, sample and read each choice, and
+`Exchange._run` performs the steps in order: check the episode's limits, find the recorded turn that the
+conversation continues and build the prompt, fix the sampling parameters, sample and parse each choice, and
 record the turns.
 
-A turn is in the store before its reply leaves, so whatever a client has seen is recorded. What was recorded
-is never tokenised again: the next prompt is these very ids plus the new messages.
+With `durability: turn`, a turn is in the store before its reply is sent, so everything a client received is
+recorded. Recorded tokens are never tokenised again: the next prompt consists of their ids and the rendering
+of the new messages.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from areal_agents.errors import (
 )
 from areal_agents.inference import ModelInfo, Sampler
 from areal_agents.proxy.calls.admission import Admission
-from areal_agents.proxy.calls.delivery import AskedStream, as_asked
+from areal_agents.proxy.calls.delivery import DeliveredStream, delivered_reply
 from areal_agents.proxy.calls.prompts import Prompt, Prompts
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.calls.retries import Retries
@@ -46,7 +47,7 @@ from areal_agents.store import Conflict, SessionTaken, Store
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """What all exchanges of a proxy share."""
+    """The objects that all exchanges of a proxy share."""
 
     store: Store
     engine: Sampler
@@ -57,17 +58,18 @@ class Services:
 
 
 class Exchange(SharedReply):
-    """One model call: its request, its state on the way, and the clients that wait for its replies.
+    """One model call that is sampled: its request, its prompt and sampling, and its waiting clients.
 
-    The task raises RequestError for a mistake of the client or a limit, EngineError if the engine fails, and
-    StoreError if the store does.
+    The task raises RequestError for an invalid request or a limit that is reached, EngineError if the engine
+    fails, and StoreError if the store fails.
 
     Attributes:
-        session, request: the episode, and what is requested in it.
-        model: what the engine serves.
-        limit: most tokens of a prompt with its completion.
-        prompt: the exact prompt; set once it is built, as are the next fields.
-        sampling: the sampling parameters of each choice, except for its seed.
+        session: the episode.
+        request: the canonical request.
+        model: the model that the engine serves; set, like the following attributes, by the task.
+        limit: maximum number of tokens of a prompt with its completion.
+        prompt: the exact prompt.
+        sampling: the sampling parameters of all choices, without the seeds of the choices.
     """
 
     model: ModelInfo
@@ -101,13 +103,13 @@ class Exchange(SharedReply):
                 self.prompt = await self._build_prompt()
                 self.sampling = await self._fix_sampling()
                 choices = [self._sample(choice) for choice in range(request.choices)]
-                turns = [await choices[0]] if len(choices) == 1 else await _all(choices)
+                turns = [await choices[0]] if len(choices) == 1 else await _gather(choices)
                 await self._record(turns)
                 await self._note_cut_off(turns)
                 session.ledger.answer(request)
             except RequestError:
                 raise
-            except Exception:  # the fault of the engine, the store or the proxy, not of the policy
+            except Exception:  # caused by the engine, the store or the proxy, not by the policy
                 session.ledger.lose(request.key())
                 raise
         prompt_tokens = len(self.prompt.ids)
@@ -117,7 +119,7 @@ class Exchange(SharedReply):
     # Limits
 
     async def _refuse_over_limit(self) -> None:
-        """RequestError 403 if the episode has used up one of its limits."""
+        """Raise RequestError 403 if the episode has used up one of its limits."""
         session = self.session
         limits, calls = session.limits, len(session.forest) + session.pending_calls
         if limits.max_turns is not None and calls + self.request.choices > limits.max_turns:
@@ -130,11 +132,13 @@ class Exchange(SharedReply):
             return
         await self._reach_limit(limit)
         raise RequestError(
-            f"episode {session.id} has reached its limit of {text}", status=403, code="episode_limit"
+            f"episode {session.id} has reached its limit of {text} ({limit})",
+            status=403,
+            code="episode_limit",
         )
 
     def _context_limit(self) -> int:
-        """Most tokens of a prompt with its completion: the engine's, the config's or the episode's."""
+        """Return the maximum number of tokens of a prompt with its completion: the lowest limit set."""
         bounds = (
             self.model.max_context,
             self._services.config.context_length,
@@ -143,12 +147,12 @@ class Exchange(SharedReply):
         return min(bound for bound in bounds if bound is not None)
 
     async def _reach_limit(self, limit: str) -> None:
-        """Note a limit that the episode reached, in the store too unless the episode is not there yet."""
+        """Mark the episode as having reached a limit, also in the store unless it is not there yet."""
         if self.session.reach_limit(limit) and self.session.opening is None:
             await asyncio.wrap_future(self._services.store.mark_limit(self.session.id, limit))
 
     async def _note_cut_off(self, turns: Sequence[Turn]) -> None:
-        """Note the limit that cut a completion off."""
+        """Mark the episode with the limit that cut off a completion, if one did."""
         cut_off = [turn for turn in turns if turn.completion.finish_reason == "length"]
         most, room = self.session.limits.max_tokens, self.limit - len(self.prompt.ids)
         if cut_off and most is not None and self.session.sampled_tokens >= most:
@@ -160,7 +164,7 @@ class Exchange(SharedReply):
 
     async def _build_prompt(self) -> Prompt:
         try:
-            # At the limit itself no reply would fit.
+            # A prompt as long as the limit leaves no room for a reply.
             return await self._services.prompts.prompt(
                 self.session.forest, self.request, self.model.vocab_size, most_tokens=self.limit - 1
             )
@@ -176,7 +180,9 @@ class Exchange(SharedReply):
             raise too_long(self.limit, prompt_tokens, exact=True)
         if most is not None and (wish.max_tokens or 0) > most:
             raise RequestError(
-                f"at most {most} tokens may be requested, got {wish.max_tokens}", param="max_tokens"
+                f"a completion may have at most {most} tokens, the proxy's max_completion_tokens; "
+                f"got {wish.max_tokens}",
+                param="max_tokens",
             )
         grammar = await self._services.prompts.grammar(self.request, self.prompt.renderer)
         bounds = [self.limit - prompt_tokens, wish.max_tokens or config.default_max_tokens, most]
@@ -196,7 +202,7 @@ class Exchange(SharedReply):
     # Samples
 
     async def _sample(self, choice: int) -> Turn:
-        """Sample one reply and read it. If the call is streamed, its pieces are passed on as they arrive."""
+        """Sample one reply and parse it. If the call is streamed, pass on its pieces as they arrive."""
         prompt, request, prompts = self.prompt, self.request, self._services.prompts
         params = self._with_seed(choice)
         stream = _ReplyFeed(self, choice, prompts) if self._streamed else None
@@ -205,9 +211,11 @@ class Exchange(SharedReply):
             if stream is not None:
                 reply = stream.finish()
             else:
-                reply = as_asked(await prompts.read_reply(prompt, completion.token_ids, request), request)
+                reply = delivered_reply(
+                    await prompts.read_reply(prompt, completion.token_ids, request), request
+                )
         except RenderingError as error:
-            raise EngineError(f"its completion cannot be read: {error}") from error
+            raise EngineError(f"the completion cannot be parsed: {error}") from error
         where, fork = prompt.where, prompt.where.fork
         if choice and where.parent is None:
             fork = Fork(self.turn_ids[0], "resampled", len(request.messages))
@@ -231,7 +239,7 @@ class Exchange(SharedReply):
         )
 
     def _with_seed(self, choice: int) -> SamplingParams:
-        """The sampling parameters of a choice: choices with the same seed would be the same reply."""
+        """Return the sampling parameters of a choice; each choice gets a seed of its own."""
         params, base = self.sampling.params, self.session.row.sampling.get(BASE_SEED)
         if params.seed is not None:
             return replace(params, seed=(params.seed + choice) % 2**63) if choice else params
@@ -241,7 +249,7 @@ class Exchange(SharedReply):
         return replace(params, seed=seed)
 
     async def _generate(self, rid: str, params: SamplingParams, stream: _ReplyFeed | None) -> Completion:
-        """Wait for a place in the engine and generate, within `generate_timeout_s` from then on."""
+        """Wait for a slot, then generate within `generate_timeout_s`."""
         services, session = self._services, self.session
         timeout_s = services.config.generate_timeout_s
         try:
@@ -255,12 +263,15 @@ class Exchange(SharedReply):
                         affinity=session.id,
                     )
         except TimeoutError:
-            raise EngineUnavailable(f"no completion within {timeout_s:g} s") from None
+            raise EngineUnavailable(
+                f"no completion within {timeout_s:g} s, the proxy's generate_timeout_s"
+            ) from None
         except EngineRejected as error:
             if params.grammar is None:
                 raise
             raise RequestError(
-                f"the engine cannot constrain its output so: {error}", code="unsupported_parameter"
+                f"the engine cannot constrain its output to the requested schema or tools: {error}",
+                code="unsupported_parameter",
             ) from None
         except asyncio.CancelledError:
             session.refuse_if_sealed()
@@ -270,9 +281,9 @@ class Exchange(SharedReply):
         return completion
 
     def _with_routing(self, params: SamplingParams) -> SamplingParams:
-        """`params`, with a request for the experts of the tokens that the turn adds if they are recorded.
+        """Return `params`, which if experts are recorded request those of the tokens that the turn adds.
 
-        The experts of the parent's last token were unknown when the parent was recorded, so they come first.
+        They begin with the parent's last token, whose experts were unknown when the parent was recorded.
         """
         if not self._services.config.routed_experts:
             return params
@@ -284,8 +295,8 @@ class Exchange(SharedReply):
     async def _record(self, turns: list[Turn]) -> None:
         """Write the turns to the store, then record them in the session, in the order of the writes.
 
-        Turns that are in the store are recorded whatever happens to the call. So the order of the forest is
-        the order of the rows in the store, which `Turn.recorded_before` counts in.
+        Turns that are in the store are recorded in the session even if the call is cancelled. The forest
+        therefore has the order of the rows in the store, which `Turn.recorded_before` relies on.
         """
         session, store = self.session, self._services.store
         opening = session.opening
@@ -294,45 +305,45 @@ class Exchange(SharedReply):
             session.watch_write(write, self.turn_ids)
             session.record(turns)
         else:
-            await self._written(turns, write)
-        if opening is not None and session.limit_reached is not None:  # before the store had the episode
+            await self._await_write(turns, write)
+        if opening is not None and session.limit_reached is not None:  # reached before the episode was stored
             await asyncio.wrap_future(store.mark_limit(session.id, session.limit_reached))
 
-    async def _written(self, turns: list[Turn], write: concurrent.futures.Future[None]) -> None:
-        """Wait until the store has the turns. Without a client left, they are recorded as undelivered."""
+    async def _await_write(self, turns: list[Turn], write: concurrent.futures.Future[None]) -> None:
+        """Wait until the store has the turns. If no client is left, they are recorded as undelivered."""
         session, retries = self.session, self._services.retries
-        landed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        recorded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-        def land() -> None:
+        def record() -> None:
             session.write_ends(turns, failed=write.exception() is not None)
-            if not landed.done():
-                landed.set_result(None)
+            if not recorded.done():
+                recorded.set_result(None)
 
         def discard() -> None:
             if write.exception() is None:
                 retries.discard(session, self)
 
         session.write_begins()
-        _when_ended(write, land)  # not by this task, which another one may overtake
+        _call_when_ended(write, record)  # not in this task, because the task of a later write may run first
         try:
             async with asyncio.timeout(self._services.config.generate_timeout_s):
-                await landed
+                await recorded
         except asyncio.CancelledError:
-            _when_ended(write, discard)  # runs after `land`
+            _call_when_ended(write, discard)  # runs after `record`
             raise
         except TimeoutError:
-            _when_ended(write, discard)
-            raise StoreError("the store did not take the turn in time") from None
+            _call_when_ended(write, discard)
+            raise StoreError("the store did not write the turn in time") from None
         try:
             write.result()
-        except SessionTaken as error:  # another worker was first to open it
+        except SessionTaken as error:  # another worker opened the episode first
             raise episode_elsewhere(str(error)) from None
         except Conflict as error:  # sealed while this call was running
             raise RequestError(str(error), status=409, code="episode_sealed") from None
 
 
 def too_long(limit: int, tokens: int, *, exact: bool) -> RequestError:
-    """The refusal of a prompt of `tokens` tokens or, unless `exact`, of at least that many."""
+    """Return the error for a prompt of `tokens` tokens or, unless `exact`, of at least that many."""
     count = f"{tokens} tokens" if exact else f"at least {tokens} tokens"
     return RequestError(
         f"This model's maximum context length is {limit} tokens. However, your messages resulted in {count}. "
@@ -349,27 +360,30 @@ class _ReplyFeed:
     def __init__(self, exchange: Exchange, choice: int, prompts: Prompts) -> None:
         self._exchange, self._choice, self._request = exchange, choice, exchange.request
         self._stream = prompts.reply_stream(exchange.prompt, exchange.request)
-        self._asked = AskedStream(exchange.request)
+        self._delivered = DeliveredStream(exchange.request)
 
     def feed(self, chunk: TokenChunk) -> None:
         """Pass on the pieces that the next tokens complete."""
-        self._exchange.put(self._choice, self._asked.feed(self._stream.feed(chunk.token_ids)))
+        self._exchange.put(self._choice, self._delivered.feed(self._stream.feed(chunk.token_ids)))
 
     def finish(self) -> Message:
-        """Pass on the rest; returns the whole reply. RenderingError if it cannot be read."""
+        """Pass on the rest, and return the whole reply. Raise RenderingError if it cannot be parsed."""
         rest = self._stream.finish()
-        self._exchange.put(self._choice, [*self._asked.feed(rest), *self._asked.finish()])
-        return as_asked(self._stream.message, self._request)
+        self._exchange.put(self._choice, [*self._delivered.feed(rest), *self._delivered.finish()])
+        return delivered_reply(self._stream.message, self._request)
 
 
-def _when_ended(write: concurrent.futures.Future[None], act: Callable[[], None]) -> None:
-    """Call `act` on this event loop once a write has ended, in the order of the writes and of these calls."""
+def _call_when_ended(write: concurrent.futures.Future[None], act: Callable[[], None]) -> None:
+    """Call `act` on this event loop once a write has ended.
+
+    Functions are called in the order of the writes, and those of one write in the order of registration.
+    """
     loop = asyncio.get_running_loop()
     write.add_done_callback(lambda _: loop.call_soon_threadsafe(act))
 
 
-async def _all(samples: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
-    """The results of all samples; if one fails, the others are ended."""
+async def _gather(samples: Sequence[Coroutine[Any, Any, Turn]]) -> list[Turn]:
+    """Return the results of all samples; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in samples]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The fields of a request that have an effect, so that all others can be reported."""
+"""Finds the fields of a request that have no effect, so that they can be reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _HONOURED: Mapping[str, frozenset[str]] = {
 
 
 def ignored_fields(dialect: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields of a request that change nothing, sorted; null and empty ones are not counted."""
+    """Return the sorted names of the request fields that have no effect, except null and empty fields."""
     honoured = _HONOURED[dialect]
     return tuple(
         sorted(

@@ -1,7 +1,7 @@
-"""The label of a call within an episode, by which training can leave parts of an agent out.
+"""Derives the label of a call within an episode, with which training can exclude parts of an agent.
 
-A label is what the header X-Episode-Label says; else the id that a coding agent gives its sub-agent; else a
-session other than the first one that was seen in the episode.
+The label is the header X-Episode-Label; else the id that a coding agent gives its sub-agent; else the session
+header, if it differs from the first one in the episode.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LONGEST = 200
 
 
 def label_of(headers: Mapping[str, str], main_session: str) -> str:
-    """The label of a call; "" for the agent itself."""
+    """Return the label of a call, "" for the main agent."""
     if label := headers.get(LABEL_HEADER):
         return label[:_LONGEST]
     if agent := headers.get(_AGENT_HEADER):
@@ -27,5 +27,5 @@ def label_of(headers: Mapping[str, str], main_session: str) -> str:
 
 
 def session_of(headers: Mapping[str, str]) -> str:
-    """The session that a call names, "" for none."""
+    """Return the session header of a call, "" without one."""
     return headers.get(_SESSION_HEADER, "")

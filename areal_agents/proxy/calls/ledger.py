@@ -1,7 +1,6 @@
-"""The calls of one session, as far as retries and failures depend on them.
+"""Keeps the calls of one session that retries and the outcome of the episode depend on.
 
-Only the ledger's own methods change it. It lasts as long as the process; after a restart, the undelivered
-turns are read from the store, and all else is empty.
+The ledger is in memory. After a restart the undelivered turns are read from the store, and the rest is empty.
 """
 
 from __future__ import annotations
@@ -18,7 +17,12 @@ _KEYS_KEPT = 256
 
 @dataclass(frozen=True, slots=True)
 class KnownKey:
-    """What an Idempotency-Key named: the key of the request, and the turns that answer it."""
+    """A call that has an Idempotency-Key.
+
+    Attributes:
+        request: the key of the request, `ModelRequest.key`.
+        turn_ids: the ids of the turns that answer it.
+    """
 
     request: Hashable
     turn_ids: tuple[str, ...]
@@ -32,7 +36,7 @@ class CallLedger:
     """
 
     def __init__(self, undelivered: Iterable[str]) -> None:
-        """Begin a ledger; `undelivered` are the ids of recorded turns whose clients disconnected."""
+        """Create a ledger; `undelivered` has the ids of the recorded turns whose clients disconnected."""
         self.running_calls = 0
         self._by_name: dict[Hashable, SharedReply] = {}  # by request key and by Idempotency-Key
         self._refused: Counter[Hashable] = Counter()  # by request key
@@ -43,7 +47,7 @@ class CallLedger:
     # Running calls
 
     def begin(self, request: ModelRequest, call: SharedReply) -> None:
-        """Note a call that is running, under each name by which a retry may find it."""
+        """Add a running call under its request key and, if it has one, its Idempotency-Key."""
         key, name = request.key(), request.retry.idempotency_key
         self.running_calls += 1
         for known in (key, name) if name else (key,):
@@ -54,33 +58,33 @@ class CallLedger:
                 self._keys.popitem(last=False)
 
     def end(self, request: ModelRequest, call: SharedReply) -> None:
-        """Note that a call is no longer running."""
+        """Remove a running call that has ended."""
         self.running_calls -= 1
         for name in (request.key(), request.retry.idempotency_key):
             if self._by_name.get(name) is call:
                 del self._by_name[name]
 
     def running(self, name: Hashable) -> SharedReply | None:
-        """The running call with a request key or an Idempotency-Key, unless its clients have disconnected."""
+        """Return the running call with a request key or an Idempotency-Key, unless it is abandoned."""
         call = self._by_name.get(name)
         return call if call is not None and not call.is_abandoned else None
 
     def key_of(self, name: str) -> KnownKey | None:
-        """What an Idempotency-Key named."""
+        """Return the call with an Idempotency-Key, if it is among the latest."""
         return self._keys.get(name)
 
-    # Refused calls: the retry of one repeats nothing
+    # Refused calls, whose retries repeat nothing
 
     def refuse(self, request: ModelRequest) -> None:
-        """Note a call that failed in such a way that its client sends it again."""
+        """Add a call that failed with a status after which clients retry."""
         self._refused[request.key()] += 1
 
     def was_refused(self, request: ModelRequest) -> bool:
-        """Whether an attempt at the request was refused and not retried yet."""
+        """Whether an attempt at the request was refused and has not been retried yet."""
         return self._refused[request.key()] > 0
 
     def take_refused(self, request: ModelRequest) -> bool:
-        """Take back one refused attempt at the request, for its retry; False if there is none."""
+        """Remove one refused attempt at the request, which is being retried; False if there is none."""
         if not self.was_refused(request):
             return False
         self._refused[request.key()] -= 1
@@ -90,7 +94,7 @@ class CallLedger:
 
     @property
     def undelivered(self) -> frozenset[str]:
-        """The ids of the recorded turns whose clients had disconnected."""
+        """The ids of the undelivered turns: the recorded ones whose clients had disconnected."""
         return frozenset(self._undelivered)
 
     @property
@@ -103,31 +107,31 @@ class CallLedger:
         return turn_id in self._undelivered
 
     def mark_undelivered(self, turn_id: str) -> bool:
-        """Note that no client received a turn; False if that is known."""
+        """Mark a turn as received by no client; False if it was marked already."""
         if turn_id in self._undelivered:
             return False
         self._undelivered.add(turn_id)
         return True
 
     def mark_delivered(self, turn_id: str) -> bool:
-        """Note that a client receives an undelivered turn after all; False if it was delivered."""
+        """Mark an undelivered turn as delivered; False if it was not undelivered."""
         if turn_id not in self._undelivered:
             return False
         self._undelivered.discard(turn_id)
         return True
 
-    # Lost calls: the engine or the store failed
+    # Lost calls, which failed because the engine or the store failed
 
     def lose(self, call: Hashable) -> None:
-        """Note that a call failed, not because of the policy. Unless it is answered, the episode fails."""
+        """Add a call that failed, not because of the policy. If no retry is answered, the episode fails."""
         self._lost.add(call)
 
     def answer(self, request: ModelRequest) -> None:
-        """Note that a call was answered, perhaps one that had been lost and was sent again."""
+        """Remove a lost call whose retry was answered."""
         if self._lost:
             self._lost.discard(request.key())
 
     @property
     def has_lost(self) -> bool:
-        """Whether a call was lost and never answered."""
+        """Whether a call was lost and no retry of it was answered."""
         return bool(self._lost)

@@ -1,6 +1,7 @@
-"""Forwards calls to models that are not the policy (a judge, a simulated user, embeddings); never trained.
+"""Forwards calls of models other than the policy (a judge, a simulated user, embeddings) to their servers.
 
-The upstream's key is the proxy's; whatever key the agent sent stays here.
+These calls are never trained on. The proxy sends the key that its configuration has for the upstream; the
+agent's key is not forwarded.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _PASSED = ("accept", "anthropic-version", "anthropic-beta", "openai-beta", "user
 
 
 class PassThrough:
-    """The upstreams of a configuration, by the model names that agents use."""
+    """Forwards requests to the upstreams of a configuration."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self._models = config.models
@@ -36,20 +37,23 @@ class PassThrough:
             await self._session.close()
 
     def upstream(self, body: Mapping[str, Any]) -> Upstream | None:
-        """Who answers for the model of a request; None for the policy."""
+        """Return the upstream that serves the model of a request, None for the policy."""
         model = body.get("model")
         return self._models.get(model) if isinstance(model, str) else None
 
     async def forward(
         self, request: Request, path: str, body: Mapping[str, Any], upstream: Upstream
     ) -> Response:
-        """The upstream's own answer, streamed as it streams. EngineUnavailable if it does not answer."""
+        """Return the upstream's answer, streamed if the upstream streams it.
+
+        Raise EngineUnavailable if the upstream does not answer.
+        """
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         try:
             sent = orjson.dumps({**body, "model": upstream.model or body["model"]})
         except orjson.JSONEncodeError:
-            raise RequestError("the request is nested too deeply", code="invalid_json") from None
+            raise RequestError("the JSON of the body is nested too deeply", code="invalid_json") from None
         headers = {name: request.headers[name] for name in _PASSED if name in request.headers}
         headers["content-type"] = "application/json"
         if upstream.key is not None:
@@ -64,14 +68,16 @@ class PassThrough:
             async with answer:
                 content = await answer.read()
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise EngineUnavailable(f"{url} did not answer: {str(error) or type(error).__name__}") from error
+            raise EngineUnavailable(
+                f"the upstream {url} did not answer: {str(error) or type(error).__name__}"
+            ) from error
         passed = {name: answer.headers[name] for name in ("retry-after",) if name in answer.headers}
         return Response(content, status_code=answer.status, headers=passed, media_type=answer.content_type)
 
 
 async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGenerator[bytes, None]:
-    """What the upstream streams, until its end or until the client has gone; then it is left at once."""
-    gone = asyncio.ensure_future(_hang_up(request))
+    """Yield what the upstream streams, until its end or until the client disconnects."""
+    gone = asyncio.ensure_future(_disconnected(request))
     reading: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -87,7 +93,7 @@ async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGener
         answer.close()
 
 
-async def _hang_up(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Return when the client has closed the connection. The body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
 """Builds the exact prompt of a request: recorded ids plus new messages, or a full rendering with a reason.
 
-Nothing that was sampled is ever tokenised again as long as its conversation is recognised: by its messages
-first, and by what the template makes of them second.
+As long as a conversation is recognised, its sampled tokens are never tokenised again. A conversation is
+recognised by its messages or, if those differ from the recorded ones, by an equal rendering of them.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from areal_agents.rendering import ChatRenderer, ReplyStream
 
 T = TypeVar("T")
 
-# Costs of rendering and parsing, roughly, to decide what leaves the event loop.
+# Approximate costs of rendering and parsing, which decide what runs in a thread.
 _MS_PER_CHARACTER, _MS_PER_SAMPLED_TOKEN = 5e-4, 5e-4
-_MS_PER_BRIDGED_TOOLS_CHARACTER = 1e-5  # templates write the tools again, but they are not encoded
+_MS_PER_BRIDGED_TOOLS_CHARACTER = 1e-5  # templates render the tools again, but they are not encoded
 _INLINE_MS, _LONG_MS = 1.0, 100.0
-_COUNTED_CHARACTERS = 200_000  # of tools
+_COUNTED_CHARACTERS = 200_000  # tools with more characters count as very large
 _RENDERERS_KEPT = 16
-_TOOLS_KEPT = 256  # sets of tools whose size is known
-_MOST_CANDIDATES = 4  # turns that the second look renders
+_TOOLS_KEPT = 256  # sets of tools whose size is remembered
+_MOST_CANDIDATES = 4  # turns whose rendering is compared with that of a conversation
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class Prompt:
     """The prompt of a turn.
 
     Attributes:
-        where: the turn that it continues, or why it continues none.
+        where: the turn that the prompt continues, or the reason why it continues none.
         ids: [P] the whole prompt.
-        new_ids: the part of `ids` that the parent does not have.
-        renderer: what rendered it, and parses the reply.
-        recorded_before: how many turns of the episode were recorded when `where` was decided. `where` refers
-            to none but these.
-        special_tokens_as_text: how many special tokens the content behind `new_ids` spells out as text.
+        new_ids: the part of `ids` after the parent's prompt and completion.
+        renderer: the renderer of the prompt, which also parses the reply.
+        recorded_before: number of turns of the episode that were recorded when `where` was determined;
+            `where` refers only to those.
+        special_tokens_as_text: number of special tokens that the content behind `new_ids` spells out as text.
     """
 
     where: Continuation
@@ -62,10 +62,10 @@ class Prompt:
 
 
 class Prompts:
-    """Finds and renders prompts, and reads replies, for one model. Shared by all episodes."""
+    """Builds prompts and parses replies for one model. Shared by all episodes."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
-        self.renderer = renderer  # of requests that set no template options
+        self.renderer = renderer  # for requests that set no template options
         self._with_options: LruCache[bytes, ChatRenderer] = LruCache(_RENDERERS_KEPT)
         self._tools_sizes: LruCache[str, float] = LruCache(_TOOLS_KEPT)
         self._raw = RawPrompts(renderer)
@@ -80,15 +80,15 @@ class Prompts:
     async def prompt(
         self, forest: Forest, request: ModelRequest, vocab_size: int, *, most_tokens: int
     ) -> Prompt:
-        """The prompt of a request after the turns of `forest`.
+        """Return the prompt of a request in an episode whose recorded turns are `forest`.
 
         Args:
-            most_tokens: a limit; a much longer prompt may be refused before it is encoded.
+            most_tokens: maximum length; a much longer prompt may be refused before it is encoded.
 
         Raises:
-            PromptTooLong: it has more than `most_tokens`.
-            RequestError: 400, it has an unknown token id.
-            RenderingError: it cannot be expressed.
+            PromptTooLong: the prompt has more than `most_tokens` tokens.
+            RequestError: 400 if the prompt has an unknown token id.
+            RenderingError: the chat template cannot render the messages.
         """
         if request.raw_prompt is not None:
             prompt = await self._raw_prompt(forest, request.raw_prompt, most_tokens)
@@ -98,7 +98,7 @@ class Prompts:
         return prompt
 
     async def read_reply(self, prompt: Prompt, completion_ids: TokenIds, request: ModelRequest) -> Message:
-        """The assistant message that a completion means. RenderingError if it cannot be read."""
+        """Parse a completion into an assistant message. Raise RenderingError if it cannot be parsed."""
         cost = len(completion_ids) * _MS_PER_SAMPLED_TOKEN
         if request.raw_prompt is not None:
             text = await self.off_loop(cost, lambda: self._raw.text_of(completion_ids.tolist()))
@@ -108,40 +108,43 @@ class Prompts:
         )
 
     async def grammar(self, request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
-        """The grammar that the reply must match; see `grammar_of`."""
-        written = 0.0 if request.output is None else len(request.output.text)
+        """Return the grammar that the reply must match, or None; see `grammar_of`."""
+        characters = 0.0 if request.output is None else len(request.output.text)
         if request.calls == "required":
-            written += self._tools_size(request)
-        return await self.off_loop(written * _MS_PER_CHARACTER, lambda: grammar_of(request, renderer))
+            characters += self._tools_size(request)
+        return await self.off_loop(characters * _MS_PER_CHARACTER, lambda: grammar_of(request, renderer))
 
     def reply_stream(self, prompt: Prompt, request: ModelRequest) -> ReplyStream | PlainStream:
-        """A reader of the reply's tokens as they come."""
+        """Return an incremental parser for the tokens of the reply."""
         if request.raw_prompt is not None:
             return PlainStream(self._raw)
         return prompt.renderer.reply_stream(prompt.ids, request.tools)
 
     def answers(self, forest: Forest, request: ModelRequest) -> tuple[Turn, ...]:
-        """The turns of `forest` that answered just what a request asks, in the order of recording."""
+        """Return the turns of `forest` that answer the prompt of a request, in the order of recording."""
         if request.raw_prompt is None:
             return forest.answers(request.messages, request.tools_id)
         return self._raw.answers(forest, request.raw_prompt)
 
     async def off_loop(self, estimate_ms: float, work: Callable[[], T]) -> T:
-        """Do CPU-bound work here if it is short, else in a thread, so that no other call waits for it.
+        """Run CPU-bound work, in a thread if it is long, so that no other call waits for it.
 
-        Very long work runs on a separate thread, one item at a time, so that shorter work never waits for it.
+        Very long work runs in a separate thread, one item at a time, so that shorter work never waits for it.
         """
         if estimate_ms < _INLINE_MS:
             return work()
         threads = self._threads if estimate_ms < _LONG_MS else self._long
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def renderer_at_hand(self, request: ModelRequest) -> ChatRenderer:
-        """The renderer with a request's template options if there is one already, else the one without."""
+    def cached_renderer(self, request: ModelRequest) -> ChatRenderer:
+        """Return the renderer with a request's template options if it exists, else the default one."""
         return self._with_options.get(_options_key(request)) or self.renderer
 
     async def _renderer_of(self, request: ModelRequest) -> ChatRenderer:
-        """The renderer with a request's template options. RequestError 400 if the template has none such."""
+        """Return the renderer with a request's template options.
+
+        Raise RequestError 400 if the template does not have these options.
+        """
         if not request.template_options:
             return self.renderer
         key = _options_key(request)
@@ -156,23 +159,23 @@ class Prompts:
         return self._with_options.put(key, made)
 
     def _tools_size(self, request: ModelRequest) -> float:
-        """The approximate size of a request's tools in characters; infinite if they are very large."""
+        """Return the approximate size of a request's tools in characters, infinity if they are very large."""
         if not request.tools:
             return 0
         known = self._tools_sizes.get(request.tools_id)
         return self._tools_sizes.put(request.tools_id, _size(request.tools)) if known is None else known
 
     def _rendering_ms(self, messages: Sequence[Message], request: ModelRequest) -> float:
-        """About what it costs to render a whole conversation."""
+        """Return the approximate time to render a whole conversation, in milliseconds."""
         return (_characters(messages) + self._tools_size(request)) * _MS_PER_CHARACTER
 
     async def _chat(self, forest: Forest, request: ModelRequest, most_tokens: int) -> Prompt:
         renderer = await self._renderer_of(request)
-        # The forest is searched here, without an await in between, and may have grown by the next line.
+        # No await may come between these two lines: the forest must not grow before it is searched.
         recorded_before = len(forest)
         where = forest.continuation(request.messages, request.tools_id)
         if where.parent is None and where.fork is not None and where.fork.turn is not None:
-            where = await self._second_look(forest, request, renderer, where)
+            where = await self._continuation_by_rendering(forest, request, renderer, where)
         if where.parent is not None:
             extended = await self._extended(
                 forest, request, renderer, where, where.parent, recorded_before, most_tokens
@@ -224,15 +227,15 @@ class Prompts:
         ids = np.concatenate([context, new_ids])
         return Prompt(where, ids, new_ids, renderer, recorded_before, as_text)
 
-    async def _second_look(
+    async def _continuation_by_rendering(
         self, forest: Forest, request: ModelRequest, renderer: ChatRenderer, where: Continuation
     ) -> Continuation:
-        """Continue from a turn whose history the template renders just as this conversation's beginning.
+        """Continue from a turn whose history renders exactly like the beginning of this conversation.
 
-        The messages differ in something that the model never sees, so its recorded ids are what a plain
-        server would prompt it with, but for how the sampled text was cut into tokens.
+        The messages then differ only in parts that the model does not see. The recorded ids are those of a
+        plain server's prompt, except for the tokenisation of the sampled text.
         """
-        messages, forest = request.messages, forest
+        messages = request.messages
         for turn, length in _replayed_at_most(forest, request)[:_MOST_CANDIDATES]:
             recorded = (*forest.history(turn.id), turn.reply)
             cost = 2 * self._rendering_ms(recorded, request)
@@ -263,9 +266,10 @@ class Prompts:
 
 
 def _replayed_at_most(forest: Forest, request: ModelRequest) -> list[tuple[Turn, int]]:
-    """The turns that a conversation may replay, by the number of messages, with that number, longest first.
+    """Return (turn, number of its messages) for the turns that a conversation may replay.
 
-    Of equally long ones the latest comes first.
+    They are found by the number and the roles of messages. The longest come first, and of equally long ones
+    the latest.
     """
     messages = request.messages
     lengths: dict[str, int] = {}
@@ -295,33 +299,33 @@ def _renders_alike(
     try:
         shown = renderer.render(recorded, tools, generation_prompt=False)
         return np.array_equal(shown, renderer.render(replayed, tools, generation_prompt=False))
-    except RenderingError:  # the template cannot show one of them, so they are not shown alike
+    except RenderingError:  # the template cannot render one of them
         return False
 
 
 def _check_vocabulary(ids: TokenIds, vocab_size: int) -> None:
-    """An id outside the vocabulary kills a whole SGLang server."""
+    """Raise RequestError 400 for an id outside the vocabulary, which would kill an SGLang server."""
     if len(ids) and not 0 <= ids.min() <= ids.max() < vocab_size:
         outside = int(ids.max() if ids.max() >= vocab_size else ids.min())
         raise RequestError(
-            f"the prompt has token id {outside}, outside the model's vocabulary of {vocab_size}",
+            f"the prompt has token id {outside}, outside the model's vocabulary of {vocab_size} tokens",
             code="token_out_of_vocabulary",
         )
 
 
 def _size(tools: Sequence[dict[str, Any]]) -> float:
-    """The approximate size of tools in characters; infinite above _COUNTED_CHARACTERS."""
-    size, waiting = 0, list[Any](tools)
-    while waiting:
-        item = waiting.pop()
+    """Return the approximate size of tools in characters, infinity above _COUNTED_CHARACTERS."""
+    size, remaining = 0, list[Any](tools)
+    while remaining:
+        item = remaining.pop()
         size += 4 + (len(item) if isinstance(item, str) else 0)
         if size > _COUNTED_CHARACTERS:
             return float("inf")
         if isinstance(item, dict):
             size += sum(map(len, item))
-            waiting += item.values()
+            remaining += item.values()
         elif isinstance(item, list):
-            waiting += item
+            remaining += item
     return size
 
 
@@ -333,8 +337,8 @@ def _characters(messages: Sequence[Message]) -> int:
 
 def _why_not_extended(new_messages: Sequence[Message]) -> ForkReason:
     if any(message.role == "assistant" for message in new_messages):
-        return "edited"  # the client puts words into the model's mouth
-    # Templates rewrite the past at a new user turn, where they drop earlier reasoning.
+        return "edited"  # the client wrote a message in the model's name
+    # At a new user message, templates drop earlier reasoning and so change the earlier prompt.
     if any(message.role == "user" for message in new_messages):
         return "template strips reasoning"
     return "template cannot extend"

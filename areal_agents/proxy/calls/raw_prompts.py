@@ -1,7 +1,7 @@
-"""Prompts without a chat template, given as strings or token ids, and the replies to them.
+"""Handles prompts without a chat template, given as strings or token ids, and the replies to them.
 
-What a call costs follows its own prompt and reply, not the turns that are recorded: those are compared with
-the prompt where they occur in it, and only what is new is encoded.
+Recorded turns that a prompt begins with are compared with it, and only the rest is encoded. The cost of a
+call therefore depends on the length of its prompt and reply, not on the number of recorded turns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from areal_agents.proxy.calls.request import RAW_TOOLS_ID
 from areal_agents.proxy.lru import LruCache
 from areal_agents.rendering import ChatRenderer, Delta
 
-_TEXTS_KEPT = 1_000  # of replies, by turn
-_CUT = "\ufffd"  # what the bytes of an unfinished character decode to
-_DECODED_ANYHOW = 50_000  # tokens; prompts up to this length are decoded whatever the limit
+_TEXTS_KEPT = 1_000  # number of replies whose text is remembered
+_CUT = "\ufffd"  # the character that the bytes of an incomplete character decode to
+_ALWAYS_DECODED = 50_000  # prompts of up to this many tokens are decoded, whatever the limit
 _LONGEST_CHARACTER = 4  # bytes, each of which may be a token
 
 
@@ -33,37 +33,39 @@ class RawPrompts:
         self._texts: LruCache[str, str] = LruCache(_TEXTS_KEPT)
 
     def parent(self, forest: Forest, raw: str | tuple[int, ...]) -> tuple[Turn, int] | None:
-        """The turn with the longest recorded text or ids that a prompt begins with, and their length in it.
+        """Return the turn with the longest text or ids that a prompt begins with, and their length.
 
-        A text does not show the token that ended a reply, so a plain server would not show it to the model
-        either: such a reply is not gone on from by its text.
+        A string does not contain the token that ended a reply, so a plain server would not show that token to
+        the model either. A prompt given as a string therefore does not continue a reply that ended with such
+        a token.
         """
         best: tuple[Turn, int] | None = None
-        for turn, _, end in self._followed(forest, raw):
+        for turn, _, end in self._matching_turns(forest, raw):
             if end is not None and len(raw) > end > (best[1] if best else 0):
                 best = (turn, end)
         return best
 
     def answers(self, forest: Forest, raw: str | tuple[int, ...]) -> tuple[Turn, ...]:
-        """The turns that answered just this prompt, in the order of recording."""
-        return tuple(turn for turn, asked, _ in self._followed(forest, raw) if asked == len(raw))
+        """Return the turns that answer exactly this prompt, in the order of recording."""
+        matching = self._matching_turns(forest, raw)
+        return tuple(turn for turn, prompt_end, _ in matching if prompt_end == len(raw))
 
     def encode(self, raw: str | tuple[int, ...], *, most_tokens: int) -> tuple[TokenIds, Message]:
-        """[N] the ids of a prompt or of its end, and the message that represents it.
+        """Return the ids [N] of a prompt or of its end, and the message that represents it.
 
-        PromptTooLong for a prompt of more than `most_tokens`, possibly before it is encoded; never for a
-        short one.
+        Raise PromptTooLong for a prompt of more than `most_tokens`, possibly before it is encoded; a short
+        prompt is always encoded.
         """
         tokenizer = self._renderer.tokenizer
         if isinstance(raw, str):
             with tokenizer.limited(most_tokens):
                 return as_token_ids(tokenizer.encode(raw)), Message("user", raw)
-        if len(raw) > max(most_tokens, _DECODED_ANYHOW):
+        if len(raw) > max(most_tokens, _ALWAYS_DECODED):
             raise PromptTooLong(len(raw))
         return as_token_ids(raw), Message("user", tokenizer.decode(raw))
 
     def text_of(self, completion_ids: Sequence[int]) -> str:
-        """The text of a completion without a template: all but the token that ended it."""
+        """Return the text of a completion without the token that ended it."""
         end = len(completion_ids) - self.ends_in_stop(completion_ids)
         return self._renderer.tokenizer.decode(completion_ids[:end])
 
@@ -72,40 +74,42 @@ class RawPrompts:
         return bool(completion_ids) and completion_ids[-1] in self._renderer.stop_token_ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of any tokens."""
+        """Return the text of tokens."""
         return self._renderer.tokenizer.decode(token_ids)
 
-    def _followed(self, forest: Forest, raw: str | tuple[int, ...]) -> Iterator[tuple[Turn, int, int | None]]:
-        """The turns whose whole prompt `raw` begins with; where that ends in it, and where the reply does.
+    def _matching_turns(
+        self, forest: Forest, raw: str | tuple[int, ...]
+    ) -> Iterator[tuple[Turn, int, int | None]]:
+        """Yield (turn, end of its prompt, end of its reply) for the turns with whose prompt `raw` begins.
 
-        The latter is None where `raw` continues otherwise, or ends before.
+        The ends are indices into `raw`. The end of the reply is None if `raw` does not contain the reply.
         """
-        said = raw if isinstance(raw, str) else as_token_ids(raw)
+        prompt = raw if isinstance(raw, str) else as_token_ids(raw)
         ends: dict[str, int] = {}
         for turn in forest.turns:  # a parent comes before its children
             start = 0 if turn.parent is None else ends.get(turn.parent)
             if turn.tools_id != RAW_TOOLS_ID or start is None:
                 continue
-            asked = _end_of_prompt(said, start, turn)
-            if asked is None:
+            prompt_end = _end_of_prompt(prompt, start, turn)
+            if prompt_end is None:
                 continue
-            end = self._end_of_reply(said, asked, turn)
+            end = self._end_of_reply(prompt, prompt_end, turn)
             if end is not None:
                 ends[turn.id] = end
-            yield turn, asked, end
+            yield turn, prompt_end, end
 
-    def _end_of_reply(self, said: str | TokenIds, start: int, turn: Turn) -> int | None:
-        if not isinstance(said, str):
-            return _end_of_ids(said, start, turn.completion.token_ids)
-        if not said.startswith(turn.reply.content, start) or self.ends_in_stop(
+    def _end_of_reply(self, prompt: str | TokenIds, start: int, turn: Turn) -> int | None:
+        if not isinstance(prompt, str):
+            return _end_of_ids(prompt, start, turn.completion.token_ids)
+        if not prompt.startswith(turn.reply.content, start) or self.ends_in_stop(
             turn.completion.token_ids[-1:].tolist()
         ):
             return None
         text = self._text_of_reply(turn)
-        return start + len(text) if said.startswith(text, start) else None
+        return start + len(text) if prompt.startswith(text, start) else None
 
     def _text_of_reply(self, turn: Turn) -> str:
-        """All text of a reply; what its client got ends before a stop string, the tokens after."""
+        """Return the text of all tokens of a reply; the client received it up to a stop string only."""
         if not turn.sampling.stop:
             return turn.reply.content
         text = self._texts.get(turn.id)
@@ -117,26 +121,26 @@ class RawPrompts:
 
 
 class PlainStream:
-    """Reads a completion without a template as it comes; see `ReplyStream`.
+    """Decodes a completion without a template as it arrives; see `ReplyStream`.
 
-    Only the tokens since the last whole character are decoded, behind those that came just before them:
-    some decoders treat the first token apart.
+    Only the tokens since the last complete character are decoded, together with the tokens just before them,
+    because some decoders treat the first token differently.
     """
 
     def __init__(self, raw: RawPrompts) -> None:
         self._raw = raw
         self._ids: list[int] = []
-        self._context = 0  # index of the first token after which the next ones are decoded
-        self._read = 0  # how many tokens have been passed on as text
-        self._sent = 0  # characters that were passed on
+        self._context = 0  # index of the first token that is decoded together with the next ones
+        self._read = 0  # number of tokens that were passed on as text
+        self._sent = 0  # number of characters that were passed on
         self._message: Message | None = None
 
     def feed(self, token_ids: Sequence[int]) -> list[Delta]:
-        """The text that the next tokens add; a character that is not whole yet is held back."""
+        """Return the text that the next tokens add; an incomplete character is held back."""
         self._ids.extend(token_ids)
         end = len(self._ids) - self._raw.ends_in_stop(self._ids)
         for upto in range(end, max(self._read, end - _LONGEST_CHARACTER), -1):
-            # Whether a character ends here shows in the last tokens; all that waits is decoded once.
+            # The last tokens show whether a character ends here; only then are all new tokens decoded.
             last = self._ids[max(self._read, upto - 2 * _LONGEST_CHARACTER) : upto]
             if not self._raw.decode(last).endswith(_CUT):
                 before = self._raw.decode(self._ids[self._context : self._read])
@@ -146,12 +150,12 @@ class PlainStream:
         return []
 
     def finish(self) -> list[Delta]:
-        """The rest of the text."""
+        """Return the rest of the text; no more tokens follow."""
         return self._piece(self.message.content[self._sent :])
 
     @property
     def message(self) -> Message:
-        """The whole reply, once no token follows."""
+        """The whole reply; no more tokens follow."""
         if self._message is None:
             self._message = Message("assistant", self._raw.text_of(self._ids))
         return self._message
@@ -161,17 +165,17 @@ class PlainStream:
         return [Delta("content", text)] if text else []
 
 
-def _end_of_prompt(said: str | TokenIds, start: int, turn: Turn) -> int | None:
-    """Where the prompt tokens that a turn added end in a prompt, None where it continues otherwise."""
-    if not isinstance(said, str):
-        return _end_of_ids(said, start, turn.new_prompt_ids)
+def _end_of_prompt(prompt: str | TokenIds, start: int, turn: Turn) -> int | None:
+    """Return the index in `prompt` after the prompt tokens that a turn added, None if they are not there."""
+    if not isinstance(prompt, str):
+        return _end_of_ids(prompt, start, turn.new_prompt_ids)
     for message in turn.new_messages:
-        if not said.startswith(message.content, start):
+        if not prompt.startswith(message.content, start):
             return None
         start += len(message.content)
     return start
 
 
-def _end_of_ids(said: TokenIds, start: int, part: TokenIds) -> int | None:
+def _end_of_ids(prompt: TokenIds, start: int, part: TokenIds) -> int | None:
     end = start + len(part)
-    return end if np.array_equal(said[start:end], part) else None
+    return end if np.array_equal(prompt[start:end], part) else None

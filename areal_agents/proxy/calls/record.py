@@ -10,28 +10,28 @@ from areal_agents.core.trajectory import Turn
 
 @dataclass(slots=True)
 class CallRecord:
-    """One model call.
+    """One model call that has ended.
 
     Attributes:
-        endpoint: its path, without an episode's key.
-        dialect: the API that it speaks.
-        client: the User-Agent.
+        endpoint: path of the request, without an episode's key.
+        dialect: name of the API.
+        client: the User-Agent header.
         streamed: whether the answer was requested as a stream.
-        retry_count: earlier attempts that the client tells of.
-        repeated: whether it was answered with the sample of an earlier attempt.
-        label: who called within the episode.
+        retry_count: number of earlier attempts, according to the client.
+        repeated: whether the call was answered with the sample of an earlier attempt.
+        label: label of the caller within the episode.
         ignored: request fields that have no effect.
-        episode_id: "" where the call did not get that far, as are the next fields.
-        split: of the episode.
-        turns: that were recorded and answered with.
-        prompt_tokens: of the whole prompt.
-        reused_tokens: prompt tokens that are recorded ids of earlier turns.
-        upstream: the name of the model that another server answered for, "" for the policy.
+        episode_id: id of the episode; this and the following fields are empty if the call failed earlier.
+        split: split of the episode.
+        turns: the recorded turns of the answer.
+        prompt_tokens: length of the whole prompt.
+        reused_tokens: number of prompt tokens that are recorded ids of earlier turns.
+        upstream: name of the model if another server answered, "" for the policy.
         status: HTTP status of the answer.
-        code: of the refusal, "" for a success.
-        message: of the refusal.
-        duration_s: from the request to the end of the answer.
-        first_piece_s: to the first piece of a streamed answer; None if there was none.
+        code: code of the error, "" for a success.
+        message: message of the error.
+        duration_s: time from the request to the end of the answer.
+        first_piece_s: time from the request to the first piece of a streamed answer; None without a piece.
     """
 
     endpoint: str

@@ -1,4 +1,4 @@
-"""The canonical request that each dialect reads, and the result from which it builds its answer."""
+"""The canonical form of a model call: the request that a dialect produces, and the result it answers with."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RAW_TOOLS_ID = "raw prompt"  # represents the tools of a call that no chat templ
 
 @dataclass(frozen=True, slots=True)
 class SamplingWish:
-    """The sampling parameters that a request names; None where it names none."""
+    """The sampling parameters that a request sets; None for those that it does not set."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -36,11 +36,11 @@ class SamplingWish:
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """What a client says about sending a request again.
+    """What a client's headers say about retries.
 
     Attributes:
-        count: the number of earlier attempts, as the Stainless SDKs count them.
-        idempotency_key: the name of the request; "" if the client gives none.
+        count: number of earlier attempts, from the header x-stainless-retry-count.
+        idempotency_key: the header Idempotency-Key, "" without one.
     """
 
     count: int = 0
@@ -49,30 +49,30 @@ class Retry:
 
 @dataclass(frozen=True, slots=True)
 class ModelRequest:
-    """One call of the model, whatever its dialect.
+    """One model call, independent of its dialect.
 
     Attributes:
-        messages: at least one. A replayed reply carries the handle of its turn where the client kept it.
-        tools: OpenAI chat function tools ({"type": "function", "function": {…}}), in order, whatever the
-            dialect they came in.
-        tools_id: digest of `tools` and `template_options`; "" without either.
-        wish: the sampling that is requested.
-        calls: "none": the reply's tool calls are withheld from the client; "required": the reply is forced
-            to be a call.
-        named_tool: with calls "required", the one tool that must be called; None for any.
-        parallel_calls: False: only the first tool call of the reply is handed out.
+        messages: at least one message. A replayed reply has the handle of its turn if the client kept it.
+        tools: OpenAI chat function tools ({"type": "function", "function": {…}}), in the order of the
+            request.
+        tools_id: digest of `tools` and `template_options`, "" without either.
+        wish: the requested sampling parameters.
+        calls: "auto"; "none", to withhold the reply's tool calls from the client; or "required", to force
+            the reply to be a call.
+        named_tool: with calls "required", the tool that must be called, None for any.
+        parallel_calls: if False, the client receives only the first tool call of the reply.
         output: a grammar that the reply must match (response_format), or None.
-        choices: how many replies to sample (`n`), at least 1.
+        choices: number of replies to sample (`n`), at least 1.
         template_options: options of the chat template that this request sets, for example
             {"enable_thinking": False}.
-        has_instructions: the first message came from the `instructions` of the Responses API, which a
-            response that continues this one does not inherit.
-        raw_prompt: a string or token ids: the prompt itself, without a chat template; the messages and
-            `tools_id` RAW_TOOLS_ID then represent it.
+        has_instructions: whether the first message comes from `instructions` of the Responses API, which a
+            later response that continues this one does not inherit.
+        raw_prompt: a prompt without a chat template, as a string or as token ids, or None. With it,
+            `messages` has one message that represents it, and `tools_id` is RAW_TOOLS_ID.
         logprobs: whether the answer lists the tokens with their logprobs.
-        label: who calls within the episode, for example a sub-agent.
-        session: the session header of the call, "" for none.
-        retry: what the headers say about earlier attempts.
+        label: label of the caller within the episode, for example a sub-agent.
+        session: the session header of the call, "" without one.
+        retry: what the headers say about retries.
     """
 
     messages: tuple[Message, ...]
@@ -93,14 +93,14 @@ class ModelRequest:
     retry: Retry = Retry()
 
     def key(self) -> Hashable:
-        """A value that is equal for two calls that request the same."""
-        said = b"".join([message.digest for message in self.messages])
-        asked = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
-        return (self.tools_id, said, asked, _digest(self.raw_prompt))
+        """Return a value that two calls have in common if and only if they request the same."""
+        messages = b"".join([message.digest for message in self.messages])
+        options = (self.wish, self.calls, self.named_tool, self.parallel_calls, self.output, self.choices)
+        return (self.tools_id, messages, options, _digest(self.raw_prompt))
 
 
 def _digest(raw: str | tuple[int, ...] | None) -> tuple[str, bytes] | None:
-    """A digest of a raw prompt for keys that are kept, since the prompt itself may be large."""
+    """Return a digest of a raw prompt, because keys are kept and the prompt may be large."""
     if raw is None:
         return None
     data = raw.encode(errors="surrogatepass") if isinstance(raw, str) else np.asarray(raw, np.int64).tobytes()
@@ -109,12 +109,13 @@ def _digest(raw: str | tuple[int, ...] | None) -> tuple[str, bytes] | None:
 
 @dataclass(frozen=True, slots=True)
 class CompletedTurn:
-    """A recorded turn, with what only the answer needs.
+    """A recorded turn, with the values that only its answer needs.
 
     Attributes:
+        turn: the recorded turn.
         prompt_tokens: length of the whole prompt.
-        reused_tokens: prompt tokens that are recorded ids of earlier turns, not rendered again.
         created_at: seconds since the epoch.
+        reused_tokens: number of prompt tokens that are recorded ids of earlier turns.
     """
 
     turn: Turn
@@ -124,7 +125,7 @@ class CompletedTurn:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why the reply ended, in OpenAI's words; never "abort"."""
+        """Why the reply ended, as OpenAI's finish_reason; never "abort"."""
         if self.turn.completion.finish_reason == "length":
             return "length"
         return "tool_calls" if self.turn.reply.tool_calls else "stop"

@@ -1,7 +1,7 @@
 """Finds the earlier call that a request repeats: a running one, or a recorded one whose response was lost.
 
-The same request without a sign of a retry is a second sample. So is the retry of an attempt that was refused:
-that attempt has no sample, even if an equal call has one.
+An equal request that is not marked as a retry gets a new sample. So does the retry of an attempt that was
+refused, because that attempt has no sample, even if an equal call has one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import IntEnum
 
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
-from areal_agents.proxy.calls.delivery import as_asked
+from areal_agents.proxy.calls.delivery import delivered_reply
 from areal_agents.proxy.calls.ledger import KnownKey
 from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
@@ -24,28 +24,28 @@ from areal_agents.store import Store
 
 _logger = logging.getLogger(__name__)
 
-_HUNG_UP = "the client hung up"
-_LEAST_RETRIED = 429  # the lowest status after which clients send a request again
+_DISCONNECTED = "the client disconnected"
+_LEAST_RETRIED = 429  # lowest status after which clients retry a request
 
 
 class Repeated(IntEnum):
-    """The kind of call that a request repeats in an episode; of several episodes, the greatest wins."""
+    """The kind of call that a request repeats in an episode. Among episodes, the greatest value is chosen."""
 
     RECORDED = 1  # a recorded call of an episode that has no other turns
     RUNNING = 2  # a call that is still running
     UNDELIVERED = 3  # a call that was recorded after its client had disconnected
-    NAMED = 4  # the call with the same Idempotency-Key
+    NAMED = 4  # a call with the same Idempotency-Key
 
 
 class Retries:
-    """Finds the calls that requests repeat. All state is in the ledgers of sessions and in the store."""
+    """Finds the calls that requests repeat. The state is in the sessions' ledgers and in the store."""
 
     def __init__(self, store: Store, prompts: Prompts) -> None:
         self._store = store
         self._prompts = prompts
 
     def begin(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
-        """Enter a call that is running in the ledger of its session."""
+        """Add a running call to the ledger of its session."""
         session.ledger.begin(request, call)
 
         def ended(_: object) -> None:
@@ -57,16 +57,16 @@ class Retries:
         call.task.add_done_callback(ended)
 
     def discard(self, session: Session, call: SharedReply) -> None:
-        """Mark the turns of a recorded call as undelivered; a retry may still fetch them."""
+        """Mark the turns of a recorded call as undelivered; a retry can still receive them."""
         for turn_id in call.turn_ids:
             if turn_id in session.forest and session.ledger.mark_undelivered(turn_id):
-                _log_failure(self._store.discard_turn(turn_id, _HUNG_UP), turn_id)
+                _log_failure(self._store.discard_turn(turn_id, _DISCONNECTED), turn_id)
 
     def repeated(self, session: Session, request: ModelRequest) -> Repeated | None:
-        """What a request repeats in an episode that was opened with the same messages.
+        """Return the kind of call that a request repeats in an episode that began with the same messages.
 
-        Unlike `earlier`, it changes nothing. In an episode that has continued, only an Idempotency-Key
-        repeats a delivered call, because its client has the response.
+        Unlike `earlier`, this method changes nothing. In an episode that has continued after a delivered
+        call, only an Idempotency-Key repeats that call, because its client has the response.
         """
         key, retry = request.key(), request.retry
         name, ledger = retry.idempotency_key, session.ledger
@@ -82,9 +82,9 @@ class Retries:
         return Repeated.RECORDED if turns and not has_continued else None
 
     def earlier(self, session: Session, request: ModelRequest) -> SharedReply | None:
-        """The call that a request repeats, None for a new one.
+        """Return the call that a request repeats, or None if it repeats none.
 
-        RequestError 409 if its Idempotency-Key was used for another request.
+        Raise RequestError 409 if its Idempotency-Key was used for another request.
         """
         retry, ledger = request.retry, session.ledger
         if retry.idempotency_key and (named := self._named(session, request, retry.idempotency_key)):
@@ -100,23 +100,23 @@ class Retries:
         return self._answered(session, turns)
 
     def _answers(self, session: Session, request: ModelRequest) -> list[Turn]:
-        """The latest recorded turns that answer a request, one per choice; [] if there are too few."""
+        """Return the latest recorded turns that answer a request, one per choice; [] if there are too few."""
         is_retry, ledger = request.retry.count > 0, session.ledger
         if not is_retry and not ledger.has_undelivered:
             return []
         turns = [
             turn
             for turn in self._prompts.answers(session.forest, request)
-            if (is_retry or ledger.is_undelivered(turn.id)) and self._would_do(turn, request)
+            if (is_retry or ledger.is_undelivered(turn.id)) and self._satisfies(turn, request)
         ]
         return turns[-request.choices :] if len(turns) >= request.choices else []
 
     def _named(self, session: Session, request: ModelRequest, name: str) -> SharedReply | None:
-        """The call that had an Idempotency-Key."""
+        """Return the call with an Idempotency-Key, or None."""
         known = session.ledger.key_of(name)
         if known is not None and known.request != request.key():
             raise RequestError(
-                f"the Idempotency-Key {name!r} was used for another request",
+                f"the Idempotency-Key {name!r} was used for another request; use a new key for a new request",
                 status=409,
                 code="idempotency_key_reused",
             )
@@ -126,14 +126,14 @@ class Retries:
             return None
         return self._answered(session, [session.forest[turn_id] for turn_id in known.turn_ids])
 
-    def _would_do(self, turn: Turn, request: ModelRequest) -> bool:
-        """Whether a reply satisfies a request that may differ from the one for which it was sampled."""
+    def _satisfies(self, turn: Turn, request: ModelRequest) -> bool:
+        """Whether a reply satisfies a request that may differ from the one that it was sampled for."""
         limit, sampling = request.wish.max_tokens, turn.sampling
         return (
             (limit is None or len(turn.completion) <= limit)
             and sampling.stop == request.wish.stop
-            and sampling.grammar == grammar_of(request, self._prompts.renderer_at_hand(request))
-            and as_asked(turn.reply, request) == turn.reply
+            and sampling.grammar == grammar_of(request, self._prompts.cached_renderer(request))
+            and delivered_reply(turn.reply, request) == turn.reply
         )
 
     def _answered(self, session: Session, turns: list[Turn]) -> RecordedReply:
@@ -144,7 +144,7 @@ class Retries:
 
 
 def _has_sample(session: Session, name: str, known: KnownKey) -> bool:
-    """Whether the call that had an Idempotency-Key is running or recorded."""
+    """Whether the call with an Idempotency-Key is running or recorded."""
     return session.ledger.running(name) is not None or all(id in session.forest for id in known.turn_ids)
 
 
@@ -155,8 +155,8 @@ def _completed(session: Session, turn: Turn) -> CompletedTurn:
 
 
 def _log_failure(write: Future[None], turn_id: str) -> None:
-    def look(done: Future[None]) -> None:
+    def check(done: Future[None]) -> None:
         if (error := done.exception()) is not None:
-            _logger.error("turn %s could not be marked: %s", turn_id, error)
+            _logger.error("turn %s could not be marked as delivered or undelivered: %s", turn_id, error)
 
-    write.add_done_callback(look)
+    write.add_done_callback(check)

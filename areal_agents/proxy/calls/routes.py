@@ -1,7 +1,7 @@
-"""The routes that agents call. Requests of all dialects take the same way, streamed or not.
+"""The routes that agents call; requests of all dialects, streamed or not, are handled by the same code.
 
-A request that fails before its answer has begun gets an ordinary error, in its own API's form, even where a
-stream was requested.
+A request that fails before its answer has begun gets an ordinary error response in the form of its API, even
+if it requested a stream.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _DIALECTS: Mapping[str, Dialect] = {
     "/v1/messages": _MESSAGES,
 }
 _LONGEST_KEY = 255
-_CONVERSATION = ("messages", "input", "prompt", "system")  # the fields that hold it, by dialect
+_CONVERSATION = ("messages", "input", "prompt", "system")  # fields of the conversation in all dialects
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class ModelCalls:
-    """The model endpoints over one completer and the sessions of this process."""
+    """The endpoints for model calls of one proxy process."""
 
     def __init__(
         self,
@@ -84,11 +84,11 @@ class ModelCalls:
         self._pass_through = pass_through
         self._config = config
         self._observer = observer
-        self._memo = MessageMemo(64)  # of calls whose episode is found by what they say
+        self._memo = MessageMemo(64)  # of calls whose episode is found by their messages
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """What answers a POST, by path; the same under an episode's key."""
+        """The endpoints for POST requests, by path without an episode's key."""
         endpoints = {path: self._endpoint(path, dialect) for path, dialect in _DIALECTS.items()}
         return endpoints | {
             "/v1/messages/count_tokens": self.count_tokens,
@@ -97,11 +97,11 @@ class ModelCalls:
 
     @property
     def dialects(self) -> Mapping[str, Dialect]:
-        """The APIs of the model calls, by path."""
+        """The dialects of the model calls, by path."""
         return _DIALECTS
 
     def routes(self) -> list[Route]:
-        """The routes, for the app: each bare, and under an episode's key."""
+        """Return the routes of the app: each without a prefix, and under an episode's key."""
         routes = []
         for prefix in ("", "/e/{key}"):
             posts = {prefix + path: endpoint for path, endpoint in self.endpoints.items()}
@@ -112,19 +112,19 @@ class ModelCalls:
         return routes
 
     async def no_websocket(self, request: Request) -> Response:
-        """GET /v1/responses: some clients ask for a WebSocket first, and continue with HTTP when told so."""
+        """GET /v1/responses: refuse a WebSocket; clients that try one first then continue with HTTP."""
         if "upgrade" in request.headers.get("connection", "").lower():
-            return _json({"error": {"message": "use HTTP: POST /v1/responses"}}, 426)
+            return _json({"error": {"message": "WebSockets are not supported; use POST /v1/responses"}}, 426)
         raise HTTPException(405)
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models: the policy, and the models that are passed through."""
+        """GET /v1/models: list the policy and the models that are passed through."""
         await self._check_caller(request)
         names = [await self._policy_name(), *self._config.models]
         return _json({"object": "list", "data": [_model(name) for name in names], "has_more": False})
 
     async def model(self, request: Request) -> Response:
-        """GET /v1/models/{id}: any name that is not passed through is served by the policy."""
+        """GET /v1/models/{id}: describe a model; the policy serves every name that is not passed through."""
         await self._check_caller(request)
         name: str = request.path_params["model"]
         if any(part in ("", ".", "..") for part in name.split("/")):
@@ -132,7 +132,7 @@ class ModelCalls:
         return _json(_model(name))
 
     async def embeddings(self, request: Request) -> Response:
-        """POST /v1/embeddings: by the upstream that `models` names, since the policy has none."""
+        """POST /v1/embeddings: forward to an upstream of `models`, because the policy has no embeddings."""
         try:
             return await self._embeddings(request)
         except Exception as error:
@@ -144,14 +144,14 @@ class ModelCalls:
         if (upstream := self._pass_through.upstream(body)) is not None:
             return await self._pass_through.forward(request, "/embeddings", body, upstream)
         raise RequestError(
-            "the policy makes no embeddings: name a server for this model under `models` in the proxy's "
-            "configuration, or send embeddings there yourself",
+            "the policy does not compute embeddings; add a server for this model to proxy.models in the "
+            "configuration, or send the request to that server directly",
             status=501,
             code="not_supported",
         )
 
     async def count_tokens(self, request: Request) -> Response:
-        """POST /v1/messages/count_tokens."""
+        """POST /v1/messages/count_tokens: answer with the length of the prompt in tokens."""
         try:
             caller = self._auth.identify(request)
             body = await self._bodies.object(request)
@@ -161,8 +161,9 @@ class ModelCalls:
             key = caller.episode_key
             session = None if key is None else await self._sessions.by_key(key)
             context = self._context(_plain_headers(request), session)
-            asked = await self._bodies.off_loop(request, lambda: read_for_counting(body, context))
-            count = await self._completer.count_tokens(session.forest if session else Forest(), asked)
+            model_request = await self._bodies.off_loop(request, lambda: read_for_counting(body, context))
+            forest = session.forest if session else Forest()
+            count = await self._completer.count_tokens(forest, model_request)
             return Response(count_answer(count), media_type="application/json")
         except Exception as error:
             return _refused(_MESSAGES, request, error)
@@ -176,7 +177,7 @@ class ModelCalls:
             try:
                 return await self._answer(dialect, request, record, started)
             except Exception as error:
-                self._ended(record, started, error)
+                self._report(record, started, error)
                 return _refused(dialect, request, error)
             finally:
                 self._bodies.done_with(request)
@@ -197,60 +198,61 @@ class ModelCalls:
                 request, record.endpoint.removeprefix("/v1"), body, upstream
             )
             record.status = response.status_code
-            self._ended(record, started)
+            self._report(record, started)
             return response
         headers = _plain_headers(request)
-        session, asked = await self._request(request, dialect, headers, caller, body)
-        if asked.session:
-            session.name_main_session(asked.session)
-        # The conversation is kept once, in `asked`, because hundreds of calls wait for the engine at a time.
+        session, model_request = await self._read(request, dialect, headers, caller, body)
+        if model_request.session:
+            session.name_main_session(model_request.session)
+        # Only `model_request` keeps the conversation, because hundreds of calls may wait for the engine.
         body = {name: value for name, value in body.items() if name not in _CONVERSATION}
-        record.retry_count, record.label = asked.retry.count, asked.label
+        record.retry_count, record.label = model_request.retry.count, model_request.label
         record.episode_id, record.split = session.id, session.row.split
-        reply = self._completer.call(session, asked, streamed=record.streamed)
+        reply = self._completer.call(session, model_request, streamed=record.streamed)
         if session.opening is not None:
-            reply.task.add_done_callback(lambda _: self._implicit.call_ended(session, asked, reply))
+            reply.task.add_done_callback(lambda _: self._implicit.call_ended(session, model_request, reply))
         record.repeated = reply.is_repeated or reply.has_client
         reply.join()
         gone = asyncio.ensure_future(_disconnected(request))
-        client = _Client(reply, gone, dialect, session, body, asked, record, started)
-        if record.streamed and await self._opens(client):
+        client = _Client(reply, gone, dialect, session, body, model_request, record, started)
+        if record.streamed and await self._can_start_stream(client):
             if reply.deltas:
                 record.first_piece_s = time.monotonic() - started
             return EventStream(self._stream(client))
-        return await self._whole(client)
+        return await self._whole_response(client)
 
-    async def _opens(self, client: _Client) -> bool:
-        """Whether a stream begins: with its first piece, or to keep the client waiting; not with an error."""
+    async def _can_start_stream(self, client: _Client) -> bool:
+        """Wait for the first piece or the first keep-alive; False if the call failed before."""
         reply = client.reply
-        await reply.news(0, client.gone, self._config.keepalive_s)
+        await reply.wait_for_progress(0, client.gone, self._config.keepalive_s)
         return not client.gone.done() and (bool(reply.deltas) or not reply.has_failed)
 
     async def _stream(self, client: _Client) -> AsyncGenerator[bytes, None]:
         reply, dialect, error = client.reply, client.dialect, None
-        writer = dialect.stream(client.body, client.asked, reply.turn_ids, reply.created_at, self._tokenizer)
+        request = client.request
+        writer = dialect.stream(client.body, request, reply.turn_ids, reply.created_at, self._tokenizer)
         try:
             keepalive_s = self._config.keepalive_s
-            async for part in events_of(reply, client.asked, writer, dialect, client.gone, keepalive_s):
+            async for part in events_of(reply, request, writer, dialect, client.gone, keepalive_s):
                 yield part
             error = ClientGone() if client.gone.done() else reply.failure
-        except Exception as failure:  # a bug of ours after the stream has begun: sent in the client's form
-            _logger.exception("a stream of %s broke off", client.record.endpoint)
+        except Exception as failure:  # a bug in the proxy; the stream has begun, so the error is sent in it
+            _logger.exception("a bug broke off a stream of %s", client.record.endpoint)
             error = failure
             yield writer.error(as_request_error(failure))
         finally:
             self._leave(client, error)
 
-    async def _whole(self, client: _Client) -> Response:
+    async def _whole_response(self, client: _Client) -> Response:
         reply, dialect = client.reply, client.dialect
         try:
-            await reply.end(client.gone)
+            await reply.wait_until_ended(client.gone)
             if client.gone.done():
                 raise ClientGone
             if reply.failure is not None:
                 raise reply.failure
             done = reply.task.result()
-            if lists_many_tokens(client.asked, done):
+            if lists_many_tokens(client.request, done):
                 answer = await asyncio.to_thread(dialect.answer, client.body, done, self._tokenizer)
             else:
                 answer = dialect.answer(client.body, done, self._tokenizer)
@@ -261,7 +263,7 @@ class ModelCalls:
         return Response(answer, media_type="application/json")
 
     def _leave(self, client: _Client, error: Exception | None, *, log: bool = True) -> None:
-        """End a client's part in a call. A reply that no client received is not trained on."""
+        """Remove a client from its call. A reply that no client received is not trained on."""
         reply, record = client.reply, client.record
         was_there = not client.gone.done()
         client.gone.cancel()
@@ -272,9 +274,9 @@ class ModelCalls:
             record.turns = tuple(item.turn for item in done)
             record.prompt_tokens, record.reused_tokens = done[0].prompt_tokens, done[0].reused_tokens
         if log:
-            self._ended(record, client.started, error)
+            self._report(record, client.started, error)
 
-    async def _request(
+    async def _read(
         self,
         request: Request,
         dialect: Dialect,
@@ -282,7 +284,7 @@ class ModelCalls:
         caller: Caller,
         body: Mapping[str, Any],
     ) -> tuple[Session, ModelRequest]:
-        """The episode that a request belongs to, and the canonical request."""
+        """Return the episode that a request belongs to, and the canonical request."""
         header, retry = session_of(headers), _retry(headers)
 
         def read(context: ReadContext) -> ModelRequest:
@@ -295,12 +297,13 @@ class ModelCalls:
         name = session_name(headers, body)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         context = self._context(headers, known)
-        asked = await self._bodies.off_loop(request, lambda: read(context))
+        model_request = await self._bodies.off_loop(request, lambda: read(context))
         if known is None:
+            retries = self._completer.retries
             known = await self._implicit.session(
-                caller, name, asked, lambda session: self._completer.retries.repeated(session, asked)
+                caller, name, model_request, lambda session: retries.repeated(session, model_request)
             )
-        return known, asked
+        return known, model_request
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:
         if session is None:
@@ -309,7 +312,7 @@ class ModelCalls:
         return ReadContext(self._config.max_messages, label, session.forest, session.memo)
 
     async def _check_caller(self, request: Request) -> None:
-        """RequestError 401 or 409 unless the caller may use the model."""
+        """Raise RequestError 401 or 409 unless the caller may use the model."""
         caller = self._auth.identify(request)
         if caller.episode_key is not None:
             await self._sessions.by_key(caller.episode_key)
@@ -318,7 +321,8 @@ class ModelCalls:
         model = await self._completer.model_info()
         return Path(model.model_path).name or "policy"
 
-    def _ended(self, record: CallRecord, started: float, error: Exception | None = None) -> None:
+    def _report(self, record: CallRecord, started: float, error: Exception | None = None) -> None:
+        """Complete the record of a call that has ended, and pass it to the observer."""
         record.duration_s = time.monotonic() - started
         if error is not None:
             refusal = as_request_error(error)
@@ -328,14 +332,15 @@ class ModelCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Client:
-    """One client of a reply, and how it is answered.
+    """One client of a reply.
 
     Attributes:
-        reply: what it waits for, perhaps together with other clients.
+        reply: the reply that the client waits for, perhaps together with other clients.
         gone: done when the client has closed the connection.
-        dialect: the form of the answer.
-        session, asked: the episode, and the canonical request.
+        dialect: the API in which the client is answered.
+        session: the episode.
         body: the fields of the raw request, without the conversation.
+        request: the canonical request.
         record: the record of the call, for the log and the metrics.
         started: monotonic time at which the request arrived.
     """
@@ -345,26 +350,26 @@ class _Client:
     dialect: Dialect
     session: Session
     body: Mapping[str, Any]
-    asked: ModelRequest
+    request: ModelRequest
     record: CallRecord
     started: float
 
 
 def _plain_headers(request: Request) -> dict[str, str]:
-    """The headers by lower-case name, the first of each, as Starlette reads them.
+    """Return the headers by lower-case name; of headers with the same name the first, as in Starlette.
 
-    A dozen are looked for in every call, and most are not there.
+    A dict is used because each call looks for a dozen headers, most of which are absent.
     """
     pairs = reversed(request.headers.raw)
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in pairs}
 
 
 def _retry(headers: Mapping[str, str]) -> Retry:
-    """What the headers say about earlier attempts. RequestError 400 for a key that is too long."""
+    """Return what the headers say about earlier attempts. Raise RequestError 400 if a key is too long."""
     count = headers.get("x-stainless-retry-count", "")
     key = headers.get("idempotency-key", "")
     if len(key) > _LONGEST_KEY:
-        raise RequestError(f"an Idempotency-Key has at most {_LONGEST_KEY} characters, got {len(key)}")
+        raise RequestError(f"an Idempotency-Key may have at most {_LONGEST_KEY} characters, got {len(key)}")
     return Retry(int(count) if count.isdecimal() and len(count) < 10 else 0, key)
 
 
@@ -386,7 +391,7 @@ def _refused(dialect: Dialect, request: Request, error: Exception) -> Response:
 
 
 def _model(name: str) -> dict[str, Any]:
-    """A model in a form that the clients of both families read."""
+    """Return the description of a model in a form that OpenAI's and Anthropic's clients accept."""
     return {
         "id": name,
         "object": "model",

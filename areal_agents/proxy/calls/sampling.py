@@ -1,15 +1,13 @@
 """The sampling parameters of a turn: the agent's request under the pins of its episode, with a seed.
 
-Training episodes are sampled from the bare policy (temperature 1, nothing cut off, penalised or
-biased): the engine's logprobs are taken after all of that, and a temperature or a seed that an agent
-fixes would make the rollouts of a group alike.
+Training episodes are sampled from the unmodified policy (temperature 1, no truncation, penalty or bias),
+because the engine computes logprobs after these modifications, and because a temperature or a seed set by an
+agent would make the rollouts of a group alike.
 
-Samples without a seed of their own get one, so that an episode can be sampled again.
-
-An episode may be opened with a `base_seed`. The seed of a sample then follows from it and what is sampled
-after: the turn that it continues, by that turn's own seed, and the tokens that are added. So it depends
-neither on the order in which calls arrive nor on what else the engine does; and a second sample after the
-same tokens gets another seed than the first.
+An episode may be opened with a `base_seed`, so that it can be sampled again. The seed of a sample is then a
+function of the base seed, of the seed of the turn that it continues, and of the new prompt tokens. It depends
+neither on the order in which calls arrive nor on other requests in the engine; a second sample after the same
+tokens gets a different seed.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from areal_agents.errors import RenderingError, RequestError
 from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
 from areal_agents.rendering import ChatRenderer
 
-# The value of each parameter in a training episode, and if neither agent nor episode sets it.
+# The value of each parameter in training episodes, and its default in other episodes.
 PINS: Mapping[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -47,9 +45,9 @@ class TurnSampling:
     """The sampling parameters of a turn, and how they differ from the request.
 
     Attributes:
-        params: for the engine.
-        overrides: the parameters of the request that were replaced.
-        constrained: a pin was lifted or there is a grammar, so that the turn is not trained by default.
+        params: the parameters that the engine gets.
+        overrides: names of the parameters of the request that were replaced.
+        constrained: whether a pin was lifted or there is a grammar; by default such turns are not trained on.
     """
 
     params: SamplingParams
@@ -70,32 +68,36 @@ def turn_sampling(
     """Decide the sampling parameters of a turn.
 
     Args:
-        wish: what the agent requests.
-        split: "train" pins everything but `lifted`; "eval" grants the wish.
-        episode_sampling: parameters set when the episode was opened; they go before the wish.
-        lifted: pins that the configuration lifts.
+        wish: the parameters that the agent requests.
+        split: "train" pins all parameters except `lifted`; "eval" uses the requested values.
+        episode_sampling: parameters set when the episode was opened; they override the request.
+        lifted: parameters whose pins the configuration lifts.
         stop_token_ids: the tokens that end the model's turn.
-        max_new_tokens: what fits, at least 1.
-        grammar: what the reply must match.
+        max_new_tokens: maximum length of the completion, at least 1.
+        grammar: the grammar that the reply must match, or None.
 
     Raises:
-        RequestError: a value out of range, or a logit bias that would be granted.
+        RequestError: 400 if a value is out of range, or if a logit bias is requested and not pinned.
     """
     chosen: dict[str, Any] = {}
     overrides, constrained = [], False
     for name, pin in PINS.items():
-        wished = getattr(wish, name)
-        asked = episode_sampling.get(name, wished)
-        if asked is None:
-            asked = pin
-        if split == "train" and asked != pin:
+        requested = getattr(wish, name)
+        value = episode_sampling.get(name, requested)
+        if value is None:
+            value = pin
+        if split == "train" and value != pin:
             constrained |= name in lifted
-            asked = asked if name in lifted else pin
-        if wished is not None and wished != asked:
+            value = value if name in lifted else pin
+        if requested is not None and requested != value:
             overrides.append(name)
-        chosen[name] = asked
+        chosen[name] = value
     if chosen.pop("logit_bias"):
-        raise RequestError("logit_bias is not supported", code="unsupported_parameter", param="logit_bias")
+        raise RequestError(
+            "logit_bias is not supported; remove it from the request",
+            code="unsupported_parameter",
+            param="logit_bias",
+        )
     try:
         params = SamplingParams(
             max_new_tokens=max_new_tokens,
@@ -111,7 +113,10 @@ def turn_sampling(
 
 
 def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
-    """What the reply must match. RequestError 400 if this model's replies cannot be held to it."""
+    """Return the grammar that the reply must match, or None.
+
+    Raise RequestError 400 if the replies of this model cannot be constrained as requested.
+    """
     if request.raw_prompt is not None:
         return request.output
     try:
@@ -127,17 +132,20 @@ def grammar_of(request: ModelRequest, renderer: ChatRenderer) -> Grammar | None:
         raise RequestError(str(error), code="unsupported_parameter", param=param) from None
 
 
-BASE_SEED = "base_seed"  # among the sampling parameters of an episode
+BASE_SEED = "base_seed"  # name of a sampling parameter of episodes
 
 
 class SampleSeeds:
-    """Seeds for the samples of one episode. Counts those after equal tokens, including running ones."""
+    """Computes the seeds of one episode's samples.
+
+    It counts the samples after equal tokens, including those that are still running.
+    """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
         self._counts = Counter(_key(turn.parent, turn.new_prompt_ids) for turn in turns)
 
     def next_seed(self, base: int, parent: Turn | None, new_ids: TokenIds) -> int:
-        """The seed of one more sample after the tokens of `parent` and `new_ids`."""
+        """Return the seed of the next sample after the tokens of `parent` and `new_ids`."""
         key = _key(parent.id if parent is not None else None, new_ids)
         earlier = self._counts[key]
         self._counts[key] += 1

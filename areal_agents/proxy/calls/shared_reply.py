@@ -1,7 +1,7 @@
 """The replies to one request while they are sampled, and the clients that wait for them.
 
-Several clients may share a reply: a retry of a request that is still running joins it, and gets the same
-sample from its first piece on. When the last client has disconnected, the generation is aborted at once.
+Several clients may share a reply: a retry joins a request that is still running, and gets the same sample
+from its first piece. The generation is aborted as soon as the last client has disconnected.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from areal_agents.rendering import Delta
 
 
 class SharedReply:
-    """One or several replies to one request.
+    """One or several replies to one request, which may still be running.
 
     Attributes:
         turn_ids: the ids of the turns that will be recorded, one per choice.
         created_at: seconds since the epoch.
-        deltas: (choice, piece) of a streamed call, in the order of arrival.
-        task: ends with the recorded turns, or with the error of the call.
-        is_repeated: whether the request is answered with turns that were recorded before.
-        is_abandoned: whether the last client has disconnected, so that the call ends without a reply.
+        deltas: the (choice, piece) pairs of a streamed call, in the order of arrival.
+        task: the task that returns the recorded turns or raises the error of the call.
+        is_repeated: whether the request is answered with turns that were recorded earlier.
+        is_abandoned: whether the call was cancelled because its last client disconnected.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class SharedReply:
         self.task.add_done_callback(lambda _: self._wake())
 
     def put(self, choice: int, deltas: Iterable[Delta]) -> None:
-        """Add pieces for every client."""
+        """Add pieces, and wake the clients."""
         before = len(self.deltas)
         self.deltas.extend((choice, delta) for delta in deltas)
         if len(self.deltas) > before:
@@ -59,9 +59,10 @@ class SharedReply:
         self._clients += 1
 
     def leave(self, *, served: bool) -> bool:
-        """Remove a client that was served or has disconnected. The last one aborts a running generation.
+        """Remove a client that was served or has disconnected; without clients, a running call is aborted.
 
-        Returns True if the reply was sampled and no client received it.
+        Returns:
+            True if the reply was sampled and no client received it.
         """
         self._clients -= 1
         self._served = self._served or served
@@ -85,18 +86,19 @@ class SharedReply:
 
     @property
     def failure(self) -> Exception | None:
-        """The error that ended the call."""
+        """The error that ended the call, or None."""
         if not self.task.done():
             return None
         if self.task.cancelled():
-            return EngineUnavailable("the call was ended")
+            return EngineUnavailable("the call was cancelled")
         error = self.task.exception()
         return error if isinstance(error, Exception) else None
 
-    async def news(self, seen: int, gone: asyncio.Future[None], timeout_s: float) -> bool:
-        """Wait until there are more than `seen` pieces, the call has ended or the client has `gone`.
+    async def wait_for_progress(self, seen: int, gone: asyncio.Future[None], timeout_s: float) -> bool:
+        """Wait until there are more than `seen` pieces, the call has ended, or `gone` is done.
 
-        Returns False if none of this happened in time.
+        Returns:
+            False if `timeout_s` passed first.
         """
         if len(self.deltas) > seen or self.task.done() or gone.done():
             return True
@@ -108,8 +110,8 @@ class SharedReply:
         finally:
             self._waiting.discard(waiting)
 
-    async def end(self, gone: asyncio.Future[None]) -> None:
-        """Wait until the call has ended, or the client has `gone`."""
+    async def wait_until_ended(self, gone: asyncio.Future[None]) -> None:
+        """Wait until the call has ended, or `gone` is done."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def wake(_: asyncio.Future[Any]) -> None:
@@ -131,7 +133,7 @@ class SharedReply:
 
 
 class RecordedReply(SharedReply):
-    """A reply that was recorded before: its turns, and their pieces for a client that streams."""
+    """A reply that was recorded earlier, with its pieces for a client that streams."""
 
     def __init__(self, done: Sequence[CompletedTurn]) -> None:
         async def recorded() -> tuple[CompletedTurn, ...]:
@@ -143,6 +145,6 @@ class RecordedReply(SharedReply):
 
 
 def pieces_of(reply: Message) -> list[Delta]:
-    """A whole reply as pieces, for a client that streams a reply which was not sampled as a stream."""
+    """Split a whole reply into pieces, for a client that streams a reply that was not sampled as a stream."""
     texts = [Delta("reasoning", reply.reasoning), Delta("content", reply.content)]
     return [*(piece for piece in texts if piece.text), *(Delta("call", call=c) for c in reply.tool_calls)]

@@ -1,6 +1,7 @@
 """Sends an answer as server-sent events: pieces as they are sampled, and keep-alives in between.
 
-The stream ends only after its turns are recorded, so what a client has seen whole is in the store.
+A stream ends only after its turns are recorded, so an answer that a client has received completely is in the
+store.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class EventStream(Response):
-    """A response whose body is made while it is sent. It ends what `body` holds, however it ends itself."""
+    """A response that sends the parts of `body` as they are produced, and always closes `body` at the end."""
 
     media_type = "text/event-stream"
 
@@ -38,32 +39,32 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async with contextlib.aclosing(self._body):
             async for part in self._body:
-                async with asyncio.timeout(_LONGEST_SEND_S):  # a client that stopped reading
+                async with asyncio.timeout(_LONGEST_SEND_S):  # ends the response if the client stops reading
                     await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def lists_many_tokens(asked: ModelRequest, done: Sequence[CompletedTurn]) -> bool:
-    """Whether an answer with logprobs takes too long to be written on the event loop."""
-    if not asked.logprobs:
+def lists_many_tokens(request: ModelRequest, done: Sequence[CompletedTurn]) -> bool:
+    """Whether an answer has so many logprobs that it must be serialised outside the event loop."""
+    if not request.logprobs:
         return False
-    listed = sum(len(item.turn.completion) for item in done) * (1 + asked.wish.top_logprobs)
+    listed = sum(len(item.turn.completion) for item in done) * (1 + request.wish.top_logprobs)
     return listed > _MOST_TOKENS_INLINE
 
 
 async def events_of(
     call: SharedReply,
-    asked: ModelRequest,
+    request: ModelRequest,
     writer: StreamWriter,
     dialect: Dialect,
     gone: asyncio.Future[None],
     keepalive_s: float,
 ) -> AsyncGenerator[bytes, None]:
-    """The events of a call, from its first piece to its end, or until the client has `gone`."""
+    """Yield the events of a call from its first piece to its end, or until `gone` is done."""
     seen = 0
     yield writer.start()
     while not gone.done():
-        if not await call.news(seen, gone, keepalive_s):
+        if not await call.wait_for_progress(seen, gone, keepalive_s):
             yield dialect.keepalive
             continue
         ended = call.task.done()
@@ -71,7 +72,7 @@ async def events_of(
         if pieces:
             yield b"".join(_written(writer, choice, delta) for choice, delta in pieces)
         if ended:
-            if call.failure is None and lists_many_tokens(asked, call.task.result()):
+            if call.failure is None and lists_many_tokens(request, call.task.result()):
                 yield await asyncio.to_thread(_ending, call, writer)
             else:
                 yield _ending(call, writer)
@@ -90,7 +91,7 @@ def _ending(call: SharedReply, writer: StreamWriter) -> bytes:
         return writer.error(as_request_error(call.failure))
     done = call.task.result()
     parts = [writer.finish(done)]
-    if not call.deltas:  # sampled for a client that did not stream, and joined by this one
+    if not call.deltas:  # this client joined a call that is not streamed
         replies = enumerate(item.turn.reply for item in done)
         parts[:0] = [
             _written(writer, choice, piece) for choice, reply in replies for piece in pieces_of(reply)

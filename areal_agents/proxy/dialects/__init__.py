@@ -1,1 +1,1 @@
-"""The APIs that agents speak: one package each, all with one canonical request and one completer."""
+"""The dialects: the APIs that agents speak, one package each, with one canonical form of a request."""

@@ -1,6 +1,7 @@
-"""The interface of a dialect: reads a raw body, and writes answers, streams and errors in the client's form.
+"""The interface of a dialect, which parses request bodies and writes answers, streams and errors of one API.
 
-A dialect keeps no state between calls: whatever a later call refers to is found in the episode's forest.
+A dialect keeps no state between calls. Earlier responses that a call refers to are found in the episode's
+forest.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from areal_agents.rendering import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ReadContext:
-    """What a dialect may look at while it reads a request.
+    """What a dialect needs besides the body to read a request.
 
     Attributes:
-        max_messages: most messages (or input items) of one request.
-        label: who calls, from the headers.
+        max_messages: maximum number of messages (or input items) of one request.
+        label: label of the caller, from the headers.
         forest: the recorded turns of the caller's episode, for references to earlier responses.
-        memo: messages of the same conversation that were read before.
+        memo: conversations that were read earlier.
     """
 
     max_messages: int
@@ -35,57 +36,59 @@ class ReadContext:
 
 
 class StreamWriter(Protocol):
-    """Writes one streamed answer; every method returns the server-sent events to send, perhaps none.
+    """Writes one streamed answer. Each method returns the server-sent events to send, or b"".
 
-    Called in order: `start` once; then deltas; then `finish` or `error` once. `choice` is the index of the
-    reply, 0 unless several were requested. The texts of the deltas of a choice, joined, are the reply's
-    reasoning and content exactly. Calls come complete; text may still follow one, though it seldom does.
+    `start` is called once, then the deltas, then `finish` or `error` once. `choice` is the index of the
+    reply, 0 unless several were requested. The deltas of a choice add up to the reply's reasoning and
+    content. A tool call arrives complete; text may follow it.
     """
 
     def start(self) -> bytes:
-        """What opens the stream."""
+        """Return the events that begin the stream."""
         ...
 
     def reasoning(self, choice: int, text: str) -> bytes:
-        """The next piece of reasoning; never empty."""
+        """Return the events for the next piece of reasoning, which is not empty."""
         ...
 
     def content(self, choice: int, text: str) -> bytes:
-        """The next piece of content; never empty."""
+        """Return the events for the next piece of content, which is not empty."""
         ...
 
     def call(self, choice: int, call: ToolCall) -> bytes:
-        """One complete tool call."""
+        """Return the events for one complete tool call."""
         ...
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
-        """Everything that ends the stream, once the turns are recorded; one per choice, in order."""
+        """Return the events that end the stream. `done` has the recorded turn of each choice."""
         ...
 
     def error(self, refusal: RequestError) -> bytes:
-        """What ends the stream if the call fails after it was opened."""
+        """Return the events that end the stream if the call fails after `start`."""
         ...
 
 
 class Dialect(Protocol):
-    """One API. `name` is its path's last part in words, for logs and metrics.
+    """One API.
 
-    `keepalive` is what is sent while a stream has nothing to say.
+    Attributes:
+        name: name of the API in logs and metrics.
+        keepalive: the data sent at intervals on a stream that has no other data to send.
     """
 
     name: str
     keepalive: bytes
 
     def referenced_turn(self, body: Mapping[str, Any]) -> str | None:
-        """The id of a recorded turn that the body names, for a caller without an episode key."""
+        """Return the id of a recorded turn that the body refers to, or None; used without an episode key."""
         ...
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-        """The canonical form of a request. RequestError names the field that is at fault."""
+        """Return the canonical form of a request. Raise RequestError, which names the invalid field."""
         ...
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """The JSON of the whole answer; one completed turn per choice."""
+        """Return the JSON of an answer that is not streamed; `done` has one turn per choice."""
         ...
 
     def stream(
@@ -96,9 +99,9 @@ class Dialect(Protocol):
         created_at: float,
         tokenizer: Tokenizer,
     ) -> StreamWriter:
-        """A writer of the streamed answer. `turn_ids` has the id that each choice's turn will have."""
+        """Return a writer of the streamed answer. `turn_ids` has the id of each choice's future turn."""
         ...
 
     def error(self, refusal: RequestError) -> bytes:
-        """The JSON body of an error."""
+        """Return the JSON body of an error."""
         ...

@@ -1,7 +1,7 @@
-"""Reads what dialects have in common from raw JSON: numbers, strings, content parts, tools and limits.
+"""Parsing functions that dialects share: numbers, strings, content parts, tools and limits.
 
-Requests are read as plain dicts, since typed parsing loses what real clients send; unknown fields pass.
-What is known and cannot be honoured is refused by name, never ignored.
+Requests are parsed as plain dicts, because typed parsing loses fields that real clients send. Unknown fields
+are ignored. A known field that is not supported is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from areal_agents.proxy.values import refuse_many_values
 
 T = TypeVar("T")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
-# Fields with which other servers constrain or weigh the output. Ignoring one would change what is sampled.
+# Fields of other servers that constrain the output or change its probabilities, so they cannot be ignored.
 _GRAMMARS_OF_OTHER_SERVERS = (
     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs", "json_schema",
     "regex", "ebnf", "structural_tag",
@@ -31,45 +31,45 @@ _MAX_STOPS, _MAX_STOP_CHARACTERS = 64, 1_000
 
 
 def refuse(message: str, param: str, code: str = "invalid_value") -> NoReturn:
-    """Raise the RequestError 400 of a field."""
+    """Raise RequestError 400 for an invalid value of the field `param`."""
     raise RequestError(message, code=code, param=param)
 
 
 def unsupported(message: str, param: str) -> NoReturn:
-    """Raise the RequestError 400 of a field that is known and not offered."""
+    """Raise RequestError 400 for the field `param`, which is known but not supported."""
     raise RequestError(message, code="unsupported_parameter", param=param)
 
 
 def refuse_fields_of_other_servers(body: Mapping[str, Any]) -> None:
-    """RequestError 400 for a field of another server's API that constrains or weighs the output."""
+    """Raise RequestError 400 for a field of another server's API that would affect the output."""
     for name in _GRAMMARS_OF_OTHER_SERVERS:
         if body.get(name) not in _NEUTRAL:
-            unsupported(f"{name} is not supported: use response_format or tools of chat completions", name)
+            unsupported(f"{name} is not supported; use response_format or tools of chat completions", name)
     for name in _SAMPLING_OF_OTHER_SERVERS:
         if body.get(name) not in _NEUTRAL:
-            unsupported(f"{name} is not supported: leave it out", name)
+            unsupported(f"{name} is not supported; remove it from the request", name)
 
 
 def within_depth(read: Callable[[], T]) -> T:
-    """What `read` returns. RequestError 400 if the request is nested too deeply for it."""
+    """Return the result of `read`. Raise RequestError 400 if the request is nested too deeply for it."""
     try:
         return read()
     except RecursionError:
-        raise RequestError("the request is nested too deeply", code="invalid_json") from None
+        raise RequestError("the JSON of the body is nested too deeply", code="invalid_json") from None
 
 
 def number(body: Mapping[str, Any], name: str) -> float | None:
-    """A finite number, or None where it is absent or null."""
+    """Return the finite number in a field, or None if it is absent or null."""
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        refuse(f"{name} must be a number, got {shown(value)}", name)
+        refuse(f"{name} must be a finite number, got {shown(value)}", name)
     return float(value)
 
 
 def integer(body: Mapping[str, Any], name: str) -> int | None:
-    """An integer, or None where it is absent or null."""
+    """Return the integer in a field, or None if it is absent or null."""
     value = body.get(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
         refuse(f"{name} must be an integer, got {shown(value)}", name)
@@ -77,7 +77,7 @@ def integer(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def positive(body: Mapping[str, Any], name: str) -> int | None:
-    """An integer of at least 1, or None where it is absent or null."""
+    """Return the integer in a field, which must be at least 1, or None if it is absent or null."""
     value = integer(body, name)
     if value is not None and value < 1:
         refuse(f"{name} must be at least 1, got {value}", name)
@@ -85,7 +85,7 @@ def positive(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """A boolean; False where it is absent or null."""
+    """Return the boolean in a field, or False if it is absent or null."""
     value = body.get(name)
     if value is not None and not isinstance(value, bool):
         refuse(f"{name} must be true or false, got {shown(value)}", name)
@@ -93,7 +93,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def choices(body: Mapping[str, Any]) -> int:
-    """`n`, from 1 to 128."""
+    """Return the number of choices, `n`, from 1 to 128."""
     value = positive(body, "n") or 1
     if value > _MAX_CHOICES:
         refuse(f"n must be at most {_MAX_CHOICES}, got {value}", "n")
@@ -101,28 +101,30 @@ def choices(body: Mapping[str, Any]) -> int:
 
 
 def top_k(body: Mapping[str, Any]) -> int | None:
-    """`top_k`, where -1 and 0 both mean off."""
+    """Return `top_k`; -1 and 0 both mean no limit."""
     value = integer(body, "top_k")
     return 0 if value == -1 else value
 
 
 def stops(value: Any, param: str = "stop") -> tuple[str, ...]:
-    """Stop strings, given as a string or as a list of strings.
+    """Return the stop strings, given as a string or as a list of strings.
 
-    They are bounded, since every piece of a streamed reply is searched for each of them.
+    Their number and length are limited, because each piece of a streamed reply is searched for each of them.
     """
     found = [value] if isinstance(value, str) and value else (value or [])
     if not isinstance(found, list) or not all(isinstance(stop, str) and stop for stop in found):
         refuse(f"{param} must be a string or a list of strings, got {shown(value)}", param)
     if len(found) > _MAX_STOPS:
-        refuse(f"{param} must be at most {_MAX_STOPS} strings, got {len(found)}", param)
+        refuse(f"{param} may have at most {_MAX_STOPS} strings, got {len(found)}", param)
     if (longest := max(map(len, found), default=0)) > _MAX_STOP_CHARACTERS:
-        refuse(f"{param} must be at most {_MAX_STOP_CHARACTERS} characters each, got {longest}", param)
+        refuse(
+            f"a string of {param} may have at most {_MAX_STOP_CHARACTERS} characters, got {longest}", param
+        )
     return tuple(found)
 
 
 def text(content: Any, where: str) -> str:
-    """A message's text: a string, null, or a list of text parts, in any role."""
+    """Return the text of a message's content: a string, null, or a list of text parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -133,22 +135,22 @@ def text(content: Any, where: str) -> str:
 
 
 def text_part(part: Any, where: str) -> str:
-    """The text of one part; images, audio and files are refused, since the model reads text only."""
+    """Return the text of one part. Images, audio and files are refused; the model accepts only text."""
     found = part if isinstance(part, str) else None
     if isinstance(part, dict):
         kind = part.get("type", "text")
         if kind not in _TEXT_PARTS:
-            refuse(f"this model reads text only, got a part of type {shown(kind)}", where)
+            refuse(f"this model accepts only text, got a part of type {shown(kind)}", where)
         found = part.get("refusal" if kind == "refusal" else "text")
     if not isinstance(found, str):
-        refuse("a text part needs a string as its text", where)
+        refuse("the text of a part must be a string", where)
     return found
 
 
 def arguments_text(value: Any) -> str:
-    """The arguments of a replayed tool call, as JSON text: as they came where they are text.
+    """Return the arguments of a replayed tool call as a JSON string; a string is returned unchanged.
 
-    RequestError 413 for a string with very many JSON values, which is parsed wherever it is compared.
+    Raise RequestError 413 for a string with very many JSON values, because comparisons parse it.
     """
     if isinstance(value, str):
         if len(value) > _MOST_ARGUMENT_VALUES:
@@ -158,7 +160,7 @@ def arguments_text(value: Any) -> str:
 
 
 def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The chat template's options: `chat_template_kwargs`, and `enable_thinking` beside it."""
+    """Return the options of the chat template: `chat_template_kwargs` and `enable_thinking`."""
     options = body.get("chat_template_kwargs")
     if options is None:
         options = {}
@@ -170,14 +172,14 @@ def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def context_digest(tools: tuple[dict[str, Any], ...], options: Mapping[str, Any]) -> str:
-    """The id of what surrounds a conversation: its tools and its template options."""
+    """Return a digest of the tools and template options of a conversation."""
     return tools_digest([*tools, {"template": dict(options)}] if options else tools)
 
 
 def json_grammar(schema: Any, where: str) -> Grammar:
-    """The grammar of a JSON schema; RequestError 400 if it is no object."""
+    """Return the grammar of a JSON schema. Raise RequestError 400 if the schema is not an object."""
     if not isinstance(schema, dict):
-        refuse("a JSON schema must be an object", where)
+        refuse(f"a JSON schema must be an object, got {shown(schema)}", where)
     return Grammar("json_schema", json.dumps(schema, ensure_ascii=False))
 
 

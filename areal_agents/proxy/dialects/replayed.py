@@ -1,7 +1,7 @@
-"""Reads the messages that a conversation repeats at each call only once.
+"""Caches parsed messages, because an agent sends its whole history with each call.
 
-An agent sends its whole history each time. What an earlier call of the conversation has read at the same
-place is taken over from there, so that a call costs about as much in its hundredth turn as in its first.
+Items that an earlier call of the same conversation has parsed at the same index are reused, so the hundredth
+call of a conversation costs about as much as the first.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import orjson
 from areal_agents.core.messages import Message
 
 _MOST_HISTORIES = 4
-_MOST_CHARACTERS = 4_000_000  # of a history that is kept; a longer one is read again at every call
+_MOST_CHARACTERS = 4_000_000  # longer histories are not kept, and are parsed again at each call
 
-Group = tuple[Message, ...]  # what one item of a request means
+Group = tuple[Message, ...]  # the messages that one item of a request is parsed into
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Items that were read, in the form in which they are compared, and what they mean.
+    """Parsed items of a conversation.
 
-    `as_json` are the indices of those compared as JSON.
+    Attributes:
+        items: the items in the form in which they are compared.
+        as_json: the indices of the items that are compared as JSON.
+        groups: the messages of each item.
     """
 
     items: list[Any]
@@ -34,21 +37,21 @@ class History:
     @property
     def characters(self) -> int:
         """The approximate size of the history in characters."""
-        said = (message for group in self.groups for message in group)
-        return sum(len(message.content) + len(message.reasoning) for message in said)
+        messages = (message for group in self.groups for message in group)
+        return sum(len(message.content) + len(message.reasoning) for message in messages)
 
 
 class MessageMemo:
-    """The conversations that were read last: branches of one episode, or of many."""
+    """The conversations that were parsed last, of one episode or of several."""
 
     def __init__(self, most_histories: int = _MOST_HISTORIES) -> None:
         self._most = most_histories
         self._histories: list[History] = []  # the latest first
 
     def known(self, items: Sequence[Any]) -> History:
-        """The first of `items` that an earlier request began with in the same way, perhaps none.
+        """Return the longest known beginning of `items`, which may be empty.
 
-        An item's meaning may depend on the items before it, and on nothing else.
+        The messages of an item may depend on the items before it, and on nothing else.
         """
         best, most = None, 0
         for history in self._histories:
@@ -60,14 +63,14 @@ class MessageMemo:
         return History(best.items[:most], [i for i in best.as_json if i < most], best.groups[:most])
 
     def keep(self, history: History, items: Sequence[Any]) -> None:
-        """Remember what `items` mean, once the groups of all of them are in `history`.
+        """Keep `history`, whose groups now have the messages of all `items`.
 
-        The conversation that it continues is not kept as well.
+        It replaces the history that it continues.
         """
-        taken_over = len(history.items)
+        reused = len(history.items)
         if history.characters > _MOST_CHARACTERS:
             return
-        self._histories = [h for h in self._histories if not _is_beginning(h, history, taken_over)]
+        self._histories = [h for h in self._histories if not _is_beginning(h, history, reused)]
         for index in range(len(history.items), len(items)):
             plain = _is_plain(items[index])
             history.items.append(items[index] if plain else _json(items[index]))
@@ -77,28 +80,28 @@ class MessageMemo:
         del self._histories[self._most :]
 
 
-def _is_beginning(earlier: History, history: History, taken_over: int) -> bool:
-    """Whether a history is all of what another one has taken over."""
-    # The groups are taken over as they are, so that looking at the last says it.
-    return len(earlier.items) == taken_over > 0 and earlier.groups[-1] is history.groups[taken_over - 1]
+def _is_beginning(earlier: History, history: History, reused: int) -> bool:
+    """Whether the first `reused` items of a history are the whole of an earlier one."""
+    # Groups are reused as the same objects, so it suffices to compare the last one.
+    return len(earlier.items) == reused > 0 and earlier.groups[-1] is history.groups[reused - 1]
 
 
 def _shared(items: Sequence[Any], history: History) -> int:
-    """How many items a request and a history begin with in common."""
+    """Return the number of leading items that a request and a history have in common."""
     count = min(len(items), len(history.items))
-    ours, theirs = list(items[:count]), history.items
+    new, known = list(items[:count]), history.items
     for index in history.as_json:
         if index < count:
-            ours[index] = _json(items[index])
-    if ours == (theirs if len(theirs) == count else theirs[:count]):  # nearly always, and at the speed of C
+            new[index] = _json(items[index])
+    if new == (known if len(known) == count else known[:count]):  # the usual case, and a fast comparison
         return count
-    return next(index for index in range(count) if ours[index] != theirs[index])
+    return next(index for index in range(count) if new[index] != known[index])
 
 
 def _is_plain(item: Any) -> bool:
-    """Whether all that is read of an item is text, so that an equal item means the same.
+    """Whether everything that is parsed of an item is a string, so that equal items have equal messages.
 
-    Numbers may be equal and mean another thing, since 1 == True: such items are compared as JSON.
+    Other items are compared as JSON, because values of different types may be equal (1 == True).
     """
     if not isinstance(item, dict) or not isinstance(item.get("content"), str):
         return False
@@ -112,5 +115,5 @@ def _is_plain(item: Any) -> bool:
 def _json(item: Any) -> Any:
     try:
         return orjson.dumps(item)
-    except orjson.JSONEncodeError:  # nested deeper than it writes: like nothing else
+    except orjson.JSONEncodeError:  # nested too deeply to be written, so it equals no other item
         return object()

@@ -1,6 +1,6 @@
-"""The id of a turn in the form of each API, by which a client refers to it later.
+"""Converts turn ids to the forms of each API, with which clients refer to turns later, and back.
 
-A turn's own id is "chatcmpl-" and 24 hexadecimal digits, the same digits in every form.
+The id of a turn is "chatcmpl-" and 24 hexadecimal digits. Every form has the same digits.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _WIRE = re.compile(
 
 
 def new_turn_id() -> str:
-    """A fresh id."""
+    """Return a new random turn id."""
     return _TURN + secrets.token_hex(12)
 
 
 def wire_id(turn_id: str, prefix: str) -> str:
-    """The id of a turn under the prefix of an API, for example "resp_"."""
+    """Return the id of a turn with the prefix of an API, for example "resp_"."""
     return prefix + turn_id.removeprefix(_TURN)
 
 
 def handle_of(turn_id: str) -> str:
-    """An opaque string that represents a turn in fields that clients replay without reading."""
+    """Return the handle of a turn, for fields that clients send back without interpreting them."""
     return _HANDLE + turn_id.removeprefix(_TURN)
 
 
 def turn_id_of(value: object) -> str | None:
-    """The turn that an id or a handle names in any of its forms, None for what is not ours."""
+    """Return the turn id of an id or handle in any form, None if `value` is none of these."""
     match = _WIRE.fullmatch(value) if isinstance(value, str) else None
     return _TURN + match[1] if match else None

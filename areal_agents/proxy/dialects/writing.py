@@ -1,9 +1,4 @@
-"""What the dialects write alike: typed values, server-sent events, OpenAI's form of an error.
-
-The tokens of an answer with their logprobs: each distinct token is decoded once.
-
-With 20 alternatives per token a long reply lists tens of thousands of tokens, most of them again and again.
-"""
+"""Writing functions that dialects share: typed values, server-sent events, OpenAI's errors, and logprobs."""
 
 from __future__ import annotations
 
@@ -19,7 +14,7 @@ from areal_agents.rendering import Tokenizer
 
 M = TypeVar("M", bound=BaseModel)
 
-_set = object.__setattr__  # a model's own would look at every name
+_set = object.__setattr__  # faster than the model's own, which checks every name
 DONE = b"data: [DONE]\n\n"
 COMMENT = b": keepalive\n\n"
 _TYPES = {
@@ -31,10 +26,10 @@ _TYPES = {
 
 
 def typed(kind: type[M], **fields: Any) -> M:
-    """An object of `openai.types` or `anthropic.types`, of values that are known to fit.
+    """Return an object of a type of `openai.types` or `anthropic.types`, without validation.
 
-    Only what is given is set, as `to_json` writes it: `model_construct` would look up every default, at
-    several times the cost, and the SDKs' own encoding walks every type again.
+    Only the given fields are set; `to_json` writes no others. This is several times faster than
+    `model_construct`, which looks up every default, and than the SDKs' own encoding.
     """
     set_fields = set(fields)
     extra = {name: fields.pop(name) for name in set_fields - kind.__pydantic_fields__.keys()}
@@ -47,44 +42,50 @@ def typed(kind: type[M], **fields: Any) -> M:
 
 
 def to_json(value: BaseModel) -> bytes:
-    """The JSON of an object that `typed` made: the fields that were set, and no others."""
-    # A field of several types would warn of every one that the value is not, and keep each warning for ever.
+    """Return the JSON of an object that `typed` returned, with the fields that were set."""
+    # With warnings, a union field would store a warning for each member type that does not fit the value.
     return value.__pydantic_serializer__.to_json(value, exclude_unset=True, warnings=False)
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 
 
 def model_name(body: Any) -> str:
-    """The model that the client requested, by whatever name."""
+    """Return the name of the model in a request, or "policy"."""
     name = body.get("model")
     return name if isinstance(name, str) and name else "policy"
 
 
 def openai_error(refusal: RequestError) -> bytes:
-    """An error in OpenAI's form."""
+    """Return an error in OpenAI's form."""
     kind = _TYPES.get(refusal.status, "server_error" if refusal.status >= 500 else "invalid_request_error")
     body = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.code}
     return orjson.dumps({"error": body})
 
 
 class TokenTexts:
-    """The texts of single tokens, for one answer."""
+    """The texts of the tokens of one answer.
+
+    Each distinct token is decoded once: with 20 alternatives per token, a long reply lists tens of thousands
+    of tokens, most of them repeatedly.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token_id: int) -> str:
-        """The text of a token; a part of a character gives a replacement character."""
+        """Return the text of a token; a part of a character is decoded to a replacement character."""
         return self._of(token_id)[0]
 
     def entries(self, completion: Completion) -> list[dict[str, Any]]:
-        """[C] an entry per sampled token: `token`, `logprob`, `bytes`, and `top_logprobs`, which has an
-        entry for each alternative where they were requested."""
+        """Return an entry [C] for each sampled token, in OpenAI's form.
+
+        An entry has `token`, `logprob`, `bytes` and `top_logprobs`, the list of the requested alternatives.
+        """
         best = completion.top_logprobs or ((),) * len(completion)
         ids, values = completion.token_ids.tolist(), completion.logprobs.tolist()
         for token_id in {*ids, *(token_id for pairs in best for token_id, _ in pairs)}:

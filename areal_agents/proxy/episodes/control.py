@@ -1,7 +1,7 @@
-"""The control API in plain JSON: opens, rewards, ends and reads episodes, and drops groups.
+"""The control API: routes that open, reward, end and show episodes, and drop groups.
 
-An episode's own key reaches that episode and nothing else, a project key the implicit episodes that it
-opened; everything else needs the admin key.
+An episode's key gives access to that episode only, and a project key to the implicit episodes that it opened.
+Everything else needs the admin key.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ _CONTROL_BODY_BYTES = 8 * 2**20
 
 
 class Control:
-    """The routes of the control API over one store and the sessions of this process.
-
-    `new_key` makes the keys of the episodes that are opened here.
-    """
+    """The routes of the control API. `new_key` returns the key of a new episode."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class Control:
         self._new_key = new_key
 
     def routes(self) -> list[Route]:
-        """The routes, for the app."""
+        """Return the routes of the app."""
         return [
             Route("/episodes", self.open, methods=["POST"]),
             Route("/episodes", self.list, methods=["GET"]),
@@ -76,7 +73,7 @@ class Control:
         ]
 
     async def open(self, request: Request) -> Response:
-        """POST /episodes: open one. `base_urls` are for clients of either API."""
+        """POST /episodes: open an episode; answer with its key and its base URLs for each kind of client."""
         self._auth.require_admin(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_depth(body)
@@ -87,7 +84,7 @@ class Control:
         return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
 
     async def list(self, request: Request) -> Response:
-        """GET /episodes: summaries, by split, status and group."""
+        """GET /episodes: list summaries of the episodes, filtered by split, status and group."""
         self._auth.require_admin(request)
         query = request.query_params
         refuse_unknown(query, ("split", "status", "group"), "filter")
@@ -103,7 +100,7 @@ class Control:
         return _json({"episodes": found})
 
     async def show(self, request: Request) -> Response:
-        """GET /episodes/{id}: everything about one; with tokens=1 the exact tokens too."""
+        """GET /episodes/{id}: show an episode with its turns; with ?tokens=1, also the exact tokens."""
         episode_id = await self._reachable(request)
         with_tokens = request.query_params.get("tokens", "0") not in ("", "0", "false")
 
@@ -114,7 +111,7 @@ class Control:
         return await asyncio.to_thread(load)
 
     async def reward(self, request: Request) -> Response:
-        """POST /episodes/{id}/reward: by episode, by completion, or by name."""
+        """POST /episodes/{id}/reward: reward an episode, completions of it, or several names at once."""
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         writing = self._store.set_rewards(
@@ -123,12 +120,14 @@ class Control:
         return _state(episode_id, await asyncio.wrap_future(writing))
 
     async def reward_completion(self, request: Request) -> Response:
-        """POST /rewards: reward a completion by its id in any API's form, in whichever episode it is."""
+        """POST /rewards: reward a completion, by its id in the form of any API; the episode is looked up."""
         caller = self._auth.identify(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         completion_id = body.get("completion_id")
         if not isinstance(completion_id, str) or not completion_id:
-            raise RequestError("completion_id is required", param="completion_id")
+            raise RequestError(
+                "completion_id is required: the id of the completion to reward", param="completion_id"
+            )
         turn_id = turn_id_of(completion_id) or completion_id
         row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         if not _reaches(caller, row):
@@ -139,10 +138,11 @@ class Control:
         return _state(row.id, await asyncio.wrap_future(writing))
 
     async def finish(self, request: Request) -> Response:
-        """POST /episodes/{id}/finish: it ended, or with {"truncated": true} reached a limit.
+        """POST /episodes/{id}/finish: finish an episode; with {"truncated": true}, as one that hit a limit.
 
-        {"rewards": […]}, each as for /reward, are given in the same transaction. {"require_turn": true}
-        refuses with 409 no_turn, and leaves the episode open, if the model was never called.
+        {"rewards": […]} has rewards in the form of /reward, which are written in the same transaction. With
+        {"require_turn": true}, an episode in which the model was never called stays open, and the answer is
+        409 no_turn.
         """
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
@@ -153,7 +153,7 @@ class Control:
         return await self._seal(episode_id, status, given=given, require_turn=require_turn)
 
     async def fail(self, request: Request) -> Response:
-        """POST /episodes/{id}/fail: it ended for a reason that is not the policy's."""
+        """POST /episodes/{id}/fail: fail an episode that ended for a reason other than the policy."""
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_unknown(body, ("error", "aborted"))
@@ -161,7 +161,7 @@ class Control:
         return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
 
     async def drop_group(self, request: Request) -> Response:
-        """POST /groups/{id}/drop: give a group up that the trainer has not taken."""
+        """POST /groups/{id}/drop: drop a group that the trainer has not leased."""
         self._auth.require_admin(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         group_id = request.path_params["id"]
@@ -177,7 +177,7 @@ class Control:
         return _state(episode_id, state)
 
     async def _reachable(self, request: Request) -> str:
-        """The id in the path, if the caller may touch that episode. RequestError 401 or 403."""
+        """Return the episode id in the path. Raise RequestError 401 or 403 if the caller has no access."""
         episode_id: str = request.path_params["id"]
         caller = self._auth.identify(request)
         if not caller.is_admin:
@@ -194,7 +194,11 @@ class Control:
 
 
 def _reaches(caller: Caller, row: EpisodeRow) -> bool:
-    """Admin reaches all; an episode itself; a project key the implicit episodes that it opened."""
+    """Whether a caller has access to an episode.
+
+    An admin has access to all, an episode's key to that episode, and a project key to the implicit episodes
+    that it opened.
+    """
     if caller.is_admin:
         return True
     if caller.episode_key is not None:
@@ -203,11 +207,15 @@ def _reaches(caller: Caller, row: EpisodeRow) -> bool:
 
 
 def _out_of_reach() -> RequestError:
-    return RequestError("this key does not reach that episode", status=403, code="wrong_episode")
+    return RequestError(
+        "this API key has no access to that episode; use the episode's own key or the admin key",
+        status=403,
+        code="wrong_episode",
+    )
 
 
 def _json(data: Any) -> Response:
-    """Plain JSON; dataclasses become objects and arrays become lists."""
+    """Return a JSON response; dataclasses become objects, and arrays become lists."""
     return Response(orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY), media_type="application/json")
 
 

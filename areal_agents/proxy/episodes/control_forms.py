@@ -1,4 +1,4 @@
-"""Reads the bodies of control requests, and writes episodes as JSON."""
+"""Validates the bodies of control requests, and converts episodes to JSON."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from areal_agents.proxy.episodes.sessions import EpisodeLimits
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
 _LARGEST_REWARD = 1e12
-_MOST_PLACES = 65_536  # of a group
+_LARGEST_GROUP = 65_536
 _SCOPES = ("episode", "turn", "branch")
 _OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
 _REWARD = ("reward", "completion_id", "scope", "name")
-_MOST_REWARDS = 10_000  # of one request: all are written in one transaction, for which other writes wait
+_MOST_REWARDS = 10_000  # in one request, because its transaction delays other writes
 
 
 def refuse_unknown(
-    given: Iterable[str], known: Sequence[str], what: str = "field", *, param: str | None = None
+    names: Iterable[str], known: Sequence[str], what: str = "field", *, param: str | None = None
 ) -> None:
-    """RequestError 400 for a name that this API lacks: a misspelt one would otherwise have no effect.
+    """Raise RequestError 400 if one of `names` is not in `known`, because it would have no effect.
 
-    The error is about `param`, by default about the unknown name itself.
+    The error names `param`, by default the unknown name itself.
     """
-    for name in given:
+    for name in names:
         if name not in known:
             raise RequestError(
-                f"unknown {what} {shown(name)}; known are {', '.join(known)}", param=param or name
+                f"unknown {what} {shown(name)}; it must be one of {', '.join(known)}", param=param or name
             )
 
 
 def new_episode(body: Mapping[str, Any], key: str, default_group_size: int) -> NewEpisode:
-    """The episode that a request opens. RequestError 400 names the field at fault."""
+    """Return the episode that a request opens. A RequestError 400 names the field at fault."""
     refuse_unknown(body, _OPENING)
     group_id = _optional(body, "group", str)
     return NewEpisode(
@@ -69,9 +69,9 @@ def _optional(body: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _task(value: Any) -> Task | None:
-    """A task given as its id, as {id, input}, or as any other object, which is then the input itself.
+    """Return a task given as an id, as {id, input}, or as any other object, which is then the input itself.
 
-    Without an id, a digest of the input is one.
+    Without an id, the id is a digest of the input.
     """
     if value is None:
         return None
@@ -96,22 +96,22 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 def _group_size(body: Mapping[str, Any]) -> int | None:
     size: int | None = _optional(body, "group_size", int)
-    if size is not None and not 1 <= size <= _MOST_PLACES:
-        raise RequestError(f"group_size must be from 1 to {_MOST_PLACES}, got {size}", param="group_size")
+    if size is not None and not 1 <= size <= _LARGEST_GROUP:
+        raise RequestError(f"group_size must be from 1 to {_LARGEST_GROUP}, got {size}", param="group_size")
     return size
 
 
 def _surplus(body: Mapping[str, Any]) -> int | None:
     surplus = _optional(body, "surplus", int)
-    if surplus is not None and not 0 <= surplus < _MOST_PLACES:
-        raise RequestError(f"surplus must be from 0 to {_MOST_PLACES - 1}, got {surplus}", param="surplus")
+    if surplus is not None and not 0 <= surplus < _LARGEST_GROUP:
+        raise RequestError(f"surplus must be from 0 to {_LARGEST_GROUP - 1}, got {surplus}", param="surplus")
     return surplus
 
 
 def _index(body: Mapping[str, Any]) -> int | None:
     index = _optional(body, "index", int)
-    if index is not None and not 0 <= index < _MOST_PLACES:
-        raise RequestError(f"index must be from 0 to {_MOST_PLACES - 1}, got {index}", param="index")
+    if index is not None and not 0 <= index < _LARGEST_GROUP:
+        raise RequestError(f"index must be from 0 to {_LARGEST_GROUP - 1}, got {index}", param="index")
     return index
 
 
@@ -132,7 +132,11 @@ def _limits(data: Mapping[str, Any]) -> Mapping[str, Any]:
 def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
     for name, value in data.items():
         if (name not in PINS and name != BASE_SEED) or name == "logit_bias":
-            raise RequestError(f"unknown sampling parameter {shown(name)}", param=f"sampling.{name}")
+            names = ", ".join(known for known in (*PINS, BASE_SEED) if known != "logit_bias")
+            raise RequestError(
+                f"unknown sampling parameter {shown(name)}; it must be one of {names}",
+                param=f"sampling.{name}",
+            )
         kind = int if name in ("seed", BASE_SEED, "top_k") else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             raise RequestError(f"{name} must be a number, got {shown(value)}", param=f"sampling.{name}")
@@ -140,9 +144,9 @@ def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
-    """The rewards of a request: a number, or an object by completion id or by name. RequestError 400.
+    """Return the rewards of a request, whose `reward` is a number or an object by completion id or by name.
 
-    A completion id may be in the form of any API.
+    Completion ids may have the form of any API. Raise RequestError 400 if a field is invalid.
     """
     refuse_unknown(body, _REWARD)
     value, name = body.get("reward"), body.get("name", "return")
@@ -157,16 +161,21 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
     if scope not in _SCOPES:
         raise RequestError(f"scope must be episode, turn or branch, got {shown(scope)}", param="scope")
     if scope == "episode" and completion_id:
-        raise RequestError("scope episode goes without completion_id; leave one of them out", param="scope")
+        raise RequestError(
+            "a reward with scope episode cannot have a completion_id; leave out one of them", param="scope"
+        )
     if scope != "episode" and not completion_id:
         raise RequestError(
-            f"scope {scope} needs the completion_id of the turn, or of the branch's last turn", param="scope"
+            f"a reward with scope {scope} needs the completion_id of the turn, or of the branch's last turn",
+            param="scope",
         )
     target = turn_id_of(completion_id) or completion_id or ""
     if value == {}:
         raise RequestError("reward must not be an empty object", param="reward")
     if isinstance(value, dict) and len(value) > _MOST_REWARDS:
-        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(value)}", param="reward")
+        raise RequestError(
+            f"a request may have at most {_MOST_REWARDS} rewards, got {len(value)}", param="reward"
+        )
     if not isinstance(value, dict):
         rewards = [Reward(scope, target, name, _finite(value))]
     elif completion_id is None and all(turn_id_of(key) or key.startswith("chatcmpl-") for key in value):
@@ -175,32 +184,38 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         rewards = [Reward(scope, target, key, _finite(item)) for key, item in value.items()]
     if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
         raise RequestError(
-            f"the name {DEFAULT_REWARD_NAME!r} is reserved for the score of truncated episodes", param="name"
+            f"the reward name {DEFAULT_REWARD_NAME!r} is reserved for truncated episodes; use another name",
+            param="name",
         )
     return rewards
 
 
 def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:
-    """The rewards that come with the end of an episode: a list, each as `rewards_of` reads it."""
-    given = _optional(body, "rewards", list) or []
-    if not all(isinstance(item, dict) for item in given):
+    """Return the rewards in a request that finishes an episode; each has the form that `rewards_of` reads."""
+    items = _optional(body, "rewards", list) or []
+    if not all(isinstance(item, dict) for item in items):
         raise RequestError("rewards must be a list of objects", param="rewards")
-    found = [reward for item in given for reward in rewards_of(item)]
-    if len(found) > _MOST_REWARDS:
-        raise RequestError(f"at most {_MOST_REWARDS} rewards are accepted, got {len(found)}", param="rewards")
-    return found
+    rewards = [reward for item in items for reward in rewards_of(item)]
+    if len(rewards) > _MOST_REWARDS:
+        raise RequestError(
+            f"a request may have at most {_MOST_REWARDS} rewards, got {len(rewards)}", param="rewards"
+        )
+    return rewards
 
 
 def _finite(value: Any) -> float:
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise RequestError(f"reward must be a finite number, got {shown(value)}", param="reward")
-    if abs(value) > _LARGEST_REWARD:  # their sums must be finite too
-        raise RequestError(f"a reward is at most {_LARGEST_REWARD:g}, got {shown(value)}", param="reward")
+    if abs(value) > _LARGEST_REWARD:  # sums of rewards must be finite too
+        raise RequestError(
+            f"reward must be from -{_LARGEST_REWARD:g} to {_LARGEST_REWARD:g}, got {shown(value)}",
+            param="reward",
+        )
     return float(value)
 
 
 def describe(row: EpisodeRow, episode: RecordedEpisode, *, with_tokens: bool) -> dict[str, Any]:
-    """An episode with its turns, ready for JSON; with the exact tokens of each if requested."""
+    """Return an episode with its turns in a form for JSON, with the exact tokens if requested."""
     return {
         "id": row.id,
         "task": {"id": episode.task.id, "input": episode.task.input},

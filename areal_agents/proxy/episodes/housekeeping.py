@@ -1,6 +1,6 @@
-"""Timeouts and idle cleanup of episodes, and the removal of trained turns by `store.retain`.
+"""Timeouts and idle cleanup of episodes, and the removal of trained turns by the setting `store.retain`.
 
-An error in one episode, or in one part of a sweep, is logged and does not keep the sweep from the others.
+An error in one episode, or in one part of a sweep, is logged, and the sweep continues with the rest.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ _MEMORY_IDLE_S = 900.0
 
 
 class Housekeeping:
-    """Sweeps at intervals. An episode of an earlier process counts as used when it is first met.
+    """Sweeps the open episodes at intervals.
 
-    Of several workers, each sweeps its own episodes; the first also sweeps those that no running worker owns.
-    `retention` is given to one of them at most.
+    The idle time of an episode of an earlier process counts from the first sweep that finds it. With several
+    workers, each sweeps its own episodes, and the first also those that no running worker owns; at most one
+    worker has `retention`.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Housekeeping:
         self._ownership = ownership
         self._retention = retention
         self._last_used: dict[str, float] = {}
-        self._unrewarded: dict[str, float] = {}  # when each was first met
-        self._abandoned: dict[str, float] = {}  # groups, likewise
+        self._unrewarded: dict[str, float] = {}  # time of the first sweep that found the episode
+        self._abandoned: dict[str, float] = {}  # time of the first sweep that found the group
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -64,22 +65,22 @@ class Housekeeping:
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Close, fail and forget what is due. Errors are logged, and the next sweep tries again."""
-        with _logged("closing idle episodes"):
+        """Apply all timeouts once. Errors are logged, and the next sweep tries again."""
+        with _log_failure("closing idle episodes"):
             await self._close_idle()
-        with _logged("failing unrewarded episodes"):
+        with _log_failure("failing unrewarded episodes"):
             await self._fail_unrewarded()
-        with _logged("dropping abandoned groups"):
+        with _log_failure("dropping abandoned groups"):
             await self._drop_abandoned()
-        with _logged("forgetting idle episodes"):
+        with _log_failure("removing idle episodes from memory"):
             self._sessions.forget_idle(_MEMORY_IDLE_S)
             self._implicit.drop_empty()
         if self._retention is not None:
-            with _logged("store.retain"):
+            with _log_failure("removing trained turns (store.retain)"):
                 await asyncio.to_thread(self._retention.run_once)
 
     async def _fail_unrewarded(self) -> None:
-        """By this process's own clock: the wall's may be set back or forward."""
+        """Fail finished episodes that got no reward in time, by the monotonic clock of this process."""
         now, limit_s = time.monotonic(), self._config.reward_timeout_s
         found = await asyncio.to_thread(self._store.unrewarded_episodes)
         self._unrewarded = {episode_id: self._unrewarded.get(episode_id, now) for episode_id in found}
@@ -87,22 +88,22 @@ class Housekeeping:
         # All writes are submitted before any is awaited, so that they share a commit.
         writes = [(episode_id, self._store.fail_unrewarded([episode_id])) for episode_id in due]
         for episode_id, write in writes:
-            with _logged(f"episode {episode_id}"):
+            with _log_failure(f"failing episode {episode_id}"):
                 if await asyncio.wrap_future(write):
                     _logger.warning("episode %s failed: no reward within %g s", episode_id, limit_s)
 
     async def _drop_abandoned(self) -> None:
-        """Groups whose owner has left: the gate counts them, and a trainer that waits would wait for them."""
+        """Drop incomplete groups without open episodes, because the gate counts them."""
         now, limit_s = time.monotonic(), self._config.idle_timeout_s
         found = await asyncio.to_thread(self._store.abandoned_groups)
         self._abandoned = {group_id: self._abandoned.get(group_id, now) for group_id in found}
         for group_id, since in self._abandoned.items():
             if now - since > limit_s:
-                reason = f"no episode of it was open for {limit_s:g} s, and it is not complete"
-                # A Conflict: it was completed in the meantime.
-                with _logged(f"group {group_id}"), contextlib.suppress(Conflict):
+                reason = f"it is not complete, and none of its episodes was open for {limit_s:g} s"
+                # Conflict: the group was completed in the meantime.
+                with _log_failure(f"dropping group {group_id}"), contextlib.suppress(Conflict):
                     await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
-                    _logger.warning("group %s is dropped: %s", group_id, reason)
+                    _logger.warning("group %s was dropped: %s", group_id, reason)
 
     async def _close_idle(self) -> None:
         now = time.monotonic()
@@ -117,13 +118,13 @@ class Housekeeping:
             idle_s = now - self._last_used[episode.id]
             limit_s = self._config.implicit_idle_s if episode.is_implicit else self._config.idle_timeout_s
             if idle_s > limit_s and not self._sessions.used_since(episode.id, now - limit_s):
-                # A Conflict: it was sealed in the meantime, by its owner.
-                with _logged(f"episode {episode.id}"), contextlib.suppress(Conflict):
+                # Conflict: the episode's owner sealed it in the meantime.
+                with _log_failure(f"closing episode {episode.id}"), contextlib.suppress(Conflict):
                     await self._close(episode, idle_s)
 
     async def _close(self, episode: OpenEpisode, idle_s: float) -> None:
         if self._ownership is not None and not await self._ownership.claim(episode.id, episode.owner):
-            return  # somebody is using it after all
+            return  # another worker is using it
         if episode.is_implicit:
             await self._sessions.seal(episode.id, "finished")
             self._implicit.forget(episode.id)
@@ -132,11 +133,11 @@ class Housekeeping:
 
 
 @contextlib.contextmanager
-def _logged(what: str) -> Iterator[None]:
-    """Log an exception of the with-block and continue: without sweeps, episodes would stay open for good."""
+def _log_failure(what: str) -> Iterator[None]:
+    """Log an exception of the with-block and continue, because sweeps must not end."""
     try:
         yield
     except StoreError as error:
-        _logger.warning("housekeeping, %s: %s", what, error)
+        _logger.warning("%s failed, and the next sweep tries again: %s", what, error)
     except Exception:
-        _logger.exception("housekeeping, %s: a bug; the next sweep tries again", what)
+        _logger.exception("%s failed because of a bug, and the next sweep tries again", what)

@@ -1,14 +1,9 @@
-"""Implicit episodes: opened for agents that call the model without opening an episode first.
+"""Finds or opens implicit episodes, for calls of agents that do not open episodes themselves.
 
-A call without an episode key belongs to the open implicit episode that its session header names; without
-such a header, to the one with the conversation that the call continues, or whose first call it repeats;
-otherwise it opens one. An implicit episode is written to the store with its first turn, so a refused call
-leaves no episode.
-
-An index of open episodes by the keys that identify them: session names, conversations, turns, tool calls.
-
-Adding a key twice is the same as adding it once. Two episodes may share a key, and forgetting one of them
-does not change the keys of the other.
+A call without an episode key belongs to the open implicit episode that its session header names. Without such
+a header it belongs to the episode whose conversation it continues, or whose first call it repeats. If there
+is no such episode, the call opens one. An implicit episode is written to the store with its first turn, so a
+refused call leaves no episode.
 """
 
 from __future__ import annotations
@@ -33,12 +28,12 @@ from areal_agents.store import EpisodeRow, NewEpisode, Store
 
 _HEADERS = ("session-id", "x-claude-code-session-id")
 _BY_ROOT = "root"
-_MOST_LOOKED_AT = 256  # episodes with the same first messages, among which a retry is looked for
-_UNANSWERED_KEPT = 4096  # keys of requests
+_MOST_COMPARED = 256  # episodes with the same first messages that a retry is compared with
+_UNANSWERED_KEPT = 4096  # requests whose unanswered attempts are counted
 
 
 def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | None:
-    """The session that a request names by a header or by its `prompt_cache_key`."""
+    """Return the session that a request names with a header or with `prompt_cache_key`, or None."""
     for header in _HEADERS:
         if headers.get(header):
             return f"{header}:{headers[header]}"
@@ -47,7 +42,7 @@ def session_name(headers: Mapping[str, str], body: Mapping[str, Any]) -> str | N
 
 
 def implicit_key(caller: Caller, name: str | None) -> str:
-    """The key under which the store has the implicit episodes of a caller and a session name."""
+    """Return the `implicit_key` in the store of the implicit episodes of a caller and a session name."""
     return f"{caller.identity}/{name or _BY_ROOT}"
 
 
@@ -57,10 +52,10 @@ def is_named(key: str) -> bool:
 
 
 def home_key(key: str, messages: Sequence[Message]) -> bytes:
-    """The key that selects the worker of an implicit episode; all calls of a conversation have the same.
+    """Return the key that selects the worker of an implicit episode; it is the same for a whole conversation.
 
-    It is made of the session name if there is one, else of the messages before the first reply, which do not
-    change while the conversation continues.
+    It is derived from the session name if there is one, else from the messages before the first reply, which
+    do not change while the conversation continues.
     """
     if is_named(key):
         return key.encode()
@@ -71,15 +66,15 @@ def home_key(key: str, messages: Sequence[Message]) -> bytes:
 
 
 def home_key_of(row: EpisodeRow, turns: Sequence[Turn]) -> bytes:
-    """`home_key` of an implicit episode in the store."""
+    """Return the `home_key` of an implicit episode in the store."""
     root = next((turn for turn in turns if turn.parent is None), None)
     return home_key(str(row.implicit_key), root.new_messages if root is not None else ())
 
 
 class ImplicitEpisodes:
-    """The open implicit episodes, found by session name or by the conversations that they contain.
+    """The open implicit episodes, found by session name or by conversation.
 
-    Callers are kept apart: the same session name under another key is another episode.
+    Each caller has its own episodes: the same session name with another API key is another episode.
     """
 
     def __init__(
@@ -90,14 +85,16 @@ class ImplicitEpisodes:
         self._sessions = sessions
         self._split = split
         self._index = EpisodeIndex()
-        self._unanswered: LruCache[Hashable, int] = LruCache(_UNANSWERED_KEPT)  # attempts without a sample
+        self._unanswered: LruCache[Hashable, int] = LruCache(
+            _UNANSWERED_KEPT
+        )  # number of attempts without a sample
         self._opening = asyncio.Lock()
 
     def __contains__(self, episode_id: str) -> bool:
         return episode_id in self._index
 
     async def restore(self) -> None:
-        """Load the implicit episodes that an earlier process left open; a worker loads only its own."""
+        """Load the open implicit episodes of earlier processes; a worker loads only its own."""
         for row, turns in await asyncio.to_thread(self._store.open_implicit_episodes):
             key = home_key_of(row, turns)
             if self._ownership is None or await self._ownership.claim_at_home(key, row.id, row.owner):
@@ -113,7 +110,7 @@ class ImplicitEpisodes:
                 self._hold(Session(row, await asyncio.to_thread(self._store.turns_of, episode_id)))
 
     def find(self, caller: Caller, name: str | None, turn_id: str | None) -> Session | None:
-        """The open session that a call without an episode key names, or whose turn it refers to."""
+        """Return the open session that a call names or whose turn it refers to, None if none is known."""
         found = self._index.latest(("name", implicit_key(caller, name)) if name else ("turn", turn_id))
         session = self._sessions.get(found) if found is not None else None
         return session if session is not None and _identity(session) == caller.identity else None
@@ -125,18 +122,18 @@ class ImplicitEpisodes:
         request: ModelRequest,
         repeated: Callable[[Session], Repeated | None],
     ) -> Session:
-        """The session that a call without an episode key belongs to, opened in memory if there is none.
+        """Return the session that a call without an episode key belongs to; open one in memory if needed.
 
-        The function that calls this one must begin the call without an await in between, and must report its
+        The caller of this method must start the model call without an await in between, and must report its
         end to `call_ended`.
 
         Args:
-            caller: whose key the call has.
+            caller: the sender of the call.
             name: the session name of the call, or None.
-            request: what the call asks for.
+            request: the canonical request.
             repeated: returns what the request repeats in a session that began with the same messages.
         """
-        async with self._opening:  # wait for `adopt`, whose episode may be the one
+        async with self._opening:  # wait for `adopt`, which may load this call's episode
             if name:
                 found = self._index.latest(("name", implicit_key(caller, name)))
             else:
@@ -145,7 +142,7 @@ class ImplicitEpisodes:
             return session or self._open(caller, name, request)
 
     def call_ended(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
-        """Drop an episode that is empty after its call, which was refused or whose client disconnected."""
+        """Drop an episode that is empty after a call that was refused or whose client disconnected."""
         if not session.is_empty or session.id not in self:
             return
         key = (_identity(session), request.key())
@@ -160,7 +157,7 @@ class ImplicitEpisodes:
                 self._drop(session)
 
     def forget(self, episode_id: str) -> None:
-        """Drop an episode that is sealed."""
+        """Remove a sealed episode from the index."""
         self._index.forget(episode_id)
 
     def _open(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
@@ -189,13 +186,14 @@ class ImplicitEpisodes:
         request: ModelRequest,
         repeated: Callable[[Session], Repeated | None],
     ) -> str | None:
-        """The episode without a session name that an earlier attempt at the same first call opened, if any.
+        """Return the episode without a session name that an earlier attempt at the same first call opened.
 
-        An earlier attempt without a sample has nothing to repeat, even if an equal call of another agent has.
+        None if there is none, or if the earlier attempt has no sample, even if an equal call of another agent
+        has one.
         """
         best: tuple[Repeated, str] | None = None
         opened = self._index.latest_first(_opening_key(caller.identity, request.messages))
-        for episode_id in itertools.islice(opened, _MOST_LOOKED_AT):
+        for episode_id in itertools.islice(opened, _MOST_COMPARED):
             session = self._sessions.get(episode_id)
             kind = repeated(session) if session is not None else None
             if kind is not None and (best is None or kind > best[0]):
@@ -208,7 +206,7 @@ class ImplicitEpisodes:
         return best[1] if best is not None else None
 
     def _hold(self, session: Session) -> None:
-        """Index a session by the turns that it has and by those that will be recorded in it."""
+        """Add a session, and index it by its turns and by those that will be recorded in it."""
         self._sessions.add(session)
         self._index.begin(session.id)
         key = str(session.row.implicit_key)
@@ -219,13 +217,13 @@ class ImplicitEpisodes:
         session.on_recorded = lambda turn: self._recorded(session, turn)
 
     def _continued(self, caller: Caller, request: ModelRequest) -> str | None:
-        """The episode that recorded the latest known reply of a conversation."""
+        """Return the episode that recorded the latest known reply of a conversation, or None."""
         digests = history_digests(request.messages, caller.identity)
         for message, digest in zip(reversed(request.messages[:-1]), reversed(digests[:-1]), strict=True):
             if message.role == "assistant" and (found := self._index.latest(("reply", digest))) is not None:
                 return found
         for message in reversed(request.messages):
-            for call in message.tool_calls:  # some clients drop the text, but none the ids
+            for call in message.tool_calls:  # some clients drop the text, but all keep the ids
                 if (found := self._index.latest(("call", caller.identity, call.id))) is not None:
                     return found
         return None
@@ -233,11 +231,11 @@ class ImplicitEpisodes:
     def _recorded(self, session: Session, turn: Turn) -> None:
         """Index a turn, so that a conversation that continues it is recognised."""
         if session.id not in self._index:
-            return  # it was sealed meanwhile
+            return  # the episode was sealed in the meantime
         identity = _identity(session)
         # Tools are left out: a conversation that changes them is still the same one.
-        asked = history_digests(session.forest.history(turn.id), identity)[-1]
-        self._index.add(session.id, ("reply", extend_digest(asked, turn.reply)))
+        history = history_digests(session.forest.history(turn.id), identity)[-1]
+        self._index.add(session.id, ("reply", extend_digest(history, turn.reply)))
         for call in turn.reply.tool_calls:
             self._index.add(session.id, ("call", identity, call.id))
         self._index.add(session.id, ("turn", turn.id))
@@ -246,17 +244,21 @@ class ImplicitEpisodes:
 
 
 def _opening_key(identity: str, messages: Sequence[Message]) -> Hashable:
-    """The key of episodes without a session name that began with these messages of this caller."""
+    """Return the index key of a caller's episodes without a session name that began with `messages`."""
     return ("opening", history_digests(messages, identity)[-1])
 
 
 def _identity(session: Session) -> str:
-    """The `Caller.identity` of the caller that opened an implicit episode."""
+    """Return the `Caller.identity` of the caller that opened an implicit episode."""
     return str(session.row.implicit_key).partition("/")[0]
 
 
 class EpisodeIndex:
-    """Maps keys to the episodes that have them. An episode has keys from `begin` until `forget`."""
+    """An index of open episodes by session names, conversations, turns and tool calls.
+
+    An episode is in the index from `begin` to `forget`. Several episodes may have the same key; forgetting
+    one does not change the keys of the others. Adding a key again makes its episode the latest one.
+    """
 
     def __init__(self) -> None:
         self._episodes: dict[Hashable, dict[str, None]] = {}  # by key, the latest last
@@ -266,30 +268,33 @@ class EpisodeIndex:
         return episode_id in self._keys
 
     def episodes(self) -> list[str]:
-        """The ids of all indexed episodes."""
+        """Return the ids of all indexed episodes."""
         return list(self._keys)
 
     def begin(self, episode_id: str) -> None:
-        """Index an episode, without keys at first."""
+        """Add an episode without keys."""
         self._keys.setdefault(episode_id, set())
 
     def add(self, episode_id: str, key: Hashable) -> None:
-        """Add a key to an episode, which becomes the latest with that key. KeyError if it is not indexed."""
+        """Add a key to an episode, which becomes the latest with that key.
+
+        Raise KeyError if the episode is not in the index.
+        """
         self._keys[episode_id].add(key)
         holders = self._episodes.setdefault(key, {})
         holders.pop(episode_id, None)
         holders[episode_id] = None
 
     def latest(self, key: Hashable) -> str | None:
-        """The episode to which a key was added last; None if no episode has it."""
+        """Return the episode that a key was added to last, None if no episode has the key."""
         return next(self.latest_first(key), None)
 
     def latest_first(self, key: Hashable) -> Iterator[str]:
-        """The episodes that have a key, the one to which it was added last first."""
+        """Iterate over the episodes with a key, beginning with the one that it was added to last."""
         return reversed(self._episodes.get(key, {}))
 
     def forget(self, episode_id: str) -> None:
-        """Remove an episode and its keys. Does nothing if it is not indexed."""
+        """Remove an episode and its keys, if it is in the index."""
         for key in self._keys.pop(episode_id, ()):
             holders = self._episodes[key]
             del holders[episode_id]

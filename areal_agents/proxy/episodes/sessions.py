@@ -1,8 +1,8 @@
-"""The open episodes in memory, which are loaded from the store when they are not there.
+"""Keeps the open episodes in memory, and loads them from the store when needed.
 
-The store is the truth; a session caches one episode's forest, beside state that only lasts as long as
-the process (running calls, time of the last use). Losing it, even by kill -9, loses nothing that was
-acknowledged.
+The store is authoritative. A session caches the forest of one episode, and has state that lasts only as long
+as the process (running calls, time of the last use). Nothing that was acknowledged is lost with a session,
+even by kill -9.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """What an episode may use; None is unbounded.
+    """The limits of an episode; None means no limit.
 
     Attributes:
-        max_turns: model calls.
-        max_tokens: sampled tokens over all calls (calls that run at the same time may overshoot).
+        max_turns: number of model calls.
+        max_tokens: sampled tokens of all calls together; concurrent calls may exceed it.
         max_completion_tokens: sampled tokens of one call.
-        context_tokens: tokens of a prompt with its completion, in every call.
-        time_s: seconds from the opening to the start of a call; from when it was read, of an episode that
-            was opened before this process began.
+        context_tokens: tokens of a prompt with its completion.
+        time_s: seconds from the opening of the episode to the start of a call. For an episode that was opened
+            before this process started, they count from when it was loaded.
     """
 
     max_turns: int | None = None
@@ -58,10 +58,10 @@ class EpisodeLimits:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> EpisodeLimits:
-        """The limits of a request or of a row. ValueError for an unknown or impossible one."""
+        """Return the limits in `data`. Raise ValueError for an unknown limit or an invalid value."""
         unknown = sorted(set(data) - set(cls.__slots__))
         if unknown:
-            raise ValueError(f"unknown limit {unknown[0]!r}; known are {', '.join(cls.__slots__)}")
+            raise ValueError(f"unknown limit {unknown[0]!r}; the limits are {', '.join(cls.__slots__)}")
         for name, value in data.items():
             number = (int, float) if name == "time_s" else int
             if value is not None and (isinstance(value, bool) or not isinstance(value, number) or value <= 0):
@@ -70,19 +70,19 @@ class EpisodeLimits:
 
 
 class Session:
-    """One open episode. Used on the event loop only, and changed only by its own methods.
+    """One open episode. It is used on the event loop only.
 
-    With `opening` the episode is not in the store yet. It is written with its first turn, so that an episode
-    whose calls are all refused is never written.
+    Until its first turn is written, an implicit episode is not in the store, and `opening` has what will be
+    written. An episode whose calls are all refused is thus never written.
 
     Attributes:
         forest: the recorded turns.
-        ledger: the calls on which retries and failures depend.
-        seeds: the seeds of its samples, if it has a base seed.
-        limit_reached: the first limit that the episode reached, None if it has reached none.
+        ledger: the calls that retries and the outcome of the episode depend on.
+        seeds: computes the seeds of the samples, if the episode has a base seed.
+        limit_reached: the first limit that the episode reached, or None.
         pending_calls: number of replies that were admitted and are not recorded yet.
-        pending_writes: number of writes of turns that the forest does not have yet.
-        main_session: the session header of the agent itself; other headers are its sub-agents'.
+        pending_writes: number of writes of turns that are not in the forest yet.
+        main_session: the session header of the main agent; other session headers are those of sub-agents.
     """
 
     def __init__(self, row: EpisodeRow, turns: list[Turn], *, opening: NewEpisode | None = None) -> None:
@@ -99,7 +99,7 @@ class Session:
         self.memo = MessageMemo()
         self.seeds = SampleSeeds(turns)
         self.main_session = next((turn.session for turn in turns if turn.session and not turn.label), "")
-        self.opened_at = self.last_used = time.monotonic()  # a clock that is set ends no episode
+        self.opened_at = self.last_used = time.monotonic()  # changes of the system clock end no episode
         self.on_recorded: Callable[[Turn], None] = lambda turn: None  # called with every recorded turn
         self._generations: set[asyncio.Task[Any]] = set()
 
@@ -119,21 +119,21 @@ class Session:
         )
 
     def refuse_if_sealed(self) -> None:
-        """RequestError 409 unless the episode is open."""
+        """Raise RequestError 409 unless the episode is open."""
         if self.status != "open":
             raise sealed(self.id, self.status)
 
     def touch(self) -> None:
-        """Note that the episode is used now."""
+        """Set the time of the last use to now."""
         self.last_used = time.monotonic()
 
     def name_main_session(self, name: str) -> None:
-        """The first session header of an episode is the agent's own."""
+        """Set the session header of the main agent, unless an earlier call has set it."""
         self.main_session = self.main_session or name
 
     @contextmanager
     def admitted(self, replies: int) -> Iterator[None]:
-        """Count replies as pending within the with-block."""
+        """Count `replies` as pending within the with-block."""
         self.pending_calls += replies
         try:
             yield
@@ -143,7 +143,7 @@ class Session:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Let the end of the episode cancel this task within the with-block."""
+        """Within the with-block, let the end of the episode cancel the current task."""
         task = asyncio.current_task()
         assert task is not None
         self._generations.add(task)
@@ -153,45 +153,46 @@ class Session:
             self._generations.discard(task)
 
     def reach_limit(self, limit: str) -> bool:
-        """Note a limit that the episode reached; False if it had reached one before."""
+        """Record that the episode reached a limit; False if it had reached one earlier."""
         if self.limit_reached is not None:
             return False
         self.limit_reached = limit
         return True
 
     def record(self, turns: Iterable[Turn]) -> None:
-        """Add turns that the store has, in the order of their rows."""
+        """Add turns that are in the store, in the order of their rows."""
         for turn in turns:
-            if turn.completion.routed_experts is not None:  # large, and for the trainer alone
+            if turn.completion.routed_experts is not None:  # large, and used only by the trainer
                 turn = replace(turn, completion=replace(turn.completion, routed_experts=None))
             self.forest.record(turn)
             self.sampled_tokens += len(turn.completion)
             self.on_recorded(turn)
 
     def write_begins(self) -> None:
-        """Note a write of turns that are recorded only once the store has them."""
+        """Count a write of turns that will be recorded once the store has them."""
         self.pending_writes += 1
 
     def write_ends(self, turns: Iterable[Turn], *, failed: bool) -> None:
-        """Note the end of such a write, and record its turns unless it failed."""
+        """Remove a write that has ended from the count, and record its turns unless it failed."""
         self.pending_writes -= 1
         if not failed:
             self.opening = None
             self.record(turns)
 
     def watch_write(self, write: Future[None], turn_ids: Sequence[str]) -> None:
-        """Fail the episode if the write of turns fails whose reply did not wait for it."""
+        """Fail the episode if a write of turns fails after their reply was sent (`durability: batched`)."""
         loop = asyncio.get_running_loop()
 
-        def look(done: Future[None]) -> None:
+        def check(done: Future[None]) -> None:
             if (error := done.exception()) is not None:
-                _logger.error("%s of episode %s: not recorded: %s", ", ".join(turn_ids), self.id, error)
+                turns = ", ".join(turn_ids)
+                _logger.error("episode %s fails: turns %s were not recorded: %s", self.id, turns, error)
                 loop.call_soon_threadsafe(self.ledger.lose, tuple(turn_ids))
 
-        write.add_done_callback(look)
+        write.add_done_callback(check)
 
     def end(self, status: EpisodeStatus) -> None:
-        """Note that the episode is sealed, and stop the generations that still run for it."""
+        """Set the final status of a sealed episode, and cancel its running generations."""
         self.status = status
         for generation in self._generations:
             generation.cancel()
@@ -200,7 +201,7 @@ class Session:
 class Sessions:
     """The sessions of this process, by episode and by key.
 
-    With several workers, `owner` is the name under which this one opens episodes.
+    With several workers, `owner` is the name with which this worker opens episodes.
     """
 
     def __init__(self, store: Store, owner: str | None = None) -> None:
@@ -209,13 +210,13 @@ class Sessions:
         self._by_id: dict[str, Session] = {}
         self._by_key: dict[str, Session] = {}
         self._loading: dict[str, asyncio.Task[Session]] = {}
-        self._sealed_meanwhile: dict[str, EpisodeStatus] = {}  # while any session is being loaded
+        self._sealed_meanwhile: dict[str, EpisodeStatus] = {}  # episodes sealed while a session is loaded
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     async def open(self, new: NewEpisode) -> Session:
-        """Open an episode in the store and in memory. Conflict if its group has no place for it."""
+        """Open an episode in the store and in memory. Raise Conflict if its group is full."""
         row = await asyncio.wrap_future(self._store.open_episode(replace(new, owner=self._owner)))
         return self.add(Session(row, []))
 
@@ -226,12 +227,15 @@ class Sessions:
         return self.add(Session(row, [], opening=new))
 
     async def by_key(self, key: str) -> Session:
-        """The open session of a key. RequestError 401 if no episode has it, 409 if it is sealed."""
+        """Return the open session of a key.
+
+        Raise RequestError 401 if no episode has the key, 409 if the episode is sealed.
+        """
         digest = key_hash(key)
         session = self._by_key.get(digest)
         if session is None:
             loading = self._loading.get(digest)
-            if loading is None:  # the first of several calls loads for all
+            if loading is None:  # concurrent calls share one load
                 loading = asyncio.create_task(self._load(digest))
                 self._loading[digest] = loading
                 loading.add_done_callback(lambda _: self._loaded(digest))
@@ -245,26 +249,27 @@ class Sessions:
         return key_hash(key) in self._by_key
 
     def get(self, episode_id: str) -> Session | None:
-        """The session of an episode if it is in memory."""
+        """Return the session of an episode if it is in memory, else None."""
         return self._by_id.get(episode_id)
 
     def add(self, session: Session) -> Session:
-        """Keep a session."""
+        """Add a session, and return it."""
         self._by_id[session.id] = session
         self._by_key[session.row.key_hash] = session
         return session
 
     async def seal(self, episode_id: str, status: SealedStatus, **how: Any) -> EpisodeState:
-        """End an episode, in the store first and with the arguments of `Store.seal`; what it is then.
+        """End an episode, first in the store with the arguments of `Store.seal`, and return its state.
 
-        An episode in which the engine failed has failed, whatever its agent made of the error.
+        An episode that would be finished or truncated is failed instead if a call was lost and its retry was
+        never answered, even if the agent handled the error.
         """
         session = self._by_id.get(episode_id)
         if session is not None and session.ledger.has_lost and status in ("finished", "truncated"):
             status, how = "failed", {"error": "the engine failed on a model call that was never answered"}
         state = await asyncio.wrap_future(self._store.seal(episode_id, status, **how))
         if self._loading:
-            self._sealed_meanwhile[episode_id] = state.status  # it may have been read just before
+            self._sealed_meanwhile[episode_id] = state.status  # a load may have read the earlier status
         session = self._by_id.get(episode_id)
         if session is not None:
             session.end(state.status)
@@ -272,7 +277,7 @@ class Sessions:
         return state
 
     def forget_idle(self, idle_s: float) -> None:
-        """Drop from memory the keyed episodes that were not used for so long; a call loads them again."""
+        """Drop from memory the episodes with a key that were idle for `idle_s`; a call loads them again."""
         limit = time.monotonic() - idle_s
         for session in list(self._by_id.values()):
             is_idle = session.last_used < limit and not session.pending_calls and not session.pending_writes
@@ -280,12 +285,12 @@ class Sessions:
                 self.forget(session)
 
     def used_since(self, episode_id: str, since: float) -> bool:
-        """Whether an episode is in memory and was called after a monotonic time, or is being called."""
+        """Whether an episode is in memory, and has a running call or had one after a monotonic time."""
         session = self._by_id.get(episode_id)
         return session is not None and (session.pending_calls > 0 or session.last_used > since)
 
     def last_used(self) -> dict[str, float]:
-        """Monotonic time of the last call of each episode in memory; now, where one is running."""
+        """Return the monotonic time of the last call of each episode in memory; now if a call is running."""
         now = time.monotonic()
         return {id: now if s.pending_calls else s.last_used for id, s in self._by_id.items()}
 
@@ -293,7 +298,11 @@ class Sessions:
         try:
             row, turns = await asyncio.to_thread(self._store.episode_by_key, digest)
         except NotFound:
-            raise RequestError("no episode has this API key", status=401, code="invalid_api_key") from None
+            raise RequestError(
+                "no episode has this API key; use the key that POST /episodes returned",
+                status=401,
+                code="invalid_api_key",
+            ) from None
         session = Session(row, turns)
         status = self._sealed_meanwhile.get(row.id, row.status)
         if status != "open":
@@ -312,7 +321,9 @@ class Sessions:
 
 
 def sealed(episode_id: str, status: str) -> RequestError:
-    """The answer to a model call of an episode that has ended."""
+    """Return the error for a model call of an episode that has ended."""
     return RequestError(
-        f"episode {episode_id} is {status}: it takes no more model calls", status=409, code="episode_sealed"
+        f"episode {episode_id} is {status}: it takes no more model calls; open a new episode",
+        status=409,
+        code="episode_sealed",
     )

@@ -1,1 +1,1 @@
-"""Several proxy processes on one store: which one owns an episode, and how requests reach it."""
+"""Several proxy processes on one store: which process owns an episode, and how requests reach it."""

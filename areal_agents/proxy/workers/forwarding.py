@@ -1,8 +1,8 @@
 """Forwards a request to the worker that has its episode.
 
-The owner's response is passed on byte for byte as it arrives, and if the client disconnects here, the request
-to the owner is cancelled. A request is forwarded at most once: a worker that receives a request which belongs
-to yet another worker says so, and the sender looks up the owner again.
+The owner's response is passed on unchanged as it arrives, and if the client disconnects, the request to the
+owner is cancelled. A forwarded request is not forwarded again: a worker that does not own its episode answers
+421, and the sender looks up the owner again.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from areal_agents.proxy.workers.placement import WorkerLookup
 _logger = logging.getLogger(__name__)
 
 _HOP = "x-areal-agents-hop"  # in a request: the run's secret; in a response: `_MOVED`
-_ADDRESS = "x-areal-agents-address"  # in a request: "HOST PORT" that the client connected to
+_ADDRESS = "x-areal-agents-address"  # in a request: the "HOST PORT" that the client connected to
 _MOVED = "moved"  # the sender should look up the owner again
 _CONNECT_S = 5.0
 _RETRY_COUNT = b"x-stainless-retry-count"
-_GIVE_UP_S = 15.0  # a killed worker serves again much sooner
+_GIVE_UP_S = 15.0  # a killed worker is restarted in much less time
 _RETRY_S = 0.05
-_LOOK_S = 0.5  # how often a waiting sender checks that the owner is alive
-_OUR_OWN = frozenset(
+_CHECK_S = 0.5  # interval at which a waiting sender checks that the owner is alive
+_CONNECTION_HEADERS = frozenset(  # not forwarded, because they belong to one connection
     (b"host", b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect")
 )
-_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # by aiohttp, unless told not to
+_NOT_ADDED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")  # aiohttp's automatic headers
 
 
 class WorkerRouting:
-    """An ASGI app of a worker that serves a request with `app`, or forwards it to its worker.
+    """The ASGI app of a worker: serves a request with `app`, or forwards it to the worker it belongs to.
 
     Args:
         app: serves the requests that belong to this worker.
         workers: this worker and its siblings.
         placement: finds the worker of each request.
-        max_body_bytes: limit of a request's body; a larger request goes to `app`, which refuses it.
+        max_body_bytes: largest body of a request; a larger one goes to `app`, which refuses it.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class WorkerRouting:
                 await answer(scope, body.receive, send)
 
     async def _answer(self, request: Request, body: ReplayableBody, send: Send) -> ASGIApp | None:
-        """The app that answers a request; None if a sibling has answered it."""
+        """Return the app that answers a request, None if a sibling has answered it."""
         forwarded = self._is_forwarded(request)
         if forwarded and (address := request.headers.get(_ADDRESS)):
             host, _, port = address.partition(" ")
-            request.scope["server"] = (host, int(port))  # base_urls name what the client can reach
+            request.scope["server"] = (host, int(port))  # for the base_urls of new episodes
         give_up_at = time.monotonic() + _GIVE_UP_S
         while True:
-            index = await self._placement.place(request, body.read, forwarded=forwarded)
+            index = await self._placement.worker_for(request, body.read, forwarded=forwarded)
             if index == self._workers.index or await body.read() is None:
                 return self._app
             if forwarded:
@@ -97,10 +97,12 @@ class WorkerRouting:
                 if await self._siblings.forward(index, request, body, send):
                     return None
                 _mark_as_retry(request)
-            if request.scope["path"] == "/episodes":  # it may already be open
-                raise episode_elsewhere("the worker that was to open the episode has ended")
+            if request.scope["path"] == "/episodes":  # the episode may already be open
+                raise episode_elsewhere("the worker ended while it was opening the episode; try again")
             if time.monotonic() > give_up_at:
-                raise episode_elsewhere(f"worker {index}, which has the episode, does not answer")
+                raise episode_elsewhere(
+                    f"worker {index}, which has the episode, does not answer; try again later"
+                )
             await asyncio.sleep(_RETRY_S)
 
     def _is_forwarded(self, request: Request) -> bool:
@@ -108,15 +110,15 @@ class WorkerRouting:
 
 
 def _mark_as_retry(request: Request) -> None:
-    """Mark a request as a retry: what a dead worker recorded for it must not be sampled twice."""
+    """Mark a request as a retry, because a worker that died may have recorded a sample for it."""
     headers = [(name, value) for name, value in request.scope["headers"] if name != _RETRY_COUNT]
-    given = request.headers.get(_RETRY_COUNT.decode(), "")
-    headers.append((_RETRY_COUNT, given.encode() if given.isdecimal() and int(given) else b"1"))
+    count = request.headers.get(_RETRY_COUNT.decode(), "")
+    headers.append((_RETRY_COUNT, count.encode() if count.isdecimal() and int(count) else b"1"))
     request.scope["headers"] = headers
 
 
 class ReplayableBody:
-    """The body of a request, kept so that it can be forwarded, more than once, or served here."""
+    """The body of a request, kept so that it can be forwarded several times or served by this worker."""
 
     def __init__(self, receive: Receive, max_bytes: int) -> None:
         self._receive = receive
@@ -126,7 +128,7 @@ class ReplayableBody:
         self._whole: bytes | None = None
 
     async def read(self) -> bytes | None:
-        """The whole body; None if it is too large, or if the client disconnected before its end."""
+        """Return the whole body, None if it is too large or if the client disconnected before its end."""
         if self._whole is None and not self._messages:
             self._whole = await self._read()
         return self._whole
@@ -146,41 +148,42 @@ class ReplayableBody:
         return b"".join(parts)
 
     async def receive(self) -> Message:
-        """ASGI's `receive`: the kept messages first, and then new ones."""
+        """Return the next ASGI message: first the kept ones, then new ones."""
         if self._replayed < len(self._messages):
             self._replayed += 1
             return self._messages[self._replayed - 1]
         return await self._receive()
 
-    async def hang_up(self) -> None:
+    async def wait_for_disconnect(self) -> None:
         """Wait until the client has closed the connection. The body must have been read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
 
 class Siblings:
-    """The connections to the other workers."""
+    """Sends requests to the other workers."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
         self._session: aiohttp.ClientSession | None = None
 
     async def aclose(self) -> None:
-        """Close them."""
+        """Close the connections."""
         if self._session is not None:
             await self._session.close()
 
     async def forward(self, index: int, request: Request, body: ReplayableBody, send: Send) -> bool:
-        """Forward a request to a sibling.
+        """Forward a request to a sibling, and its response to the client.
 
-        Returns False if no byte of a response came, so that the sender should look up the owner again.
+        Returns:
+            False if there was no response, so that the sender should look up the owner again.
         """
-        gone = asyncio.ensure_future(body.hang_up())
-        asking = asyncio.ensure_future(self._ask(index, request, await body.read() or b""))
+        gone = asyncio.ensure_future(body.wait_for_disconnect())
+        pending = asyncio.ensure_future(self._send(index, request, await body.read() or b""))
         try:
-            if not await self._answered(index, asking, gone):
+            if not await self._has_answer(index, pending, gone):
                 return gone.done()
-            answer = asking.result()
+            answer = pending.result()
             try:
                 return await self._pass_on(answer, gone, send)
             finally:
@@ -189,22 +192,22 @@ class Siblings:
             _logger.info("worker %d did not answer: %s", index, str(error) or type(error).__name__)
             return False
         finally:
-            await _end(asking, gone)
+            await _end(pending, gone)
 
-    async def _answered(
-        self, index: int, asking: asyncio.Future[aiohttp.ClientResponse], gone: asyncio.Future[None]
+    async def _has_answer(
+        self, index: int, pending: asyncio.Future[aiohttp.ClientResponse], gone: asyncio.Future[None]
     ) -> bool:
-        """Wait for the head of the response; False if the client or the sibling has gone before it came.
+        """Wait for the head of the response; False if the client disconnects or the sibling ends first.
 
-        There is no timeout here: the sibling limits everything that it waits for.
+        There is no timeout, because the sibling limits everything that it waits for.
         """
-        while not asking.done() and not gone.done():
-            await asyncio.wait((asking, gone), timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done() and not self._workers.is_up(index):
-                return False  # the supervisor keeps its socket open, so the connection stays open too
-        return asking.done()
+        while not pending.done() and not gone.done():
+            await asyncio.wait((pending, gone), timeout=_CHECK_S, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done() and not self._workers.is_up(index):
+                return False  # the connection itself stays open, because the supervisor holds the socket
+        return pending.done()
 
-    async def _ask(self, index: int, request: Request, body: bytes) -> aiohttp.ClientResponse:
+    async def _send(self, index: int, request: Request, body: bytes) -> aiohttp.ClientResponse:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0),
@@ -218,7 +221,7 @@ class Siblings:
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
-            if name not in _OUR_OWN and name not in (_HOP.encode(), _ADDRESS.encode())
+            if name not in _CONNECTION_HEADERS and name not in (_HOP.encode(), _ADDRESS.encode())
         ]
         host, port = scope["server"]
         headers += [("Host", request.headers.get("host", "")), (_HOP, self._workers.secret)]
@@ -229,7 +232,7 @@ class Siblings:
             data=body or None,
             headers=headers,
             allow_redirects=False,
-            skip_auto_headers=_ADDED,
+            skip_auto_headers=_NOT_ADDED,
         )
 
     async def _pass_on(self, answer: aiohttp.ClientResponse, gone: asyncio.Future[None], send: Send) -> bool:
@@ -240,7 +243,9 @@ class Siblings:
             "type": "http.response.start",
             "status": answer.status,
             "headers": [
-                (name, value) for name, value in headers if name == b"content-length" or name not in _OUR_OWN
+                (name, value)
+                for name, value in headers
+                if name == b"content-length" or name not in _CONNECTION_HEADERS
             ],
         }
         if answer.content_length is not None:
@@ -259,13 +264,13 @@ class Siblings:
 
 
 async def _stream(answer: aiohttp.ClientResponse, start: Message, send: Send) -> None:
-    """Pass a body on as it arrives. If it breaks off, it stays unfinished, so that the client notices."""
+    """Pass a body on as it arrives. If it breaks off, it is left incomplete, so that the client notices."""
     await send(start)
     try:
         async for part in answer.content.iter_any():
             await send({"type": "http.response.body", "body": part, "more_body": True})
     except aiohttp.ClientError as error:
-        _logger.warning("an answer of another worker broke off: %s", str(error) or type(error).__name__)
+        _logger.warning("the response of another worker broke off: %s", str(error) or type(error).__name__)
         return
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -276,4 +281,4 @@ async def _end(*futures: asyncio.Future[Any]) -> None:
     await asyncio.wait(futures)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # mark it as retrieved, or asyncio would log it
+            future.exception()  # marks the exception as retrieved, so that asyncio does not log it

@@ -1,10 +1,10 @@
-"""Passes an open connection to the worker that has the episode named by its next request.
+"""Passes an open connection to the worker that owns the episode of its next request.
 
 All workers accept connections on the one public port, so any of them may receive a request. Before a request
-is parsed, its first bytes are inspected for an episode's key. If the episode belongs to another worker, the
-socket and the bytes read so far are sent there, and that worker serves the connection as if it had accepted
-it: the calls of an agent cost no more than with a single worker. A connection that cannot be passed is served
-where it is, and its requests are forwarded.
+is parsed, its first bytes are searched for an episode's key. If the episode belongs to another worker, the
+socket and the bytes read so far are sent to that worker, which serves the connection as if it had accepted
+it. The calls of an agent thus cost no more than with a single worker. A connection that cannot be passed
+stays with its worker, which forwards the requests.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _logger = logging.getLogger(__name__)
 
 _LONGEST_METHOD = 8  # "OPTIONS "
 _LONGEST_KEY = 128
-_MOST_BYTES = 2**18  # the most that is read from a connection at once
+_MOST_BYTES = 2**18  # the most bytes that are read from a connection at once
 _ARRIVALS_AT_ONCE = 64
 
 
 def open_inboxes(count: int, stack: contextlib.ExitStack) -> tuple[list[socket.socket], list[socket.socket]]:
-    """(inboxes, outboxes): for each worker a socket from which it receives connections, and the other end.
+    """Return (inboxes, outboxes): for each worker the socket that it receives connections from, and its peer.
 
     The supervisor holds both ends, so connections that were sent to a dead worker wait until it is restarted.
     """
@@ -49,12 +49,12 @@ def open_inboxes(count: int, stack: contextlib.ExitStack) -> tuple[list[socket.s
 
 @dataclass(frozen=True, slots=True)
 class WorkerSockets:
-    """One of several workers, and the sockets that it inherited to pass connections on.
+    """One of several workers, and the sockets that it inherited for passing connections.
 
     Attributes:
         workers: this worker and its siblings.
-        inbox: receives connections of this worker's episodes.
-        outboxes: [N] send connections to each worker.
+        inbox: the socket that receives connections for this worker's episodes.
+        outboxes: [N] the sockets that send connections, by the index of the receiving worker.
     """
 
     workers: Workers
@@ -63,10 +63,11 @@ class WorkerSockets:
 
 
 class Handover:
-    """One worker's end of the handover.
+    """Sends connections to other workers, and serves those that they send.
 
     Args:
-        worker_of: the index of the worker that a request path belongs to; must return at once.
+        worker: this worker and its sockets.
+        worker_of: returns the index of the worker that a request path belongs to; must not block.
     """
 
     def __init__(self, worker: WorkerSockets, worker_of: Callable[[str], int]) -> None:
@@ -82,9 +83,11 @@ class Handover:
         return self._workers.private
 
     def passes(self, transport: asyncio.Transport, data: bytes) -> bool:
-        """Send the connection on if the request that begins with `data` belongs to another worker.
+        """Send the connection to another worker if the request that begins with `data` belongs there.
 
-        Returns whether it was sent; if so, the transport is closed here and the connection stays open there.
+        Returns:
+            Whether it was sent. If so, the transport is closed, but the connection stays open in the other
+            worker.
         """
         path = _episode_path(data)
         index = self._workers.index if path is None else self._worker_of(path)
@@ -96,14 +99,14 @@ class Handover:
         try:
             socket.send_fds(self._outboxes[index], [data], [connection.fileno()])
         except OSError as error:  # for example a full inbox; the request is then forwarded
-            _logger.info("a connection was not passed to worker %d: %s", index, error)
+            _logger.info("a connection could not be passed to worker %d: %s", index, error)
             return False
         transport.close()
         return True
 
     @contextlib.contextmanager
     def receiving(self, server: uvicorn.Server) -> Iterator[None]:
-        """Serve the connections that siblings send, for the length of a with-block in the event loop."""
+        """Within the with-block, serve the connections that siblings send. Needs a running event loop."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._inbox, self._receive, server)
         try:
@@ -121,7 +124,10 @@ class Handover:
             except BlockingIOError:
                 return
             if not descriptors:
-                _logger.error("a connection from another worker was lost: too many open files")
+                _logger.error(
+                    "a connection from another worker was lost because this process has too many open files; "
+                    "raise its limit (ulimit -n)"
+                )
                 continue
             connection = socket.socket(fileno=descriptors[0])
             connection.setblocking(False)
@@ -140,16 +146,16 @@ class Handover:
 
         try:
             await asyncio.get_running_loop().connect_accepted_socket(protocol, connection)
-        except OSError as error:  # the client has gone
+        except OSError as error:  # the client has disconnected
             _logger.info("a connection ended while it was passed between workers: %s", error)
             connection.close()
 
 
 class PassedOn(LimitedProtocol):
-    """uvicorn's HTTP protocol, which passes the connection to another worker where it belongs there.
+    """uvicorn's HTTP protocol, extended to pass a connection to the worker that its next request belongs to.
 
     Args:
-        handover: decides which connections are passed on.
+        handover: decides which connections are passed.
         received: bytes that a sibling has read from the connection; their request is always served here.
         **uvicorns: the arguments that uvicorn passes to each protocol.
     """
@@ -161,7 +167,7 @@ class PassedOn(LimitedProtocol):
         self._is_public = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The connection is open, and nothing was read from it in this process."""
+        """Initialise a connection, and process the bytes that a sibling has read from it."""
         super().connection_made(transport)
         self._is_public = self.server != self._handover.private
         if self._received:
@@ -169,13 +175,13 @@ class PassedOn(LimitedProtocol):
             super().data_received(received)
 
     def data_received(self, data: bytes) -> None:
-        """More of the connection was read."""
+        """Pass the connection on if `data` begins a request for another worker, else parse `data`."""
         if self._is_public and self._is_between_requests() and self._handover.passes(self.transport, data):
             return
         super().data_received(data)
 
     def _is_between_requests(self) -> bool:
-        """Whether everything read so far is complete requests, and all of them were answered."""
+        """Whether all requests read so far are complete and were answered."""
         if self.is_in_head or self.pipeline:
             return False
         cycle = self.cycle
@@ -191,18 +197,18 @@ class HandoverServer(uvicorn.Server):
         self._receiving = contextlib.ExitStack()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to serve."""
+        """Start to serve, also the connections that siblings send."""
         await super().startup(sockets)
         self._receiving.enter_context(self._handover.receiving(self))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept nothing more, and finish the running requests."""
+        """Stop accepting connections, and finish the running requests."""
         self._receiving.close()
         await super().shutdown(sockets)
 
 
 def protocol_of(handover: Handover) -> type[asyncio.Protocol]:
-    """A factory of protocols, typed as a class: uvicorn only ever calls its protocol class."""
+    """Return a factory of protocols; it is typed as a class because uvicorn's configuration expects one."""
 
     def make(**uvicorns: Any) -> PassedOn:
         return PassedOn(handover, **uvicorns)
@@ -211,7 +217,7 @@ def protocol_of(handover: Handover) -> type[asyncio.Protocol]:
 
 
 def _episode_path(data: bytes) -> str | None:
-    """The beginning of a request's path, as far as the episode's key; None if the bytes name no episode."""
+    """Return a request's path up to the episode's key, None if `data` does not begin with such a path."""
     start = data.find(b" /e/", 0, _LONGEST_METHOD + 3)
     if start < 0:
         return None

@@ -1,9 +1,8 @@
-"""The identity of a worker on its store, and the other workers that are running.
+"""Identifies the workers on a store, and determines which of them are running.
 
-An open episode in the store names its owner, the only process that may have it in memory. Each process
-of a worker is an owner of its own: the episodes of an earlier process are taken over like those of any dead
-worker. Each process holds a lock on a file beside the store, which the kernel releases when it ends, however
-it ends.
+An open episode in the store names its owner, the only process that may have it in memory. A restarted worker
+is a new owner, and the episodes of its earlier process are taken over like those of any dead worker. Each
+process holds a lock on a file beside the store, which the kernel releases however the process ends.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from areal_agents.proxy.listening import listen
 
 PRIVATE_HOST = "127.0.0.1"
 ORPHANS_END_S = 25.0  # a worker exits at the latest 15 s after its supervisor
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _LOCK = ".lock"
 _SUPERVISOR = ".supervisor" + _LOCK
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """The identity of a worker; all but `index` and `starts` are the same for all workers of a run.
+    """The identity of a worker. Only `index` and `starts` differ between the workers of a run.
 
     Attributes:
         folder: the folder of the lock files; see `locks_beside`.
-        run: the name of this run of the supervisor.
-        index: of the worker, from 0.
-        starts: how many times the worker was started before.
-        ports: [N] each worker's own port on `PRIVATE_HOST`, where its siblings reach it.
-        secret: proves to a worker that a request comes from a sibling.
+        run: name of this run of the supervisor.
+        index: index of the worker, from 0.
+        starts: number of earlier starts of the worker.
+        ports: [N] the port of each worker on `PRIVATE_HOST`, where its siblings reach it.
+        secret: the secret that proves to a worker that a request comes from a sibling.
     """
 
     folder: Path
@@ -62,20 +61,20 @@ class Workers:
         self.owner = owner_name(spec.run, spec.index, spec.starts)
 
     def url(self, index: int) -> str:
-        """The base URL of a sibling's own port."""
+        """Return the base URL of a sibling's own port."""
         return f"http://{PRIVATE_HOST}:{self._spec.ports[index]}"
 
     @contextlib.contextmanager
-    def living(self) -> Iterator[None]:
+    def holding_lock(self) -> Iterator[None]:
         """Hold the lock of this process run within the with-block."""
         folder = self._spec.folder
         folder.mkdir(parents=True, exist_ok=True)
         for earlier in folder.glob(owner_name(self._spec.run, self.index, "*") + _LOCK):
-            earlier.unlink(missing_ok=True)  # of process runs that have ended, since this one has begun
+            earlier.unlink(missing_ok=True)  # earlier processes of this worker have ended
         with _holding(folder / (self.owner + _LOCK), f"{os.getpid()} {self.url(self.index)}\n"):
             yield
 
-    def is_living(self, owner: str) -> bool:
+    def is_alive(self, owner: str) -> bool:
         """Whether the process with this owner name is still running."""
         return _is_held(self._spec.folder / (owner + _LOCK))
 
@@ -85,62 +84,65 @@ class Workers:
         return any(_is_held(path) for path in self._spec.folder.glob(name + _LOCK))
 
     def is_first(self) -> bool:
-        """Whether no worker with a lower index is running: the first does what only one may do."""
+        """Whether no worker with a lower index is running; the first worker does what only one may do."""
         return not any(self.is_up(index) for index in range(self.index))
 
     def index_of(self, owner: str | None) -> int | None:
-        """The index of the worker to which an owner name belongs; None for an owner of another run."""
+        """Return the index of the worker with an owner name, None for an owner of another run."""
         run, _, rest = (owner or "").partition(".")
         index = rest.partition(".")[0]
         return int(index) if run == self._spec.run and index.isdecimal() else None
 
     def home(self, episode_key: str) -> int:
-        """The worker that opens the episode with this key, and takes it over if its owner is dead.
+        """Return the index of the worker that opens the episode with this key.
 
-        It depends only on the key and on the number of workers, so a restart does not change it.
+        The same worker takes the episode over if its owner dies. The index depends only on the key and on the
+        number of workers, so a restart does not change it.
         """
         digest = hashlib.blake2b(episode_key.encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.count
 
     def new_key(self) -> str:
-        """A new episode key whose `home` is this worker."""
+        """Return a new episode key whose `home` is this worker."""
         while True:
             key = new_episode_key()
             if self.home(key) == self.index:
                 return key
 
     def homes(self, key: bytes) -> list[int]:
-        """The workers in the order in which they take over something without an owner (rendezvous hashing).
+        """Return the workers in the order in which they take over an episode without an owner.
 
-        Every worker computes the same order, and over many keys each worker comes first equally often.
+        The order is that of rendezvous hashing.
+
+        Every worker computes the same order, and each worker is the first for an equal share of keys.
         """
         return sorted(range(self.count), key=lambda index: _weight(key, index))
 
 
 def owner_name(run: str, index: int, starts: int | str) -> str:
-    """The name of one process run of a worker in the store."""
+    """Return the name with which one process of a worker owns episodes in the store."""
     return f"{run}.{index}.{starts}"
 
 
 def locks_beside(store: Path) -> Path:
-    """The folder of the workers' locks."""
+    """Return the folder of the lock files of a store's workers."""
     return store.with_name(store.name + ".workers")
 
 
 @contextlib.contextmanager
 def supervising(folder: Path, run: str) -> Iterator[None]:
-    """Hold the lock of a supervisor for the length of a with-block."""
+    """Hold the lock of a supervisor within the with-block."""
     with _holding(folder / (run + _SUPERVISOR), f"{os.getpid()}\n"):
         yield
 
 
 def was_killed(folder: Path) -> bool:
-    """Whether a supervisor of this store was killed and its files were not removed yet."""
+    """Whether a supervisor of this store was killed and its lock file still exists."""
     return any(not _is_held(path) for path in folder.glob("*" + _SUPERVISOR))
 
 
 def listen_after(host: str, port: int, folder: Path) -> socket.socket:
-    """`listen`, but if a supervisor of this store was killed, wait until its workers release the port."""
+    """Open a listening socket; after a supervisor was killed, wait until its workers free the port."""
     deadline = time.monotonic() + ORPHANS_END_S
     while True:
         try:
@@ -148,23 +150,23 @@ def listen_after(host: str, port: int, folder: Path) -> socket.socket:
         except ConfigError:
             if not was_killed(folder) or time.monotonic() > deadline:
                 raise
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def wait_for_orphans(folder: Path) -> None:
     """Wait until the workers of every killed supervisor have exited, which they do by themselves.
 
-    Until then they may be writing the last turns of the episodes that they have in memory. ConfigError if
-    some are still running after `ORPHANS_END_S`.
+    Until then they may be writing the last turns of their episodes. Raise ConfigError if some are still
+    running after `ORPHANS_END_S`.
     """
     deadline = time.monotonic() + ORPHANS_END_S
     while orphans := [path for path in folder.glob("*.*.*" + _LOCK) if _is_orphan(path)]:
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"{len(orphans)} workers of a killed supervisor are still running after {ORPHANS_END_S:g} s; "
-                f"end them (the files in {folder} contain their process ids)"
+                f"kill them (the files in {folder} contain their process ids)"
             )
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     forget_dead(folder)
 
 
@@ -173,7 +175,7 @@ def forget_dead(folder: Path) -> None:
     for path in folder.glob("*" + _LOCK):
         if not _is_held(path):
             path.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # it has locks of running processes
+    with contextlib.suppress(OSError):  # the folder has lock files of running processes
         folder.rmdir()
 
 
@@ -193,7 +195,7 @@ def _holding(path: Path, content: str) -> Iterator[None]:
 
 
 def _is_orphan(path: Path) -> bool:
-    """Whether the lock of a worker is held while its supervisor's is not."""
+    """Whether the lock of a worker is held and that of its supervisor is not."""
     run = path.name.partition(".")[0]
     return _is_held(path) and not _is_held(path.with_name(run + _SUPERVISOR))
 

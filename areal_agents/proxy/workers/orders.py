@@ -1,4 +1,7 @@
-"""The orders that the supervisor sends to workers through a pipe, because command lines are public."""
+"""The order with which the supervisor starts a worker.
+
+It is sent through a pipe, because it contains keys and every user of the machine can read command lines.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,18 @@ class Order:
     """Everything that a worker needs to start.
 
     Attributes:
-        spec: which worker it is.
+        spec: the identity of the worker.
         model: the model folder.
         engines: the running engines.
-        store, durability: how to open the store.
-        retain: which trained turns are kept, as plain data; all, if another worker removes them.
+        store: path or URL of the store.
+        durability: durability of the store.
+        retain: the trained turns that are kept, as plain data; all if another worker removes them.
         config: the proxy's settings, as plain data.
-        public_fd, private_fd: inherited listening sockets: the one of all workers, and this worker's own.
-        inbox_fd, outbox_fds: inherited sockets through which connections are passed; see `WorkerSockets`.
-        ready_fd: inherited pipe; the worker writes `READY` into it once, and it closes when the worker exits.
+        public_fd: inherited listening socket of all workers.
+        private_fd: inherited listening socket of this worker.
+        inbox_fd: inherited socket that connections are received from; see `WorkerSockets`.
+        outbox_fds: inherited sockets that connections are sent to.
+        ready_fd: inherited pipe; the worker writes `READY` to it once, and it closes when the worker exits.
     """
 
     spec: WorkerSpec
@@ -45,16 +51,16 @@ class Order:
 
     @property
     def inherited(self) -> tuple[int, ...]:
-        """Every file descriptor that the worker inherits."""
+        """The file descriptors that the worker inherits."""
         return (self.public_fd, self.private_fd, self.inbox_fd, *self.outbox_fds, self.ready_fd)
 
     def to_line(self) -> bytes:
-        """As one line of JSON."""
+        """Return the order as one line of JSON."""
         return orjson.dumps(self, default=str) + b"\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> Order:
-        """What `to_line` wrote."""
+        """Return the order that `to_line` has written."""
         data = orjson.loads(line)
         spec = data["spec"] | {"folder": Path(data["spec"]["folder"]), "ports": tuple(data["spec"]["ports"])}
         engines = EngineUrls(**data["engines"] | {"engines": tuple(data["engines"]["engines"])})

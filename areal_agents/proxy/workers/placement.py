@@ -1,7 +1,7 @@
 """Finds the worker that serves a request: the one that has its episode in memory.
 
-A request without a known episode is served by the worker that received it, which refuses it as a single
-worker would.
+A request for an unknown episode is served by the worker that received it, which refuses it as a single proxy
+process would.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WorkerLookup:
     """Finds the worker of each request that this one receives.
 
     Args:
-        dialects: of the model calls, by path without an episode's key.
+        dialects: the dialects of the model calls, by path without an episode's key.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class WorkerLookup:
         self._moved: dict[str, int] = {}  # episode key → the worker that took it over from its home
 
     def worker_of(self, path: str) -> int:
-        """The worker that a path belongs to, from memory alone: the episode may have been taken over since.
+        """Return the index of the worker that a path belongs to, without reading the store.
 
-        A path that names no episode belongs to this worker.
+        The result may be outdated if the episode was taken over. A path that names no episode belongs to this
+        worker.
         """
         if not path.startswith("/e/") or self.is_here(path):
             return self._here
@@ -85,16 +86,16 @@ class WorkerLookup:
         return self._moved.get(key, self._workers.home(key))
 
     def is_here(self, path: str) -> bool:
-        """Whether a path names an episode that this worker has in memory, as nearly every call's does."""
+        """Whether a path names an episode that this worker has in memory, as almost every model call does."""
         return path.startswith("/e/") and self._sessions.holds(path[3:].partition("/")[0])
 
-    async def place(self, request: Request, read_body: ReadBody, *, forwarded: bool) -> int:
-        """The index of the worker.
+    async def worker_for(self, request: Request, read_body: ReadBody, *, forwarded: bool) -> int:
+        """Return the index of the worker that serves a request.
 
         Args:
-            request: its body has not been read.
-            read_body: returns the whole body; None if it is too large or the client has gone.
-            forwarded: whether a sibling sent it; a request that any worker may serve is then served here.
+            request: a request whose body has not been read.
+            read_body: returns the whole body, None if it is too large or the client has disconnected.
+            forwarded: whether a sibling sent the request; if so, this worker serves it if any worker may.
 
         Raises:
             RequestError: 503 if a worker of another run has the episode.
@@ -134,7 +135,7 @@ class WorkerLookup:
         return await self._ownership.locate(lambda: self._store.episode_row(episode_id))
 
     def _next_opening(self) -> int:
-        """The next running worker in turn: the workers share the episodes equally."""
+        """Return the next running worker in turn, so that the workers open equally many episodes."""
         for _ in range(self._workers.count):
             index = next(self._openings) % self._workers.count
             if index == self._here or self._workers.is_up(index):
@@ -166,13 +167,13 @@ class WorkerLookup:
             return index
         try:
             context = ReadContext(self._config.max_messages, "", Forest(), self._memo)
-            asked = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
+            model_request = await self._bodies.off_loop(request, lambda: dialect.read(body, context))
         except RequestError:
             return self._here
-        return self._workers.homes(home_key(implicit_key(caller, None), asked.messages))[0]
+        return self._workers.homes(home_key(implicit_key(caller, None), model_request.messages))[0]
 
     async def _of_name(self, key: str) -> int:
-        """The worker that has a named session; if it is not open, the first running worker of its `homes`."""
+        """Return the worker with an open named session, else the first running worker of its `homes`."""
         row = await asyncio.to_thread(self._store.open_implicit_episode, key)
         if row is not None:
             return await self._of_implicit(row.id)
@@ -180,14 +181,14 @@ class WorkerLookup:
         return next(index for index in homes if index == self._here or self._workers.is_up(index))
 
     async def _of_turn(self, caller: Caller, turn_id: str) -> int | None:
-        """The worker of the implicit episode of a turn; None if the episode is not one of the caller's."""
+        """Return the worker with the implicit episode of a turn, None unless it is open and the caller's."""
         row = await asyncio.to_thread(self._store.episode_of_turn, turn_id)
         key = row.implicit_key
         if row.status != "open" or key is None or key.partition("/")[0] != caller.identity:
             return None
         if is_named(key):
             return await self._of_implicit(row.id)
-        # Calls of a conversation without a name only go to its home, so no other worker takes it over.
+        # Calls of a conversation without a session name go only to its home, so no other worker claims it.
         index = self._workers.index_of(row.owner)
         if index is None:
             turns = await asyncio.to_thread(self._store.turns_of, row.id)
@@ -208,7 +209,7 @@ class WorkerLookup:
 
 
 def _object(body: bytes, max_values: int) -> dict[str, Any] | None:
-    """The JSON object of a body; None for a body that the app will refuse."""
+    """Return the JSON object of a body, None for a body that the app will refuse."""
     try:
         refuse_many_values(body, max_values)
         data = orjson.loads(body)

@@ -1,7 +1,7 @@
-"""`python -m areal_agents.proxy.workers.process`: one of several proxy processes, started by the supervisor.
+"""Runs one of several proxy processes; the supervisor starts `python -m areal_agents.proxy.workers.process`.
 
-It reads its `Order` from the first line of its standard input, serves on inherited sockets, and exits on
-SIGTERM or when its standard input closes, which happens when the supervisor dies.
+The process reads its `Order` from the first line of its standard input, serves on inherited sockets, and
+exits on SIGTERM or when its standard input closes, which happens when the supervisor dies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LONGEST_ORDER = 2**20
 
 
 def serve_worker(order: Order) -> None:
-    """Serve until SIGTERM. ConfigError or StoreError if it cannot."""
+    """Serve until SIGTERM. Raise ConfigError or StoreError if the worker cannot start."""
     config = ProxyConfig.model_validate(order.config)
     workers = Workers(order.spec)
     settings = StoreConfig.model_validate({"durability": order.durability, "retain": order.retain})
@@ -41,8 +41,8 @@ def serve_worker(order: Order) -> None:
         ]
         stack.enter_context(exit_on_sigterm())
         renderer = make_renderer(order.model, config)
-        # Before the store, so that its lock outlives the writes that are queued there.
-        stack.enter_context(workers.living())
+        # Entered before the store is opened, so that the lock is held until the store's queued writes end.
+        stack.enter_context(workers.holding_lock())
         store = stack.enter_context(Store.open(order.store, settings.durability))
         serve_with_engines(
             public,
@@ -53,11 +53,11 @@ def serve_worker(order: Order) -> None:
             config=config,
             worker=WorkerSockets(workers, inbox, tuple(outboxes)),
             retention=retention_of(store, settings),
-            on_ready=lambda: _tell(order.ready_fd),
+            on_ready=lambda: _report_ready(order.ready_fd),
         )
 
 
-def _tell(fd: int) -> None:
+def _report_ready(fd: int) -> None:
     os.write(fd, READY)
 
 
@@ -74,13 +74,13 @@ def _read_order() -> Order:
     while not line.endswith(b"\n") and len(line) < _LONGEST_ORDER:
         part = os.read(0, 65536)
         if not part:
-            sys.exit("error: no order on standard input")
+            sys.exit("error: standard input has no order; this module is started by the proxy's supervisor")
         line += part
     return Order.from_line(line)
 
 
 def main() -> None:
-    """Serve as ordered; an expected error is one line on standard error."""
+    """Serve as the order says. An expected error is written to standard error as one line."""
     order = _read_order()
     threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     try:

@@ -1,8 +1,9 @@
-"""The supervisor of several proxy processes on one store.
+"""Runs several proxy processes (workers) on one store, and restarts those that end.
 
-All workers accept on one port, so the URL of an episode names no process. The supervisor holds every socket,
-so the clients of a worker that is restarted only have to wait. When the supervisor ends, for whatever reason,
-its workers exit too; the next supervisor waits for the port and for the last of them.
+All workers accept connections on one port, so the URL of an episode does not depend on the process. The
+supervisor holds every socket, so the clients of a worker that is restarted only have to wait. When the
+supervisor ends, for whatever reason, its workers exit too. The next supervisor waits until the port is free
+and all of them have exited.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _logger = logging.getLogger(__name__)
 
 _MOST_WORKERS = 256
 _START_S = 120.0
-_STOP_S = 12.0  # of which a worker gives its running calls 5
+_STOP_S = 12.0  # includes 5 s for the running calls of a worker
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
-_STEADY_S = 30.0  # a worker that ran for so long is started again at once
+_STEADY_S = 30.0  # a worker that ran for at least this long is restarted at once
 
 
 def serve_workers(
@@ -66,14 +67,16 @@ def serve_workers(
 ) -> None:
     """Serve a model with several processes until SIGTERM or Ctrl-C.
 
-    Args:
-        workers: how many processes, at least 2; they share `max_concurrent` and `max_queued` equally.
+    The other arguments and the errors are those of `serve`.
 
-    The other arguments, and what is raised, are those of `serve`; ArealAgentsError also if a worker does not
-    start.
+    Args:
+        workers: number of processes, at least 2; they share `max_concurrent` and `max_queued` equally.
+
+    Raises:
+        ArealAgentsError: a worker does not start.
     """
     if not 2 <= workers <= _MOST_WORKERS:
-        raise ConfigError(f"workers must be from 2 to {_MOST_WORKERS}, got {workers}")
+        raise ConfigError(f"the number of workers must be from 2 to {_MOST_WORKERS}, got {workers}")
     refuse_open_access(config)
     check_addresses(engine_urls, router_url)
     settings = durability or StoreConfig()
@@ -85,7 +88,7 @@ def serve_workers(
         inboxes, outboxes = open_inboxes(workers, stack)
         stack.enter_context(exit_on_sigterm())
         wait_for_orphans(folder)
-        with Store.open(store, settings.durability):  # fail here rather than in every worker
+        with Store.open(store, settings.durability):  # an unusable store fails here, not in every worker
             pass
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
@@ -122,7 +125,7 @@ def serve_workers(
 
 
 class WorkerProcesses:
-    """The workers by index. Leaving the with-block ends them all."""
+    """The processes of all workers. Leaving the with-block ends them."""
 
     def __init__(self, count: int, order: Callable[[int, int, int], Order]) -> None:
         self._order = order
@@ -139,19 +142,21 @@ class WorkerProcesses:
             self._stop()
 
     def start(self, deadline: float) -> None:
-        """Start every worker and return when all of them serve. ArealAgentsError if one cannot.
+        """Start every worker, and return when all of them serve. A worker killed by SIGKILL is restarted.
 
-        A worker that is killed by SIGKILL meanwhile is started again.
+        Raise ArealAgentsError if a worker does not start.
         """
         while not all(worker.is_ready for worker in self._workers):
             left_s = deadline - time.monotonic()
             if left_s <= 0:
-                raise ArealAgentsError(f"the workers did not start within {_START_S:g} s")
+                raise ArealAgentsError(
+                    f"the workers did not start within {_START_S:g} s; their log is on standard error"
+                )
             for worker in self._ended(left_s):
                 if worker.exit_code != -signal.SIGKILL:
                     raise ArealAgentsError(
                         f"worker {worker.index} ended before it served, with exit code {worker.exit_code}; "
-                        "its error is above"
+                        "its error message is on standard error"
                     )
                 worker.plan_start()
 
@@ -162,7 +167,7 @@ class WorkerProcesses:
                 worker.plan_start()
 
     def _ended(self, timeout_s: float) -> list[_Worker]:
-        """Start the workers that are due and wait until one is ready or ends; returns those that ended."""
+        """Start the workers that are due, wait until one is ready or ends, and return those that ended."""
         now = time.monotonic()
         for worker in self._workers:
             if worker.process is None and worker.start_at <= now:
@@ -179,18 +184,18 @@ class WorkerProcesses:
             [sys.executable, "-m", "areal_agents.proxy.workers.process"],
             stdin=subprocess.PIPE,  # closes when this process ends, however it ends
             pass_fds=order.inherited,
-            start_new_session=True,  # a Ctrl-C at the terminal reaches the supervisor alone
+            start_new_session=True,  # Ctrl-C at the terminal reaches only the supervisor
         )
         os.close(ready_fd)
         worker.begin(process, ready)
         self._selector.register(ready, selectors.EVENT_READ, worker)
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has exited, which `_changed` notices
+        with contextlib.suppress(BrokenPipeError):  # the process has exited; `_changed` detects it
             process.stdin.write(order.to_line())
             process.stdin.flush()
 
     def _changed(self, timeout_s: float | None) -> list[_Worker]:
-        """Wait until workers become ready or end; returns those."""
+        """Wait until workers become ready or end, and return them."""
         changed = []
         for key, _ in self._selector.select(timeout_s):
             worker: _Worker = key.data
@@ -213,7 +218,7 @@ class WorkerProcesses:
 
 
 class _Worker:
-    """One worker, over all its restarts."""
+    """One worker, across its restarts."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -227,7 +232,7 @@ class _Worker:
         self._pause_s = 0.0
 
     def begin(self, process: subprocess.Popen[bytes], ready: int) -> None:
-        """The worker was started."""
+        """Record that the worker was started."""
         self.process, self.ready, self.is_ready = process, ready, False
         self._started_at = time.monotonic()
 
@@ -253,22 +258,22 @@ class _Worker:
         self.starts += 1
 
     def plan_start(self) -> None:
-        """Set the time of the next start: at once, but with growing pauses for a worker that keeps ending."""
-        lived_s = time.monotonic() - self._started_at
-        if lived_s > _STEADY_S or self._pause_s == 0.0:
+        """Set the time of the next start: now, or after growing pauses if the worker keeps ending."""
+        ran_s = time.monotonic() - self._started_at
+        if ran_s > _STEADY_S or self._pause_s == 0.0:
             self._pause_s, pause_s = _FIRST_PAUSE_S, 0.0
         else:
             pause_s = self._pause_s
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         self.start_at = time.monotonic() + pause_s
         _logger.warning(
-            "worker %d ended with exit code %d after %.1f s; it is started again in %.2g s",
-            self.index, self.exit_code, lived_s, pause_s,
+            "worker %d ended with exit code %d after %.1f s; it will be restarted in %.2g s",
+            self.index, self.exit_code, ran_s, pause_s,
         )  # fmt: skip
 
 
 def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
-    """The configuration of one worker: its share of the concurrency limits, and the port of all workers."""
+    """Return the configuration of one worker, with its share of the limits and the port of all workers."""
     return config.model_copy(
         update={
             "port": port,
@@ -279,9 +284,9 @@ def _shared(config: ProxyConfig, workers: int, port: int) -> ProxyConfig:
 
 
 def _retained(retain: RetainConfig, index: int) -> RetainConfig:
-    """The retention of one worker: only the first removes turns, so that nothing is exported twice.
+    """Return the retention of one worker. Only the first removes turns, so that no turn is exported twice.
 
-    Each process run ends before the next one begins.
+    A restarted worker starts only after its earlier process has ended.
     """
     return retain if index == 0 else RetainConfig()
 

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions."""
+"""The dialect of OpenAI's chat completions API."""

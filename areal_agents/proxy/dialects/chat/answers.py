@@ -1,7 +1,7 @@
-"""Writes recorded turns in OpenAI's chat-completions form, whole or as a stream of chunks.
+"""Writes recorded turns as OpenAI chat completions, whole or as a stream of chunks.
 
-A stream has a role chunk first, then deltas, then a finish chunk per choice, a usage chunk if requested, and
-[DONE]. Content and tool calls never share a chunk.
+A stream has a chunk with the role of each choice, then deltas, then a finish chunk for each choice, a usage
+chunk if requested, and [DONE]. No chunk has both content and tool calls.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ from areal_agents.rendering import Tokenizer
 
 
 def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-    """The JSON of a `ChatCompletion`; its id names the first choice's turn, and each choice names its own."""
+    """Return the JSON of a `ChatCompletion`.
+
+    Its id is that of the first choice's turn. With several choices, each has the id of its turn in `turn_id`.
+    """
     with_logprobs = bool(body.get("logprobs"))
     response = typed(
         ChatCompletion,
@@ -67,7 +70,7 @@ def chat_answer(body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenize
         if with_logprobs:
             choice["logprobs"] = _logprobs(item.turn, tokenizer)
         if len(done) > 1:
-            choice["turn_id"] = item.turn.id  # what a reward for this choice names
+            choice["turn_id"] = item.turn.id  # with which a reward refers to this choice
     return orjson.dumps(answer)
 
 
@@ -123,7 +126,7 @@ class ChatStream:
         return b"".join([*out, DONE])
 
     def error(self, refusal: RequestError) -> bytes:
-        """See `StreamWriter.error`: OpenAI's clients raise on an event with an error."""
+        """See `StreamWriter.error`. OpenAI's clients raise an exception for an event with an error."""
         return event(openai_error(refusal)) + DONE
 
     def _chunk(self, choice: int, delta: Any, finish_reason: str | None = None) -> bytes:
@@ -146,7 +149,7 @@ class ChatStream:
 def _message(reply: Message) -> ChatCompletionMessage:
     fields: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
     if reply.tool_calls:
-        fields["content"] = reply.content or None  # beside calls, as OpenAI: no text is null
+        fields["content"] = reply.content or None  # with tool calls, OpenAI's API has null for empty content
         fields["tool_calls"] = [
             typed(
                 ChatCompletionMessageFunctionToolCall,
@@ -173,5 +176,5 @@ def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
 
 
 def _logprobs(turn: Turn, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The logprobs of a completion in OpenAI's shape; the alternatives only where they were requested."""
+    """Return the logprobs of a completion in OpenAI's form, with the alternatives if they were requested."""
     return {"content": TokenTexts(tokenizer).entries(turn.completion), "refusal": None}

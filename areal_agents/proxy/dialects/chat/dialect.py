@@ -1,4 +1,4 @@
-"""The chat-completions dialect: reads OpenAI's requests and writes its answers."""
+"""The dialect of OpenAI's chat completions API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ChatDialect:
     keepalive = COMMENT
 
     def referenced_turn(self, body: Mapping[str, Any]) -> str | None:
-        """See `Dialect.referenced_turn`: the conversation itself is all that this API has."""
+        """See `Dialect.referenced_turn`. Requests of this API do not refer to turns."""
         return None
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
@@ -35,7 +35,7 @@ class ChatDialect:
         return reading.within_depth(lambda: _read(body, context))
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """See `Dialect.answer`: a `ChatCompletion`."""
+        """See `Dialect.answer`. The answer is a `ChatCompletion`."""
         return chat_answer(body, done, tokenizer)
 
     def stream(
@@ -46,7 +46,7 @@ class ChatDialect:
         created_at: float,
         tokenizer: Tokenizer,
     ) -> ChatStream:
-        """See `Dialect.stream`: `ChatCompletionChunk`s, then [DONE]."""
+        """See `Dialect.stream`. The stream has `ChatCompletionChunk`s, then [DONE]."""
         return ChatStream(body, turn_ids, created_at, tokenizer)
 
     def error(self, refusal: RequestError) -> bytes:
@@ -59,15 +59,18 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
     if not isinstance(raw_messages, list) or not raw_messages:
         refuse("messages must be a list with at least one message", "messages")
     if len(raw_messages) > context.max_messages:
-        refuse(f"at most {context.max_messages} messages are accepted, got {len(raw_messages)}", "messages")
+        refuse(
+            f"a request may have at most {context.max_messages} messages, got {len(raw_messages)}", "messages"
+        )
     reading.refuse_fields_of_other_servers(body)
     if body.get("web_search_options") is not None:
         reading.unsupported(
-            "web_search_options is not supported: this server runs no tools of its own", "web_search_options"
+            "web_search_options is not supported, because this server runs no tools; remove it",
+            "web_search_options",
         )
     for name in ("functions", "function_call"):
         if body.get(name):
-            reading.unsupported(f"{name} is not supported: use tools", name)
+            reading.unsupported(f"{name} is not supported; use tools", name)
     modalities = body.get("modalities") or []
     if not isinstance(modalities, list):
         refuse(f"modalities must be a list, got {shown(modalities)}", "modalities")
@@ -94,9 +97,8 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
 
 def _wish(body: Mapping[str, Any]) -> SamplingWish:
     limits = [reading.positive(body, name) for name in ("max_completion_tokens", "max_tokens")]
-    given = [limit for limit in limits if limit is not None]
     return SamplingWish(
-        max_tokens=min(given) if given else None,
+        max_tokens=min((limit for limit in limits if limit is not None), default=None),
         logit_bias=True if body.get("logit_bias") else None,
         stop=reading.stops(body.get("stop")),
         temperature=reading.number(body, "temperature"),
@@ -123,13 +125,13 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        refuse("tools must be a list", "tools")
+        refuse(f"tools must be a list, got {shown(value)}", "tools")
     for index, tool in enumerate(value):
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or tool.get("type", "function") != "function":
-            refuse("only function tools are supported", f"tools[{index}]")
+            refuse('a tool must have type "function" and a function object', f"tools[{index}]")
         if not isinstance(function.get("name"), str) or not function["name"]:
-            refuse("a function tool needs a name", f"tools[{index}].function.name")
+            refuse("a function tool must have a name", f"tools[{index}].function.name")
     return tuple(value)
 
 
@@ -140,17 +142,18 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
         return "none", None
     if value == "required":
         if not tools:
-            refuse('tool_choice "required" needs tools', "tool_choice")
+            refuse('tool_choice "required" needs at least one tool in tools', "tool_choice")
         return "required", None
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
         refuse(
-            f'tool_choice must be "auto", "none", "required" or name a function, got {shown(value)}',
+            'tool_choice must be "auto", "none", "required" or an object that names a function, got '
+            f"{shown(value)}",
             "tool_choice",
         )
     if name not in [tool["function"]["name"] for tool in tools]:
-        refuse(f"tool_choice names {shown(name)}, which is not among the tools", "tool_choice")
+        refuse(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice")
     return "required", name
 
 
@@ -163,7 +166,10 @@ def _output(value: Any) -> Grammar | None:
     if kind == "json_schema":
         form = value.get("json_schema")
         if not isinstance(form, dict):
-            refuse("response_format needs json_schema: {name, schema}", "response_format.json_schema")
+            refuse(
+                'response_format with type "json_schema" must have json_schema: {name, schema}',
+                "response_format.json_schema",
+            )
         return reading.json_grammar(form.get("schema", {}), "response_format.json_schema.schema")
     return refuse(
         f"response_format must be of type text, json_object or json_schema, got {shown(value)}",
@@ -172,9 +178,10 @@ def _output(value: Any) -> Grammar | None:
 
 
 def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
-    """The messages; developer becomes system, and a system message after the first stays where it is.
+    """Return the canonical messages. The role developer becomes system.
 
-    A tool message without an id answers the first open call; one without a name gets its call's.
+    A tool message without an id answers the first unanswered call, and one without a name gets that of its
+    call.
     """
     history = context.memo.known(raw)
     groups = history.groups
@@ -182,7 +189,7 @@ def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
     for index in range(len(groups), len(raw)):
         item = raw[index]
         if not isinstance(item, dict):
-            refuse("a message must be an object", f"messages[{index}]")
+            refuse(f"a message must be an object, got {shown(item)}", f"messages[{index}]")
         call_id, tool_name = _answered(item, unanswered) if item.get("role") == "tool" else ("", "")
         message = _message(item, index, call_id, tool_name)
         if message.role == "assistant":
@@ -193,7 +200,7 @@ def _messages(raw: list[Any], context: ReadContext) -> tuple[Message, ...]:
 
 
 def _unanswered(groups: list[Group]) -> dict[str, str]:
-    """The calls of the last reply that no tool message has answered: call id → tool name, in their order."""
+    """Return the calls of the last reply that no tool message has answered, as call id → name of the tool."""
     answered = set()
     for (message,) in reversed(groups):
         if message.role == "assistant":
@@ -203,7 +210,7 @@ def _unanswered(groups: list[Group]) -> dict[str, str]:
 
 
 def _answered(item: Mapping[str, Any], unanswered: dict[str, str]) -> tuple[str, str]:
-    """The id and the tool's name of the call that a tool message answers, "" where there is none."""
+    """Return the id and the tool name of the call that a tool message answers, "" for what is unknown."""
     call_id = item.get("tool_call_id") or item.get("id")
     if not isinstance(call_id, str):
         call_id = next(iter(unanswered), "")
@@ -235,13 +242,13 @@ def _tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        refuse("tool_calls must be a list", where)
+        refuse(f"tool_calls must be a list, got {shown(value)}", where)
     calls = []
     for index, item in enumerate(value):
         function = item.get("function") if isinstance(item, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not name:
-            refuse("a tool call needs a function with a name", f"{where}[{index}]")
+            refuse("a tool call must have a function with a name", f"{where}[{index}]")
         call_id = item.get("id")
         arguments = reading.arguments_text(function.get("arguments"))
         calls.append(ToolCall(call_id if isinstance(call_id, str) else "", name, arguments))

@@ -1,1 +1,1 @@
-"""OpenAI's text completions."""
+"""The dialect of OpenAI's legacy text completions API."""

@@ -1,4 +1,4 @@
-"""The dialect of legacy text completions: prompts are token ids or strings, without a chat template."""
+"""The dialect of OpenAI's legacy text completions API: prompts are strings or token ids, not messages."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ from areal_agents.proxy.dialects.writing import (
 )
 from areal_agents.rendering import Tokenizer
 
-_DEFAULT_MAX_TOKENS = 16  # as OpenAI's API has it
+_DEFAULT_MAX_TOKENS = 16  # the default of OpenAI's API
 _MAX_LOGPROBS = 20
 _MAX_TOKEN_ID = 2**31 - 1
 
 
 class Completions:
-    """The dialect of `/v1/completions`. Stateless."""
+    """POST /v1/completions; see `Dialect`."""
 
     name = "completions"
     keepalive = COMMENT
 
     def referenced_turn(self, body: Mapping[str, Any]) -> str | None:
-        """None: a text prompt names no turn."""
+        """See `Dialect.referenced_turn`. Requests of this API do not refer to turns."""
         return None
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-        """The canonical form of a request: one prompt, and one message that represents it.
+        """See `Dialect.read`. The request has one prompt, and one message that represents it.
 
-        Raises RequestError 400 for several prompts, and for echo, suffix and best_of.
+        Raise RequestError 400 for several prompts, and for echo, suffix and best_of.
         """
         return reading.within_depth(lambda: _canonical(body, context))
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """The JSON of OpenAI's Completion."""
+        """See `Dialect.answer`. The answer is an OpenAI `Completion`."""
         choices = [
             typed(
                 CompletionChoice,
@@ -76,16 +76,16 @@ class Completions:
         created_at: float,
         tokenizer: Tokenizer,
     ) -> CompletionStream:
-        """A writer of OpenAI's chunks."""
+        """See `Dialect.stream`."""
         return CompletionStream(body, turn_ids[0], created_at, tokenizer)
 
     def error(self, refusal: RequestError) -> bytes:
-        """An error in OpenAI's form."""
+        """See `Dialect.error`."""
         return openai_error(refusal)
 
 
 class CompletionStream:
-    """Writes chunks of text as they come; logprobs come with the last chunk of their choice."""
+    """Writes chunks of text; the last chunk of a choice has its logprobs. See `StreamWriter`."""
 
     def __init__(
         self, body: Mapping[str, Any], turn_id: str, created_at: float, tokenizer: Tokenizer
@@ -96,24 +96,24 @@ class CompletionStream:
         self._tokenizer = tokenizer
 
     def start(self) -> bytes:
-        """Nothing: the first chunk has text."""
+        """See `StreamWriter.start`. This API has no event before the first text."""
         return b""
 
     def reasoning(self, choice: int, text: str) -> bytes:
-        """Text like any other: without a chat template there is no reasoning apart."""
+        """See `StreamWriter.reasoning`. Without a chat template, reasoning is part of the text."""
         return self.content(choice, text)
 
     def content(self, choice: int, text: str) -> bytes:
-        """A chunk of text."""
+        """See `StreamWriter.content`."""
         piece = typed(CompletionChoice, text=text, index=choice, logprobs=None, finish_reason=None)
         return self._chunk(choices=[piece])
 
     def call(self, choice: int, call: ToolCall) -> bytes:
-        """There is none: a text completion is offered no tools."""
+        """See `StreamWriter.call`. It is never called, because a text completion has no tools."""
         raise AssertionError(f"a text completion has no tool calls, got one of {call.name!r}")
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
-        """A last chunk per choice, the usage if it was requested, [DONE]."""
+        """See `StreamWriter.finish`. The stream ends with a chunk per choice, requested usage and [DONE]."""
         out = b""
         for index, each in enumerate(done):
             last = typed(
@@ -130,7 +130,7 @@ class CompletionStream:
         return out + DONE
 
     def error(self, refusal: RequestError) -> bytes:
-        """The error, which OpenAI's clients raise, and [DONE]."""
+        """See `StreamWriter.error`. OpenAI's clients raise an exception for an event with an error."""
         return event(openai_error(refusal)) + DONE
 
     def _chunk(self, **fields: Any) -> bytes:
@@ -143,9 +143,9 @@ def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
     reading.refuse_fields_of_other_servers(body)
     for name in ("echo", "suffix"):
         if body.get(name):
-            unsupported(f"{name} is not offered", name)
+            unsupported(f"{name} is not supported; remove it from the request", name)
     if body.get("best_of") not in (None, choices):
-        unsupported("best_of is not offered: use n", "best_of")
+        unsupported("best_of is not supported; use n", "best_of")
     logprobs = reading.integer(body, "logprobs") or 0
     if not 0 <= logprobs <= _MAX_LOGPROBS:
         refuse(f"logprobs must be from 0 to {_MAX_LOGPROBS}, got {logprobs}", "logprobs")
@@ -174,10 +174,10 @@ def _canonical(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
 
 
 def _prompt(value: Any) -> str | tuple[int, ...]:
-    """A string, a list of one string, token ids, or a list of one list of token ids."""
+    """Return the prompt: a string or token ids, or a list that has one of these."""
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > 1:
-            unsupported(f"one prompt is accepted in a request, got {len(value)}", "prompt")
+            unsupported(f"a request may have only one prompt, got {len(value)}; send one for each", "prompt")
         value = value[0]
     if isinstance(value, str) and value:
         return value
@@ -186,7 +186,7 @@ def _prompt(value: Any) -> str | tuple[int, ...]:
             if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
                 refuse(f"a token id must be an integer of at least 0, got {shown(token_id)}", "prompt")
         return tuple(value)
-    refuse(f"prompt must be a string or a list of token ids, and not empty, got {shown(value)}", "prompt")
+    refuse(f"prompt must be a non-empty string or list of token ids, got {shown(value)}", "prompt")
 
 
 def _completion(body: Mapping[str, Any], turn_id: str, created_at: float, **fields: Any) -> Completion:
@@ -216,7 +216,10 @@ def _usage(done: Sequence[CompletedTurn]) -> CompletionUsage:
 
 
 def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> Logprobs | None:
-    """Every sampled token, the one that ends the text included; offsets are into `tokens`, joined."""
+    """Return the logprobs of all sampled tokens, also of one that ends the text, if they were requested.
+
+    The offsets are into the concatenation of `tokens`.
+    """
     if body.get("logprobs") is None:
         return None
     completion, texts = turn.completion, TokenTexts(tokenizer)
@@ -231,5 +234,5 @@ def _logprobs(body: Mapping[str, Any], turn: Turn, tokenizer: Tokenizer) -> Logp
 
 
 def _best(best: Sequence[tuple[int, float]], texts: TokenTexts) -> dict[str, float]:
-    """Texts and logprobs; of tokens that read the same (parts of a character) the best one counts."""
+    """Return text → logprob; of tokens with the same text (parts of a character), the most probable one."""
     return {texts.text(token_id): logprob for token_id, logprob in reversed(best)}

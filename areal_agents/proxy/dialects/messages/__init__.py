@@ -1,1 +1,1 @@
-"""Anthropic's Messages API."""
+"""The dialect of Anthropic's Messages API."""

@@ -1,7 +1,7 @@
 """Writes a recorded turn as Anthropic's Message, whole or as events.
 
-The events, accumulated, give the message that is answered when nothing is streamed: thinking with the
-turn's handle as its signature, text, tool calls. Only text that follows a call stays where it came.
+A message has thinking, whose signature is the turn's handle, then text, then tool calls. The events of a
+stream add up to the same message, except that text after a tool call keeps its position.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def count_json(tokens: int) -> bytes:
-    """The JSON of a `MessageTokensCount`."""
+    """Return the JSON of a `MessageTokensCount`."""
     return to_json(typed(MessageTokensCount, input_tokens=tokens))
 
 
 def message(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) -> Message:
-    """The whole answer."""
+    """Return the answer to a request that does not stream."""
     reply = done.turn.reply
     content: list[BaseModel] = []
     if reply.reasoning:
         signature = handle_of(done.turn.id)
         content.append(typed(ThinkingBlock, type="thinking", thinking=reply.reasoning, signature=signature))
     if reply.content or not (reply.reasoning or reply.tool_calls):
-        content.append(_text_block(reply.content))  # clients read content[0], so it is there even if empty
+        content.append(_text_block(reply.content))  # even if empty, because clients read content[0]
     content += [_tool_use(call, json.loads(call.arguments)) for call in reply.tool_calls]
     stop_reason, stop_sequence = _why_stopped(done, tokenizer)
     return _message(
@@ -69,7 +69,7 @@ def message(body: Mapping[str, Any], done: CompletedTurn, tokenizer: Tokenizer) 
 
 
 class MessageStream:
-    """Writes Anthropic's events: one block is open at a time, and indexes ascend."""
+    """Writes Anthropic's events; see `StreamWriter`. One block is open at a time."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class MessageStream:
         self._open = ""  # the type of the open block, "" for none
 
     def start(self) -> bytes:
-        """message_start. The prompt's length is not known yet: it comes with message_delta."""
+        """Return message_start and a ping. The prompt's length is not known yet; message_delta has it."""
         usage = typed(
             Usage, input_tokens=0, cache_creation_input_tokens=0, cache_read_input_tokens=0, output_tokens=0
         )
@@ -98,25 +98,25 @@ class MessageStream:
         )
 
     def reasoning(self, choice: int, text: str) -> bytes:
-        """thinking_delta, in a thinking block."""
+        """Return a thinking_delta; open a thinking block first if none is open."""
         head = b""
         if self._open != "thinking":
             head = self._start(typed(ThinkingBlock, type="thinking", thinking="", signature=""))
         return head + self._delta(typed(ThinkingDelta, type="thinking_delta", thinking=text))
 
     def content(self, choice: int, text: str) -> bytes:
-        """text_delta, in a text block."""
+        """Return a text_delta; open a text block first if none is open."""
         head = b"" if self._open == "text" else self._start(_text_block(""))
         return head + self._delta(typed(TextDelta, type="text_delta", text=text))
 
     def call(self, choice: int, call: ToolCall) -> bytes:
-        """A tool_use block, from its beginning to its end."""
+        """Return a complete tool_use block."""
         start = self._start(_tool_use(call, {}))
         delta = typed(InputJSONDelta, type="input_json_delta", partial_json=call.arguments)
         return start + self._delta(delta) + self._stop()
 
     def finish(self, done: Sequence[CompletedTurn]) -> bytes:
-        """The end of the last block, message_delta with the usage, message_stop."""
+        """Return the end of the last block, message_delta with the usage, and message_stop."""
         out = self._stop() if self._blocks else self._start(_text_block("")) + self._stop()
         stop_reason, stop_sequence = _why_stopped(done[0], self._tokenizer)
         delta = typed(Delta, stop_reason=stop_reason, stop_sequence=stop_sequence)
@@ -125,7 +125,7 @@ class MessageStream:
         return out + _event(typed(RawMessageStopEvent, type="message_stop"))
 
     def error(self, refusal: RequestError) -> bytes:
-        """An error event."""
+        """Return an error event."""
         return event(self._error(refusal), "error")
 
     def _start(self, block: ThinkingBlock | TextBlock | ToolUseBlock) -> bytes:
@@ -177,7 +177,7 @@ def _tool_use(call: ToolCall, arguments: dict[str, Any]) -> ToolUseBlock:
 
 
 def _usage(done: CompletedTurn) -> dict[str, int]:
-    """Anthropic's input_tokens are those that no cache held; clients add the three up."""
+    """Return the usage. In Anthropic's API input_tokens excludes cached tokens; clients add up all three."""
     return {
         "input_tokens": done.prompt_tokens - done.reused_tokens,
         "cache_creation_input_tokens": 0,
@@ -187,24 +187,24 @@ def _usage(done: CompletedTurn) -> dict[str, int]:
 
 
 def _why_stopped(done: CompletedTurn, tokenizer: Tokenizer) -> tuple[str, str | None]:
-    """The stop_reason, and the stop sequence that was met if it was one."""
-    if done.finish_reason == "stop" and (met := _stop_sequence(done, tokenizer)) is not None:
-        return "stop_sequence", met
+    """Return the stop_reason, and the stop sequence that ended the reply or None."""
+    if done.finish_reason == "stop" and (found := _stop_sequence(done, tokenizer)) is not None:
+        return "stop_sequence", found
     return _STOP_REASONS[done.finish_reason], None
 
 
 def _stop_sequence(done: CompletedTurn, tokenizer: Tokenizer) -> str | None:
-    """The stop sequence that ended the reply, None if it was the end of the turn.
+    """Return the stop sequence that ended the reply, None if the model ended its turn.
 
-    Of several in the last tokens, the one that was complete first; of equals, the longest.
+    If the last tokens have several, it is the one that was complete first, and of equals the longest.
     """
     sampling, ids = done.turn.sampling, done.turn.completion.token_ids
     if not sampling.stop or not len(ids) or int(ids[-1]) in sampling.stop_token_ids:
         return None
     longest = max(len(stop.encode()) for stop in sampling.stop)
-    tail = tokenizer.decode(ids[-longest - 1 :].tolist())  # a token has at least a byte
-    met = [(tail.find(stop) + len(stop), -len(stop), stop) for stop in sampling.stop if stop in tail]
-    return min(met)[2] if met else None
+    tail = tokenizer.decode(ids[-longest - 1 :].tolist())  # a token has at least one byte
+    found = [(tail.find(stop) + len(stop), -len(stop), stop) for stop in sampling.stop if stop in tail]
+    return min(found)[2] if found else None
 
 
 def _event(value: BaseModel) -> bytes:

@@ -1,8 +1,8 @@
-"""The dialect of Anthropic's Messages API: reads its requests and writes its Messages.
+"""The dialect of Anthropic's Messages API.
 
-The id of a turn goes out as the message's id, as the signature of its thinking and in the ids of its tool
-calls; whichever of them the client keeps finds the recorded tokens again. Thinking is what the served
-chat template does: `thinking` in a request neither starts nor stops it.
+An answer has the id of its turn as the message's id and as the signature of its thinking. If the client sends
+back either of them, the recorded tokens are found again. Whether the model thinks depends on the chat
+template; the field `thinking` of a request has no effect.
 """
 
 from __future__ import annotations
@@ -35,26 +35,28 @@ _TYPES = {
 
 
 class Messages:
-    """The dialect of `/v1/messages`. Stateless."""
+    """POST /v1/messages; see `Dialect`."""
 
     name = "messages"
     keepalive = event(b'{"type": "ping"}', "ping")
 
     def referenced_turn(self, body: Mapping[str, Any]) -> str | None:
-        """The turn of the last assistant message that carries one of our handles."""
+        """See `Dialect.referenced_turn`; see `named_turn`."""
         return named_turn(body)
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-        """The canonical form of a request; see `read_request`."""
+        """See `Dialect.read` and `read_request`."""
         return read_request(body, context)
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """The JSON of Anthropic's Message. RequestError 502 if a call's input is nested too deeply."""
+        """See `Dialect.answer`. Raise RequestError 502 if the input of a tool call is nested too deeply."""
         try:
             return to_json(message(body, done[0], tokenizer))
         except PydanticSerializationError as error:
             raise RequestError(
-                f"the reply's tool call cannot be written: {error}", status=502, code="unwritable_reply"
+                f"the reply has a tool call whose input cannot be written as JSON: {error}",
+                status=502,
+                code="unwritable_reply",
             ) from error
 
     def stream(
@@ -65,29 +67,29 @@ class Messages:
         created_at: float,
         tokenizer: Tokenizer,
     ) -> StreamWriter:
-        """A writer of Anthropic's events."""
+        """See `Dialect.stream`."""
         return MessageStream(body, turn_ids[0], tokenizer, self.error)
 
     def error(self, refusal: RequestError) -> bytes:
-        """An error in Anthropic's form, which has no field for the parameter: the message names it."""
+        """See `Dialect.error`. Anthropic's errors have no field for the parameter; the message names it."""
         kind = _TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
-        return orjson.dumps({"type": "error", "error": {"type": kind, "message": _words(refusal)}})
+        return orjson.dumps({"type": "error", "error": {"type": kind, "message": _message_of(refusal)}})
 
 
 def read_for_counting(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-    """The canonical form of a body of `/v1/messages/count_tokens`, where max_tokens is not needed."""
+    """Return the canonical form of a body of `/v1/messages/count_tokens`, which has no max_tokens."""
     return read_request(body, context, counting=True)
 
 
 def count_answer(tokens: int) -> bytes:
-    """The JSON of the answer of `/v1/messages/count_tokens`: `tokens` is the length of the prompt."""
+    """Return the answer of `/v1/messages/count_tokens` as JSON; `tokens` is the length of the prompt."""
     return count_json(tokens)
 
 
-def _words(refusal: RequestError) -> str:
+def _message_of(refusal: RequestError) -> str:
     details = refusal.details
     if refusal.code == "context_length_exceeded" and {"tokens", "limit"} <= details.keys():
-        # Clients look for these very words to know that they must compact.
+        # Clients search for these exact words, and then compact the conversation.
         return f"prompt is too long: {details['tokens']} tokens > {details['limit']} maximum"
     if refusal.param and not refusal.message.startswith(refusal.param):
         return f"{refusal.param}: {refusal.message}"

@@ -1,7 +1,7 @@
-"""Reads a body of the Messages API as a canonical request.
+"""Converts a body of the Messages API to a canonical request.
 
-One assistant message comes out per reply that was recorded: its blocks joined, its thinking as reasoning,
-and the turn that its signature names. Marks that clients move about (cache_control) are not read.
+A recorded reply becomes one assistant message, with its text blocks joined, its thinking as reasoning, and
+the turn that its signature names. cache_control is ignored, because clients move it from message to message.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ Block = Mapping[str, Any]
 
 
 def read_request(body: Mapping[str, Any], context: ReadContext, *, counting: bool = False) -> ModelRequest:
-    """The canonical form of a body.
+    """Return the canonical form of a body.
 
     Args:
-        counting: only the prompt counts: max_tokens is not required, and a reply may come last.
+        counting: whether only the prompt's length is needed: max_tokens may be absent, and the last message
+            may be a reply.
 
     Raises:
-        RequestError: 400, with the path of the field at fault in `param`, as in "messages.0.content.1".
+        RequestError: 400; `param` is the path of the invalid field, for example "messages.0.content.1".
     """
     return reading.within_depth(lambda: _canonical(body, context, counting))
 
 
 def named_turn(body: Mapping[str, Any]) -> str | None:
-    """The id of the turn that the last assistant message with a handle of ours names."""
+    """Return the turn that the last assistant message with a handle names, or None."""
     found = body.get("messages")
     for item in reversed(found if isinstance(found, list) else []):
         if isinstance(item, dict) and item.get("role") == "assistant":
@@ -52,15 +53,15 @@ def _canonical(body: Mapping[str, Any], context: ReadContext, counting: bool) ->
     if not isinstance(found, list) or not found:
         refuse("messages: at least one message is required", "messages")
     if len(found) > context.max_messages:
-        refuse(f"at most {context.max_messages} messages are accepted, got {len(found)}", "messages")
+        refuse(f"a request may have at most {context.max_messages} messages, got {len(found)}", "messages")
     if not counting and body.get("max_tokens") is None:
         refuse("max_tokens: Field required", "max_tokens")
     for name in ("container", "mcp_servers"):
         if body.get(name):
-            unsupported(f"{name} is not offered: tools run in the client", name)
+            unsupported(f"{name} is not supported; run the tools in the client", name)
     messages = (*_system(body.get("system")), *_messages(found, context.memo))
     if not counting and messages[-1].role == "assistant":
-        unsupported("prefill is not offered: the conversation must end with a user message", "messages")
+        unsupported("prefill is not supported; the last message must be a user message", "messages")
     tools, options = _tools(body.get("tools")), reading.template_options(body)
     calls, named, parallel = _tool_choice(body.get("tool_choice"), tools)
     return ModelRequest(
@@ -88,7 +89,7 @@ def _wish(body: Mapping[str, Any]) -> SamplingWish:
 
 
 def _output(body: Mapping[str, Any]) -> Grammar | None:
-    """The schema of `output_config.format`, or of the older `output_format`."""
+    """Return the grammar of `output_config.format` or of the older `output_format`, or None."""
     config = body.get("output_config")
     if config is not None and not isinstance(config, dict):
         refuse(f"output_config must be an object, got {shown(config)}", "output_config")
@@ -103,11 +104,11 @@ def _output(body: Mapping[str, Any]) -> Grammar | None:
 
 
 def _tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Client tools, as chat function tools; only what the model is shown is kept."""
+    """Return client tools as chat function tools, with only the fields that are shown to the model."""
     if value is None:
         return ()
     if not isinstance(value, list):
-        refuse("tools must be a list", "tools")
+        refuse(f"tools must be a list, got {shown(value)}", "tools")
     tools = []
     for index, tool in enumerate(value):
         where = f"tools.{index}"
@@ -115,13 +116,13 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
             refuse(f"a tool must be an object, got {shown(tool)}", where)
         if tool.get("type") not in (None, "custom"):
             unsupported(
-                f"only tools with an input_schema of their own are offered, got type {shown(tool['type'])}",
+                f"only client tools with an input_schema are supported, got type {shown(tool['type'])}",
                 where,
             )
         if not isinstance(tool.get("name"), str) or not tool["name"]:
-            refuse("a tool needs a name", f"{where}.name")
+            refuse("a tool must have a name", f"{where}.name")
         if not isinstance(tool.get("input_schema"), dict):
-            refuse("a tool needs an input_schema, which is an object", f"{where}.input_schema")
+            refuse("a tool must have an input_schema, which is an object", f"{where}.input_schema")
         function = {"name": tool["name"], "description": tool.get("description") or ""}
         if not isinstance(function["description"], str):
             refuse("a description must be a string", f"{where}.description")
@@ -130,7 +131,7 @@ def _tools(value: Any) -> tuple[dict[str, Any], ...]:
 
 
 def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPolicy, str | None, bool]:
-    """Whether to call, what to call, and whether several calls may be made at once."""
+    """Return the call policy, the tool that must be called, and whether parallel calls are allowed."""
     if value is None:
         return "auto", None, True
     if not isinstance(value, dict):
@@ -143,14 +144,12 @@ def _tool_choice(value: Any, tools: Sequence[Mapping[str, Any]]) -> tuple[CallPo
             return "none", None, parallel
         case "any":
             if not tools:
-                refuse("a tool can only be required where tools are given", "tool_choice")
+                refuse('tool_choice of type "any" needs at least one tool in tools', "tool_choice")
             return "required", None, parallel
         case "tool":
             name = value.get("name")
             if name not in [tool["function"]["name"] for tool in tools]:
-                refuse(
-                    f"tool_choice names the tool {shown(name)}, which tools does not have", "tool_choice.name"
-                )
+                refuse(f"tool_choice names {shown(name)}, which is not in tools", "tool_choice.name")
             return "required", name, parallel
         case kind:
             refuse(f"tool_choice.type must be auto, any, tool or none, got {shown(kind)}", "tool_choice.type")
@@ -165,7 +164,7 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
     history = memo.known(found)
     groups = history.groups
     out: list[Message] = []
-    # Adjacent assistant messages, which are the blocks of one reply, and the turn that they name.
+    # Adjacent assistant messages, whose blocks are those of one reply, and the turn that they name.
     parts: list[Message] = []
     named = ""
     tool_names: dict[str, str] = {}  # call id → name of the tool
@@ -175,7 +174,7 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
         for message in groups[index]:
             if message.role == "assistant":
                 tool_names |= {call.id: call.name for call in message.tool_calls}
-                if named and message.handle not in ("", named):  # they are of two turns
+                if named and message.handle not in ("", named):  # they belong to two turns
                     out += _reply(parts, named)
                     parts, named = [], ""
                 parts.append(message)
@@ -188,7 +187,7 @@ def _messages(found: Sequence[Any], memo: MessageMemo) -> list[Message]:
 
 
 def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
-    """The messages that one of theirs represents."""
+    """Return the canonical messages of one message of the API."""
     if not isinstance(item, dict):
         refuse(f"a message must be an object, got {shown(item)}", where)
     blocks = _blocks(item.get("content"), f"{where}.content")
@@ -204,7 +203,7 @@ def _group(item: Any, where: str, tool_names: Mapping[str, str]) -> Group:
 
 
 def _reply(parts: Sequence[Message], handle: str) -> list[Message]:
-    """The one message that the parts of a reply are; none for no parts."""
+    """Join the parts of a reply into one message; return [] without parts."""
     if len(parts) < 2:
         return list(parts)
     return [
@@ -229,11 +228,11 @@ def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> 
             case "thinking":
                 reasoning.append(_text(block, "thinking", at))
             case "redacted_thinking":
-                pass  # nothing to read but perhaps a handle
+                pass  # has no text, but may have a handle
             case "tool_use":
                 calls.append(_call(block, at))
             case kind:
-                unsupported(f"an assistant message cannot have a block of type {shown(kind)} here", at)
+                unsupported(f"blocks of type {shown(kind)} are not supported in assistant messages", at)
     return Message(
         "assistant",
         "".join(content),
@@ -244,7 +243,7 @@ def _assistant(item: Mapping[str, Any], blocks: Sequence[Block], where: str) -> 
 
 
 def _handle(item: Mapping[str, Any], blocks: Sequence[Block]) -> str:
-    """The turn that a message names: by a signature, or by its own id where the client sends that back."""
+    """Return the turn that a message names with a signature or, if the client sends it back, with its id."""
     carried = [block.get("signature") or block.get("data") for block in blocks]
     named = [turn for value in (*carried, item.get("id")) if (turn := turn_id_of(value))]
     return named[0] if named else ""
@@ -253,28 +252,28 @@ def _handle(item: Mapping[str, Any], blocks: Sequence[Block]) -> str:
 def _call(block: Block, where: str) -> ToolCall:
     name, call_id = block.get("name"), block.get("id")
     if not isinstance(name, str) or not name:
-        refuse("a tool_use block needs the name of its tool", f"{where}.name")
+        refuse("a tool_use block must have the name of its tool", f"{where}.name")
     return ToolCall(
         call_id if isinstance(call_id, str) else "", name, reading.arguments_text(block.get("input"))
     )
 
 
 def _user(blocks: Sequence[Block], where: str, tool_names: Mapping[str, str]) -> list[Message]:
-    """A message per tool result, then what the user says beside them, if anything."""
+    """Return a message for each tool result, then one with the other blocks, if there are any."""
     out: list[Message] = []
-    said = []
+    others = []
     for index, block in enumerate(blocks):
         at = f"{where}.{index}"
         if block.get("type") != "tool_result":
-            said.append((block, at))
+            others.append((block, at))
             continue
         call_id = block.get("tool_use_id")
         if not isinstance(call_id, str):
-            refuse("a tool_result block needs the id of its tool_use block", f"{at}.tool_use_id")
+            refuse("a tool_result block must have the id of its tool_use block", f"{at}.tool_use_id")
         name = tool_names.get(call_id)
         out.append(_result(block, at, call_id, name))
-    if said or not out:
-        out.append(Message("user", _joined(said)))
+    if others or not out:
+        out.append(Message("user", _joined(others)))
     return out
 
 
@@ -284,7 +283,7 @@ def _result(block: Block, where: str, call_id: str, name: str | None) -> Message
 
 
 def _blocks(content: Any, where: str) -> Sequence[Block]:
-    """Content as blocks; a string is one text block, and nothing is none."""
+    """Return content as blocks: a string becomes one text block, and null becomes ()."""
     if content is None:
         return ()
     if isinstance(content, str):
@@ -301,15 +300,15 @@ def _paragraphs(blocks: Sequence[Block], where: str) -> str:
     return _joined((block, f"{where}.{index}") for index, block in enumerate(blocks))
 
 
-def _joined(placed: Iterable[tuple[Block, str]]) -> str:
-    """Text blocks of anyone but the model: each begins on a new line."""
-    return "\n".join(_text_block(block, where) for block, where in placed)
+def _joined(blocks: Iterable[tuple[Block, str]]) -> str:
+    """Join text blocks (block, path), each on a new line; for all roles except the assistant's."""
+    return "\n".join(_text_block(block, where) for block, where in blocks)
 
 
 def _text_block(block: Block, where: str) -> str:
     kind = block.get("type", "text")
     if kind != "text":
-        unsupported(f"this model reads text only, got a block of type {shown(kind)}", where)
+        unsupported(f"this model accepts only text, got a block of type {shown(kind)}", where)
     return _text(block, "text", where)
 
 

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API."""
+"""The dialect of OpenAI's Responses API."""

@@ -1,7 +1,7 @@
 """Writes the Response object and its output items, as `openai.types.responses` defines them.
 
-They are plain dicts, since the object repeats whatever the request holds. Every id comes from the turn's
-own id, so a reply is the same object whether streamed or not, and nothing is kept to find it again.
+They are plain dicts, because the object repeats fields of the request as they are. All ids are derived from
+the id of the turn, so a reply has the same ids whether it is streamed or not, and no table of ids is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from areal_agents.rendering import Tokenizer
 Item = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 
-# What the Response object repeats of the request, and the value of each where the request has none.
+# The fields of the request that the Response object repeats, and their defaults.
 _ECHOED: Mapping[str, Any] = {
     "background": False,
     "instructions": None,
@@ -45,12 +45,12 @@ _ECHOED: Mapping[str, Any] = {
 
 
 def wants_logprobs(body: Mapping[str, Any]) -> bool:
-    """Whether the request includes the logprobs of the text."""
+    """Whether the request asks for the logprobs of the text."""
     return "message.output_text.logprobs" in (body.get("include") or ())
 
 
 def reasoning_item(turn_id: str, text: str, status: Status, piece: int = 0) -> Item:
-    """Reasoning goes out as the summary, the form that every client shows and replays."""
+    """Return a reasoning item with the text as its summary, which every client shows and replays."""
     return {
         "id": item_id(turn_id, "reasoning", piece),
         "type": "reasoning",
@@ -61,12 +61,12 @@ def reasoning_item(turn_id: str, text: str, status: Status, piece: int = 0) -> I
 
 
 def text_part(text: str, logprobs: list[Item]) -> Item:
-    """The one content part of a message."""
+    """Return the content part of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def message_item(turn_id: str, parts: list[Item], status: Status, piece: int = 0) -> Item:
-    """A message of the assistant."""
+    """Return an assistant message item."""
     return {
         "id": item_id(turn_id, "message", piece),
         "type": "message",
@@ -77,7 +77,7 @@ def message_item(turn_id: str, parts: list[Item], status: Status, piece: int = 0
 
 
 def call_item(turn_id: str, index: int, call: ToolCall, custom: frozenset[str]) -> Item:
-    """The `index`-th call of a reply, of a function or of one of the `custom` tools."""
+    """Return the item of the `index`-th call of a reply; `custom` has the names of the custom tools."""
     kind: ItemKind = "custom_tool_call" if call.name in custom else "function_call"
     item = {"id": item_id(turn_id, kind, index), "type": kind, "call_id": call.id, "name": call.name}
     if kind == "custom_tool_call":
@@ -86,9 +86,10 @@ def call_item(turn_id: str, index: int, call: ToolCall, custom: frozenset[str]) 
 
 
 def output_items(body: Mapping[str, Any], done: CompletedTurn, tokens: list[Item]) -> list[Item]:
-    """The output of a recorded turn: its reasoning, its text with the logprobs `tokens`, its calls.
+    """Return the output items of a recorded turn: reasoning, text with the logprobs `tokens`, and calls.
 
-    Without a call there is always a message, be it empty; the text that a length limit cut is incomplete.
+    Without a call there is always a message, even if it is empty. A message that the length limit cut off has
+    status "incomplete".
     """
     reply, turn_id = done.turn.reply, done.turn.id
     out: list[Item] = []
@@ -104,7 +105,7 @@ def output_items(body: Mapping[str, Any], done: CompletedTurn, tokens: list[Item
 
 
 def logprobs(body: Mapping[str, Any], completion: Completion, tokenizer: Tokenizer) -> list[Item]:
-    """One entry for every sampled token of the reply, if the request includes them."""
+    """Return one entry for each sampled token if the request asks for logprobs, else []."""
     if not wants_logprobs(body):
         return []
     return TokenTexts(tokenizer).entries(completion)
@@ -113,7 +114,7 @@ def logprobs(body: Mapping[str, Any], completion: Completion, tokenizer: Tokeniz
 def response(
     body: Mapping[str, Any], turn_id: str, created_at: float, status: Status, **fields: Any
 ) -> dict[str, Any]:
-    """A Response object in some status; `fields` are those that differ from one just begun."""
+    """Return a Response object with a status; `fields` replace those of a response that has just begun."""
     echoed = {name: default if body.get(name) is None else body[name] for name, default in _ECHOED.items()}
     return {
         "id": wire_id(turn_id, "resp_"),
@@ -135,7 +136,7 @@ def response(
 def ended_response(
     body: Mapping[str, Any], created_at: float, done: CompletedTurn, output: list[Item]
 ) -> dict[str, Any]:
-    """The Response object of a recorded turn, completed or cut by the length limit."""
+    """Return the Response object of a recorded turn, which is complete or cut off by the length limit."""
     turn_id, usage = done.turn.id, _usage(done)
     if done.finish_reason == "length":
         details = {"reason": "max_output_tokens"}
@@ -152,7 +153,9 @@ def _usage(done: CompletedTurn) -> dict[str, Any]:
         "input_tokens": done.prompt_tokens,
         "input_tokens_details": {"cached_tokens": done.reused_tokens, "cache_write_tokens": 0},
         "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},  # reasoning is separated as text, not counted
+        "output_tokens_details": {
+            "reasoning_tokens": 0
+        },  # reasoning is recognised in the text, so its tokens are not counted
         "total_tokens": done.prompt_tokens + sampled,
     }
 

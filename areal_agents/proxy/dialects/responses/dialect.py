@@ -1,6 +1,7 @@
-"""The dialect of the Responses API: items in, items out, and earlier responses referred to by their ids.
+"""The dialect of OpenAI's Responses API, whose requests may refer to earlier responses by id.
 
-Earlier responses are found in the episode's own turns, so they last as long as the episode, `store` or not.
+Earlier responses are found among the turns of the episode, so they are available as long as the episode is
+open, whatever `store` says.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.dialects.writing import COMMENT, openai_error
 from areal_agents.rendering import Tokenizer
 
-# Parts of the API that need what this server does not have, and what to do instead.
+# Fields that are not supported, and what the client should do instead.
 _REFUSED = {
-    "background": "a response is made while the request waits: leave background out",
-    "conversation": "conversations are not kept: send previous_response_id or the items themselves",
-    "context_management": "the server does not compact a conversation: do so in the client",
-    "prompt": "prompt templates are not kept: send instructions and input",
+    "background": "remove it, and wait for the response",
+    "conversation": "send previous_response_id or all input items",
+    "context_management": "compact the conversation in the client",
+    "prompt": "send instructions and input",
 }
 _MOST_TOP_LOGPROBS = 20
 
 
 class ResponsesDialect:
-    """The Dialect of POST /v1/responses."""
+    """POST /v1/responses; see `Dialect`."""
 
     name = "responses"
     keepalive = COMMENT
 
     def referenced_turn(self, body: Mapping[str, Any]) -> str | None:
-        """The turn of previous_response_id, else of the first item that names one of ours."""
+        """Return the turn of previous_response_id, else that of the first item that names a turn, or None."""
         previous = turn_id_of(body.get("previous_response_id"))
         if previous is not None:
             return previous
@@ -58,11 +59,11 @@ class ResponsesDialect:
         return next((turn for turn in named if turn), None)
 
     def read(self, body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
-        """The canonical request. RequestError 400 names the field or the item that is at fault."""
+        """See `Dialect.read`."""
         return reading.within_depth(lambda: _read(body, context))
 
     def answer(self, body: Mapping[str, Any], done: Sequence[CompletedTurn], tokenizer: Tokenizer) -> bytes:
-        """The JSON of the Response object."""
+        """See `Dialect.answer`. The answer is a `Response`."""
         [turn] = done
         output = output_items(body, turn, logprobs(body, turn.turn.completion, tokenizer))
         return orjson.dumps(ended_response(body, turn.created_at, turn, output))
@@ -75,19 +76,19 @@ class ResponsesDialect:
         created_at: float,
         tokenizer: Tokenizer,
     ) -> ResponsesStream:
-        """The writer of the events of the one reply."""
+        """See `Dialect.stream`. This API has one reply per request."""
         [turn_id] = turn_ids
         return ResponsesStream(body, turn_id, created_at, tokenizer)
 
     def error(self, refusal: RequestError) -> bytes:
-        """OpenAI's form of an error."""
+        """See `Dialect.error`."""
         return openai_error(refusal)
 
 
 def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
     for name, advice in _REFUSED.items():
         if body.get(name):
-            reading.unsupported(f"{name} is not supported: {advice}", name)
+            reading.unsupported(f"{name} is not supported; {advice}", name)
     if body.get("n") not in (None, 1):
         reading.unsupported(f"n must be 1 in this API, got {shown(body['n'])}", "n")
     for name, kind in (("include", list), ("metadata", dict), ("reasoning", dict), ("text", dict)):
@@ -116,7 +117,7 @@ def _read(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:
 
 
 def _refuse_unanswerable(body: Mapping[str, Any]) -> None:
-    """The answer repeats fields of the request, and JSON is written less deeply nested than it is read."""
+    """Raise RequestError 400 if fields that the answer repeats are nested too deeply to be written."""
     try:
         orjson.dumps({"response": response(body, "", 0.0, "in_progress")})
     except orjson.JSONEncodeError as error:
@@ -124,15 +125,17 @@ def _refuse_unanswerable(body: Mapping[str, Any]) -> None:
 
 
 def _messages(body: Mapping[str, Any], context: ReadContext) -> tuple[tuple[Message, ...], bool]:
-    """All messages of the conversation, and whether the first of them is the instructions."""
-    instructions, given = body.get("instructions"), body.get("input")
+    """Return all messages of the conversation, and whether the first of them comes from `instructions`."""
+    instructions, raw_input = body.get("instructions"), body.get("input")
     if instructions is not None and not isinstance(instructions, str):
-        reading.refuse(f"instructions must be a string, got {type(instructions).__name__}", "instructions")
-    if not isinstance(given, str | list):
-        reading.refuse(f"input must be a string or a list of items, got {type(given).__name__}", "input")
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        reading.refuse(f"instructions must be a string, got {shown(instructions)}", "instructions")
+    if not isinstance(raw_input, str | list):
+        reading.refuse(f"input must be a string or a list of items, got {shown(raw_input)}", "input")
+    items = [{"role": "user", "content": raw_input}] if isinstance(raw_input, str) else raw_input
     if len(items) > context.max_messages:
-        reading.refuse(f"at most {context.max_messages} input items are accepted, got {len(items)}", "input")
+        reading.refuse(
+            f"a request may have at most {context.max_messages} input items, got {len(items)}", "input"
+        )
     earlier = _earlier(body.get("previous_response_id"), context)
     messages = [*earlier, *read_items(items, context.forest, earlier)]
     if not messages:
@@ -156,7 +159,7 @@ def _earlier(previous: Any, context: ReadContext) -> list[Message]:
 
 
 def _wish(body: Mapping[str, Any]) -> SamplingWish:
-    """The sampling; the parameters that only other APIs have are taken where a client sends them here."""
+    """Return the requested sampling parameters, including those that only other APIs define."""
     best = reading.integer(body, "top_logprobs") or 0
     if not 0 <= best <= _MOST_TOP_LOGPROBS:
         reading.refuse(f"top_logprobs must be from 0 to {_MOST_TOP_LOGPROBS}, got {best}", "top_logprobs")

@@ -1,6 +1,6 @@
-"""The event stream of the Responses API: each item is added, filled and finished in turn.
+"""Writes the event stream of the Responses API: items are added, filled and finished one after the other.
 
-What the stream has sent, put together, is the Response object that it ends with.
+The last event has the Response object, which consists of the items that the stream has sent.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TextKind = Literal["reasoning", "message"]
 
 
 class ResponsesStream:
-    """A StreamWriter of the one reply of a request."""
+    """Writes the events of one reply; see `StreamWriter`."""
 
     def __init__(
         self, body: Mapping[str, Any], turn_id: str, created_at: float, tokenizer: Tokenizer
@@ -45,10 +45,10 @@ class ResponsesStream:
         self._tokenizer = tokenizer
         self._custom = custom_names(body)
         self._sequence = 0
-        self._output: list[Item] = []  # the items that are done
-        self._open: TextKind | None = None  # the item that is being filled, the next of the output
-        self._texts: list[str] = []  # of the open item
-        self._pieces: dict[TextKind, int] = {"reasoning": 0, "message": 0}  # items of each kind begun before
+        self._output: list[Item] = []  # the finished items
+        self._open: TextKind | None = None  # the kind of the item that is being filled
+        self._texts: list[str] = []  # the pieces of its text
+        self._pieces: dict[TextKind, int] = {"reasoning": 0, "message": 0}  # finished items of each kind
 
     def start(self) -> bytes:
         begun = response(self._body, self._turn_id, self._created_at, "in_progress")
@@ -98,7 +98,7 @@ class ResponsesStream:
         out += self._close("incomplete" if cut else "completed", tokens)
         output = output_items(self._body, turn, tokens)
         if [item["id"] for item in output] != [item["id"] for item in self._output]:
-            output = self._output  # text after a call: another item than where it comes in one piece
+            output = self._output  # text after a call was streamed as an item of its own
         ended = ended_response(self._body, self._created_at, turn, output)
         return out + self._event(f"response.{ended['status']}", response=ended)
 
@@ -114,7 +114,7 @@ class ResponsesStream:
         return self._event("response.failed", response=failed)
 
     def _enter(self, kind: TextKind) -> bytes:
-        """Open an item of the kind, after closing another; nothing if it is open already."""
+        """Close the open item and open one of another kind; b"" if one of this kind is open."""
         if self._open == kind:
             return b""
         out = self._close("completed", [])
@@ -127,7 +127,7 @@ class ResponsesStream:
         return out + self._item_event("response.content_part.added", content_index=0, part=text_part("", []))
 
     def _close(self, status: Status, tokens: list[Item]) -> bytes:
-        """End the open item; `tokens` are the logprobs of its text. Nothing if none is open."""
+        """Close the open item, whose text has the logprobs `tokens`; b"" if none is open."""
         kind, text = self._open, "".join(self._texts)
         if kind is None:
             return b""
@@ -150,7 +150,7 @@ class ResponsesStream:
         return b"".join(events) + self._done(item)
 
     def _added(self, item: Item) -> bytes:
-        # The handle comes with the finished item alone: clients that add up the two would double it.
+        # Only the finished item has the handle, because some clients concatenate the fields of both.
         begun = {name: value for name, value in item.items() if name != "encrypted_content"}
         return self._event("response.output_item.added", output_index=len(self._output), item=begun)
 
@@ -160,7 +160,7 @@ class ResponsesStream:
         return out
 
     def _item_event(self, name: str, /, **fields: Any) -> bytes:
-        """An event of the item that is open."""
+        """Return an event of the open item."""
         assert self._open is not None
         kind: ItemKind = self._open
         where = {
@@ -176,7 +176,7 @@ class ResponsesStream:
 
 
 def _error_code(refusal: RequestError) -> str:
-    """The code that clients act on: some are known to them, every other failure may be tried again."""
+    """Return the error code of a failed response; clients retry after "server_error"."""
     if refusal.status == 429:
         return "rate_limit_exceeded"
     return refusal.code if refusal.status < 500 else "server_error"

@@ -1,8 +1,8 @@
 """Converts input items of the Responses API to messages, and finds the turn that an item id names.
 
-The reply of one turn is several items (reasoning, text, calls), and comes back as one assistant message.
-Items that name different turns are never one message; items that name none are one message as long as
-they stand together in an order that one reply can have.
+A reply is several items (reasoning, text, calls), which are converted back to one assistant message. Items
+that name different turns never form one message. Adjacent items that name no turn form one message if a
+single reply can have them in this order.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _PREFIXES: dict[str, str] = {
 }
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
-_SETTINGS = ("configuration_update",)  # of the reasoning effort and the like, which are not ours to set
-# How some clients replay reasoning to a model that they do not know: as an assistant message of its own.
+_SETTINGS = ("configuration_update",)  # changes settings such as the reasoning effort; ignored
+# Some clients replay the reasoning of a model that they do not know as a separate assistant message.
 _INLINE_REASONING = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 def item_id(turn_id: str, kind: ItemKind, index: int) -> str:
-    """The id of an item of a turn: its `index`-th call, or its `index`-th piece of text."""
+    """Return the id of an item of a turn: of its `index`-th call, or of its `index`-th piece of text."""
     base = wire_id(turn_id, _PREFIXES[kind])
     return f"{base}_{index}" if index or kind in _CALLS else base
 
 
 def turn_of_item(value: object) -> str | None:
-    """The turn that an item's id names, None for an id that is not ours."""
+    """Return the turn that an item's id names, None if the id has another form."""
     kind, _ = _split(value)
     return turn_id_of(value) if kind is not None else None
 
@@ -54,12 +54,12 @@ def _split(value: object) -> tuple[str | None, str]:
 
 
 def named_turn(item: Mapping[str, Any]) -> str:
-    """The turn that a replayed item of a reply names, by its handle or by its id; "" for none."""
+    """Return the turn that a replayed item names with its handle or its id, "" for none."""
     return turn_id_of(item.get("encrypted_content")) or turn_of_item(item.get("id")) or ""
 
 
 def history_after(forest: Forest, turn_id: str) -> list[Message]:
-    """The conversation up to and with the reply of a recorded turn, without its instructions."""
+    """Return the conversation up to and including the reply of a recorded turn, without its instructions."""
     out: list[Message] = []
     turns = forest.path(turn_id).turns
     for turn in turns:
@@ -68,10 +68,10 @@ def history_after(forest: Forest, turn_id: str) -> list[Message]:
 
 
 def read_items(items: list[Any], forest: Forest, earlier: list[Message]) -> list[Message]:
-    """The messages of `items`, which follow the messages `earlier`.
+    """Return the messages of `items`, which follow the messages `earlier`.
 
-    RequestError 400 names the item that is malformed, of a type that this server cannot read, or a
-    reference to an item of no recorded turn.
+    Raise RequestError 400, which names the item, if an item is malformed, has an unsupported type, or refers
+    to an unknown item.
     """
     reader = _Reader(forest)
     for message in earlier:
@@ -83,25 +83,25 @@ def read_items(items: list[Any], forest: Forest, earlier: list[Message]) -> list
 
 @dataclass(slots=True)
 class _Reply:
-    """The items of one assistant message so far. `turn` is "" while none of them names its turn."""
+    """The items of one assistant message that were read so far. `turn` is "" if none of them names a turn."""
 
     turn: str = ""
     reasoning: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
-    answered: bool = False  # the output of a tool has come since
+    answered: bool = False  # whether the output of a tool has followed
 
     def takes(self, kind: ItemKind, turn: str) -> bool:
-        """Whether an item can belong to this reply too."""
+        """Whether the next item can belong to this reply."""
         if turn and self.turn:
             return turn == self.turn
         if self.answered:
             return False
-        # With a call unanswered no other reply can have begun; without one, a reply has one text, at its end.
+        # Until its calls are answered, no other reply can begin. Without calls, a reply ends with its text.
         return kind in _CALLS or bool(self.calls) or not self.content
 
     def message(self) -> Message:
-        """The whole message."""
+        """Return the assistant message."""
         return Message(
             role="assistant",
             content="".join(self.content),
@@ -112,13 +112,13 @@ class _Reply:
 
 
 class _Reader:
-    """Reads items one by one. `names` has the tool's name of each call id seen."""
+    """Reads items one by one. `names` has the name of the tool for each call id."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
         self._out: list[Message | _Reply] = []
         self._last: _Reply | None = None  # the reply that the next item may belong to
-        self._recorded: dict[str, str] | None = None  # arguments of the episode's calls, once they are needed
+        self._recorded: dict[str, str] | None = None  # arguments by call id, loaded when needed
         self.names: dict[str, str] = {}
 
     def messages(self) -> list[Message]:
@@ -126,7 +126,7 @@ class _Reader:
 
     def read(self, item: Any, where: str) -> None:
         if not isinstance(item, dict):
-            reading.refuse("an input item must be an object", where)
+            reading.refuse(f"an input item must be an object, got {shown(item)}", where)
         kind: Any = item.get("type") or ("message" if "role" in item else None)
         if kind == "message":
             self._message(item, where)
@@ -150,7 +150,7 @@ class _Reader:
             )
         text = reading.text(item.get("content"), f"{where}.content")
         if role == "assistant":
-            # Under an id of ours it is what was sampled, tags and all.
+            # An item with the id of a turn has the sampled text, which may contain the tags.
             thought = None if named_turn(item) else _INLINE_REASONING.match(text)
             if thought is not None:
                 self._reply("reasoning", "").reasoning.append(thought[1])
@@ -165,9 +165,9 @@ class _Reader:
     def _call(self, kind: ItemKind, item: Mapping[str, Any], where: str) -> None:
         name, call_id = item.get("name"), item.get("call_id")
         if not isinstance(name, str) or not name:
-            reading.refuse("a call needs the name of its tool", f"{where}.name")
+            reading.refuse("a call must have the name of its tool", f"{where}.name")
         if not isinstance(call_id, str) or not call_id:
-            reading.refuse("a call needs a call_id", f"{where}.call_id")
+            reading.refuse("a call must have a call_id", f"{where}.call_id")
         if kind == "custom_tool_call":
             arguments = self._custom_arguments(call_id, item.get("input"), where)
         else:
@@ -186,13 +186,13 @@ class _Reader:
             self._recorded = {call.id: call.arguments for reply in replies for call in reply.tool_calls}
         arguments = self._recorded.get(call_id)
         if arguments is not None and custom_input(arguments) == text:
-            return arguments  # the model need not have written them in our form
+            return arguments  # as the model wrote them, which `custom_arguments` may format differently
         return custom_arguments(text)
 
     def _output(self, item: Mapping[str, Any], where: str) -> None:
         call_id = item.get("call_id")
         if not isinstance(call_id, str) or not call_id:
-            reading.refuse("the output of a call needs its call_id", f"{where}.call_id")
+            reading.refuse("the output of a call must have its call_id", f"{where}.call_id")
         text = reading.text(item.get("output"), f"{where}.output")
         self._out.append(
             Message(role="tool", content=text, tool_call_id=call_id, name=self.names.get(call_id))
@@ -201,7 +201,7 @@ class _Reader:
             self._last.answered = True
 
     def _reference(self, item: Mapping[str, Any], where: str) -> None:
-        """Rebuild the item from its turn. A reply streamed in several pieces is whole in the first."""
+        """Restore an item from its turn. If a text was streamed in several items, the first has all of it."""
         value = item.get("id")
         kind, rest = _split(value)
         turn_id = turn_of_item(value)
@@ -220,7 +220,7 @@ class _Reader:
             self._add_call("function_call", turn_id, reply.tool_calls[index])
 
     def _reply(self, kind: ItemKind, turn: str) -> _Reply:
-        """The reply that an item belongs to, begun if it is the first."""
+        """Return the reply that an item belongs to; begin a new one if needed."""
         if self._last is None or not self._last.takes(kind, turn):
             self._last = _Reply()
             self._out.append(self._last)
@@ -229,14 +229,14 @@ class _Reader:
 
 
 def _reasoning(item: Mapping[str, Any], where: str) -> str:
-    """The text of a reasoning item: its content where it has any, else its summary."""
+    """Return the text of a reasoning item: its content if it has any, else its summary."""
     for name, joint in (("content", ""), ("summary", "\n\n")):
         parts = item.get(name) or []
         if not isinstance(parts, list):
             reading.refuse(f"{name} must be a list of parts", f"{where}.{name}")
         texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
         if not all(isinstance(text, str) for text in texts):
-            reading.refuse("a part of reasoning needs a string as its text", f"{where}.{name}")
+            reading.refuse("the text of a reasoning part must be a string", f"{where}.{name}")
         if texts:
             return joint.join(text for text in texts if text is not None)
     return ""

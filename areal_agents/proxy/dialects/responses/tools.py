@@ -1,8 +1,7 @@
-"""Converts tools of the Responses API to chat function tools and back.
+"""Converts tools of the Responses API to chat function tools, and calls of custom tools back.
 
-A custom tool takes free text: it is offered to the model as a function with the one text argument
-`input`, and its calls go back to the client as the text alone. Tools that the server itself would have
-to run are refused by name.
+A custom tool takes free text. The model sees it as a function with one string argument, `input`, and the
+client receives the text of that argument. Tools that the server would have to run are refused.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ _INPUT = "input"
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """The chat form of `tools`, in order. RequestError 400 for a tool that is not the client's own."""
+    """Return `tools` as chat function tools. Raise RequestError 400 for a tool that the server would run."""
     if value is None:
         return ()
     if not isinstance(value, list):
-        reading.refuse(f"tools must be a list, got {type(value).__name__}", "tools")
+        reading.refuse(f"tools must be a list, got {shown(value)}", "tools")
     return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
 
 
 def read_tool_choice(
     value: Any, tools: tuple[dict[str, Any], ...], *, where: str = "tool_choice"
 ) -> tuple[CallPolicy, str | None]:
-    """The policy, and the one tool that must be called where the choice names one."""
+    """Return the call policy, and the tool that must be called, if the choice names one."""
     if value is None or value == "auto":
         return "auto", None
     if value == "none":
@@ -38,34 +37,37 @@ def read_tool_choice(
     names = [tool["function"]["name"] for tool in tools]
     if value == "required":
         if not names:
-            reading.refuse("tool_choice required needs tools to choose from", where)
+            reading.refuse('tool_choice "required" needs at least one tool in tools', where)
         return "required", None
     if not isinstance(value, dict):
-        reading.refuse(f"tool_choice must be auto, none, required or an object, got {shown(value)}", where)
+        reading.refuse(
+            f'tool_choice must be "auto", "none", "required" or an object, got {shown(value)}', where
+        )
     kind = value.get("type")
     if kind == "allowed_tools":
         return _allowed(value, names, where)
     if kind not in ("function", "custom"):
-        reading.unsupported(f"tool_choice of type {shown(kind)} is not supported: name a function", where)
+        reading.unsupported(f"tool_choice of type {shown(kind)} is not supported; name a function", where)
     if value.get("name") not in names:
         reading.refuse(
-            f"tool_choice names {shown(value.get('name'))}, and the tools are {shown(names)}", f"{where}.name"
+            f"tool_choice names {shown(value.get('name'))}, which is not in tools: {shown(names)}",
+            f"{where}.name",
         )
     return "required", value["name"]
 
 
 def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
-    """The names of the custom tools of a request that was read."""
+    """Return the names of the custom tools of a validated request."""
     return frozenset(tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function call that represents a custom tool's call."""
+    """Return the arguments of the function call that represents a custom tool's call."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """The text of a custom tool's call; what the model wrote, as it is, where it has another form."""
+    """Return the text of a custom tool's call, or the arguments themselves if they have another form."""
     try:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -77,21 +79,21 @@ def custom_input(arguments: str) -> str:
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     if not isinstance(tool, dict):
-        reading.refuse("a tool must be an object", where)
+        reading.refuse(f"a tool must be an object, got {shown(tool)}", where)
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         reading.unsupported(
-            f"tools of type {shown(kind)} are not supported: this server runs no tools of its own, "
-            "only function and custom tools of the client are offered to the model",
+            f"tools of type {shown(kind)} are not supported, because this server runs no tools; use function "
+            "or custom tools, which the client runs",
             where,
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
-        reading.refuse(f"a {kind} tool needs a name", f"{where}.name")
+        reading.refuse(f"a {kind} tool must have a name", f"{where}.name")
     if kind == "custom":
         return {"type": "function", "function": _custom_function(tool, where)}
     parameters = tool.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
-        reading.refuse("parameters must be a JSON schema", f"{where}.parameters")
+        reading.refuse(f"parameters must be a JSON schema, got {shown(parameters)}", f"{where}.parameters")
     fields = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {f: tool[f] for f in fields if tool.get(f) is not None}}
 
@@ -100,7 +102,9 @@ def _custom_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     description = tool.get("description") or ""
     form = tool.get("format") or {}
     if not isinstance(form, dict) or not isinstance(description, str):
-        reading.refuse("a custom tool has a string as its description and an object as its format", where)
+        reading.refuse(
+            "the description of a custom tool must be a string, and its format must be an object", where
+        )
     if form.get("type") == "grammar":  # shown to the model, not enforced
         definition, syntax = form.get("definition"), form.get("syntax")
         description = f"{description}\n\nThe input must match this {syntax} grammar:\n{definition}".strip()
@@ -115,8 +119,7 @@ def _allowed(value: Mapping[str, Any], names: list[str], where: str) -> tuple[Ca
     allowed = [tool.get("name") for tool in tools if isinstance(tool, dict)]
     if len(allowed) != len(tools) or any(name not in allowed for name in names):
         reading.unsupported(
-            "tool_choice allowed_tools is supported only where it allows every tool: "
-            "send only the tools that may be called",
+            "tool_choice of type allowed_tools must allow every tool; send only the tools that may be called",
             where,
         )
     return read_tool_choice(value.get("mode", "auto"), tuple({"function": {"name": n}} for n in names))

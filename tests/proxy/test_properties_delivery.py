@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.proxy.calls.delivery import AskedStream, as_asked
+from areal_agents.proxy.calls.delivery import DeliveredStream, delivered_reply
 from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
 from areal_agents.rendering import Delta
 
@@ -52,17 +52,17 @@ def test_the_pieces_joined_are_the_whole(
     deltas = [Delta("reasoning", piece) for piece in in_pieces(reasoning, cuts)]
     deltas += [Delta("content", piece) for piece in in_pieces(content, cuts)]
     deltas += [Delta("call", call=call) for call in whole.tool_calls]
-    stream = AskedStream(asked)
+    stream = DeliveredStream(asked)
     out: list[Delta] = []
     for group in [deltas] if at_once else [[delta] for delta in deltas]:
         out += stream.feed(group)
     out += stream.finish()
-    expected = as_asked(whole, asked)
+    expected = delivered_reply(whole, asked)
     assert "".join(delta.text for delta in out if delta.kind == "reasoning") == expected.reasoning
     assert "".join(delta.text for delta in out if delta.kind == "content") == expected.content
     assert tuple(delta.call for delta in out if delta.call) == expected.tool_calls
     assert all(delta.text or delta.call for delta in out)
-    assert as_asked(expected, asked) == expected  # asked twice is asked once
+    assert delivered_reply(expected, asked) == expected  # asked twice is asked once
 
 
 @STEADY
@@ -75,8 +75,8 @@ def test_the_cut_is_before_the_stop_string_that_is_complete_first(text: str, sto
         if met:
             expected = text[: end - max(map(len, met))]
             break
-    assert as_asked(reply("", text, 0), request(stop)).content == expected
-    thought = as_asked(reply(text, "content", 0), request(stop))
+    assert delivered_reply(reply("", text, 0), request(stop)).content == expected
+    thought = delivered_reply(reply(text, "content", 0), request(stop))
     assert thought.reasoning == expected
     if expected != text:
         assert thought.content == ""
@@ -94,16 +94,16 @@ def test_the_cut_is_before_the_stop_string_that_is_complete_first(text: str, sto
     ],
 )
 def test_stop_strings_by_example(stop: tuple[str, ...], content: str, expected: str) -> None:
-    assert as_asked(reply("", content, 0), request(stop)).content == expected
+    assert delivered_reply(reply("", content, 0), request(stop)).content == expected
 
 
 def test_a_stop_string_in_the_reasoning_leaves_no_content() -> None:
-    cut = as_asked(reply("one STOP two", "three", 1), request(("STOP",)))
+    cut = delivered_reply(reply("one STOP two", "three", 1), request(("STOP",)))
     assert (cut.reasoning, cut.content, len(cut.tool_calls)) == ("one ", "", 1)
 
 
 def test_what_may_become_a_stop_string_waits_and_all_else_leaves_at_once() -> None:
-    stream = AskedStream(request(("STOP", "\n\nQ")))
+    stream = DeliveredStream(request(("STOP", "\n\nQ")))
 
     def feed(text: str) -> list[str]:
         return [delta.text for delta in stream.feed([Delta("content", text)])]
@@ -117,4 +117,4 @@ def test_what_may_become_a_stop_string_waits_and_all_else_leaves_at_once() -> No
 )
 def test_the_calls_that_a_client_takes(policy: dict[str, Any], expected: int) -> None:
     whole = reply("", "text", 3)
-    assert as_asked(whole, request(**policy)).tool_calls == whole.tool_calls[:expected]
+    assert delivered_reply(whole, request(**policy)).tool_calls == whole.tool_calls[:expected]
