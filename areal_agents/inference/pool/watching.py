@@ -2,8 +2,8 @@
 
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
 published and the trainer that swaps it in is running. The trainer limits how long a swap may take; a replica
-that it left out is brought to the version from here. A paused replica answers health checks, so a swap is
-never mistaken for a death.
+that it left out remains its responsibility until the next version is published. A paused replica answers
+health checks, so a swap is never mistaken for a death.
 
 Engines do not report whether they are paused. While a trainer runs, only the trainer resumes engines, at the
 end of each publication. If no trainer runs or can start meanwhile, a replica that may have been left paused
