@@ -23,23 +23,24 @@ from areal_agents.inference.engine import MOST_LOGPROB, version_from_wire
 # exp(-1000) is 0 in float64, so no sampler can sample a less likely token. For an excluded token, servers
 # write about -1e30 or the lowest float32.
 LEAST_LOGPROB = -1000.0
-_NAMES_ITS_ENDS = ("config.json", "generation_config.json")
+_EOS_FILES = ("config.json", "generation_config.json")
 _MESSAGE_END = "<|eom_id|>"  # SGLang ends a completion at this token wherever a tokenizer has it
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class SentRequest:
     """The request that an answer is checked against.
 
     Attributes:
         sampling: the sampling parameters as they were sent.
-        vocab_size: every token id is below it.
+        vocab_size: the exclusive upper bound of token ids.
         prompt_tokens: P, the length of the prompt; None: not checked.
-        rid: the id that the answer must carry where it carries one; "" for any.
+        rid: the request id that the answer must have if it has one; "" accepts any.
         most_tokens: the length of prompt and completion together at which the server may end a completion
             with "length" before `max_new_tokens` were sampled; None if it is not known.
-        end_ids: the tokens at which the served model ends by itself; None if they are not known.
-        decode: the text of token ids, to check a claimed stop string; None: the claim is accepted.
+        end_ids: the tokens that end a completion of the served model regardless of the request; None if not
+            known.
+        decode: decodes token ids, to check a reported stop string; None: the report is accepted.
     """
 
     sampling: SamplingParams
@@ -51,7 +52,8 @@ class Asked:
     decode: Callable[[Sequence[int]], str] | None = None
 
     def check_meta(self, meta: Mapping[str, Any], reason: FinishReason | None) -> None:
-        """EngineError if an answer belongs to another request. `reason` is None before the last chunk."""
+        """Raise EngineError if an answer belongs to another request. `reason` is None before the last
+        chunk."""
         if self.rid and meta.get("id", self.rid) != self.rid:
             raise EngineError(f"/generate answered request {shown(meta['id'])}, expected {self.rid!r}")
         if meta.get("index", 0) != 0:
@@ -66,7 +68,7 @@ class Asked:
             )
 
     def check_tokens(self, before: int | None, ids: Sequence[int], total: int) -> None:
-        """EngineError unless `ids`, the last of `total`, may follow `before`, the token before them."""
+        """Raise EngineError unless `ids`, the last of `total` tokens, may follow the token `before`."""
         if total > self.sampling.max_new_tokens:
             raise EngineError(
                 f"/generate sampled {total} tokens where {self.sampling.max_new_tokens} were requested"
@@ -85,7 +87,7 @@ class Asked:
                 raise EngineError(f"/generate sampled tokens after {end}, which ends the completion")
 
     def check_end(self, ids: Sequence[int], reason: FinishReason, matched: Any) -> None:
-        """EngineError unless `ids` may end for `reason`; `matched` is the stop that SGLang names."""
+        """Raise EngineError unless `ids` may end for `reason`; `matched` is the stop that SGLang reports."""
         if reason == "length":
             self._check_length(len(ids))
         elif reason == "stop" and not self._may_stop(ids, matched):
@@ -100,8 +102,8 @@ class Asked:
             return
         if self.prompt_tokens + count < self.most_tokens:
             raise EngineError(
-                f"/generate ended at its limit after {count} tokens: {self.sampling.max_new_tokens} were "
-                f"requested, and {self.most_tokens} would fit, {self.prompt_tokens} of the prompt included"
+                f"/generate ended with length after {count} tokens, although {self.sampling.max_new_tokens} "
+                f"were requested, and {self.most_tokens} fit, {self.prompt_tokens} of the prompt included"
             )
 
     def _may_stop(self, ids: Sequence[int], matched: Any) -> bool:
@@ -127,7 +129,7 @@ class Asked:
 
 
 def check_logprobs(values: Iterable[Any]) -> None:
-    """EngineError unless all values are logprobs of sampled tokens, from LEAST_LOGPROB to 0."""
+    """Raise EngineError unless all values are logprobs of sampled tokens, from LEAST_LOGPROB to 0."""
     for value in values:
         if type(value) is float and LEAST_LOGPROB <= value <= MOST_LOGPROB:
             continue
@@ -141,9 +143,9 @@ def check_logprobs(values: Iterable[Any]) -> None:
 
 
 def checked_spans(spans: Any, count: int, *, aborted: bool = False) -> list[tuple[int, int]]:
-    """[(version, end), ...] of SGLang's spans [{"version", "start", "end"}] over `count` tokens.
+    """Convert SGLang's spans [{"version", "start", "end"}] over `count` tokens to [(version, end), ...].
 
-    EngineError unless they follow each other from 0 to `count` without a gap, and their versions never
+    Raises EngineError unless they follow each other from 0 to `count` without a gap, and their versions never
     decrease: weights are never swapped back. If the request was `aborted`, they may count more tokens than
     the server sent.
     """
@@ -175,7 +177,8 @@ def _wrong_spans(spans: Any, why: str) -> EngineError:
 
 
 def end_ids_of(folder: str | Path) -> frozenset[int] | None:
-    """The tokens at which servers end a completion of the model in `folder`, whatever the request says.
+    """Return the tokens at which servers end a completion of the model in `folder`, whatever the request
+    says.
 
     These are the end-of-sequence ids of config.json and generation_config.json, and the tokenizer's
     end-of-sequence token. None if the folder is not readable from here, or does not name them all.
@@ -184,7 +187,7 @@ def end_ids_of(folder: str | Path) -> frozenset[int] | None:
     if not all((root / name).is_file() for name in ("config.json", "tokenizer_config.json")):
         return None
     try:
-        for name in _NAMES_ITS_ENDS:
+        for name in _EOS_FILES:
             if (root / name).is_file():
                 found |= _ids_in(json.loads((root / name).read_text()))
         settings = json.loads((root / "tokenizer_config.json").read_text())

@@ -18,7 +18,9 @@ class EmbeddedEngineConfig(BaseModel):
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="Port to listen on; 0 takes a free one.")] = 30000
     threads: Annotated[int, Field(ge=0, description="CPU threads for the model; 0 takes all cores.")] = 0
-    slots: Annotated[int, Field(ge=1, le=4096, description="Sequences whose keys and values are kept.")] = 64
+    slots: Annotated[
+        int, Field(ge=1, le=4096, description="Sequences whose keys and values the engine holds.")
+    ] = 64
     max_context: Annotated[
         int,
         Field(
@@ -35,15 +37,15 @@ class EmbeddedEngineConfig(BaseModel):
         Field(description="auto takes numba for float32 on a CPU and torch for everything else."),
     ] = "auto"
     incremental_streaming: Annotated[
-        bool, Field(description="Streamed chunks hold the new tokens only, not all so far.")
+        bool, Field(description="Streamed chunks contain only the new tokens instead of all tokens so far.")
     ] = False
     prefix_cache: Annotated[bool, Field(description="Reuse keys and values of shared prefixes.")] = True
     load_format: Annotated[
         Literal["auto", "dummy"],
-        Field(description="auto reads safetensors; dummy draws random weights from seed."),
+        Field(description="auto reads safetensors; dummy initialises random weights from seed."),
     ] = "auto"
     seed: Annotated[
-        int, Field(ge=0, description="Seed of requests that bring none, and of dummy weights.")
+        int, Field(ge=0, description="Seed of requests without a seed, and of dummy weights.")
     ] = 0
     broadcast_timeout_s: Annotated[
         float, Field(gt=0, description="Longest wait for a trainer to join a group or to broadcast weights.")
@@ -90,7 +92,8 @@ class EngineConfig(BaseModel):
         Field(description="embedded: this package's own engine; sglang: SGLang, started or by URL."),
     ] = "embedded"
     urls: Annotated[
-        tuple[str, ...], Field(description="sglang: base URLs of running servers; empty: they are started.")
+        tuple[str, ...],
+        Field(description="sglang: base URLs of running servers; empty: the run starts servers."),
     ] = ()
     router: Annotated[
         str,
@@ -104,9 +107,9 @@ class EngineConfig(BaseModel):
     ] = ""
     arguments: Annotated[
         tuple[str, ...],
-        Field(description="sglang: more of its own arguments; they come last, so they win."),
+        Field(description="sglang: additional server arguments; they come last and override others."),
     ] = ()
-    replicas: Annotated[int, Field(ge=1, le=256, description="Engines that are started.")] = 1
+    replicas: Annotated[int, Field(ge=1, le=256, description="Number of engines to start.")] = 1
     tensor_parallel: Annotated[int, Field(ge=1, description="sglang: GPUs that share one replica.")] = 1
     colocate: Annotated[
         Colocate,
@@ -138,7 +141,7 @@ class EngineConfig(BaseModel):
         int,
         Field(ge=0, description="CPU threads of the engines together; 0 shares the cores with the trainer."),
     ] = 0
-    slots: Annotated[int, Field(ge=1, le=4096, description="Sequences an embedded engine holds.")] = 64
+    slots: Annotated[int, Field(ge=1, le=4096, description="Sequences that an embedded engine holds.")] = 64
     max_context: Annotated[
         int,
         Field(
@@ -175,7 +178,7 @@ class EngineConfig(BaseModel):
     @field_validator("arguments", mode="before")
     @classmethod
     def _arguments_are_texts(cls, arguments: object) -> object:
-        """Numbers, as YAML reads them, are arguments too."""
+        """Converts numbers, which YAML may yield for arguments, to strings."""
         if isinstance(arguments, list | tuple):
             return tuple(str(a) if isinstance(a, int | float) else a for a in arguments)
         return arguments

@@ -1,9 +1,9 @@
 """Continues an interrupted completion on exactly the tokens that were already sampled.
 
-Invariant: a token keeps the logprob and the version that it was sampled with, and what the caller has been
-given is never taken back. Where a completion cannot be continued (under a grammar, or under penalties,
-which an engine counts over its own output), it is sampled again from its start; once a piece of it has been
-given away, that is an error instead.
+Invariant: a token keeps the logprob and the version that it was sampled with, and tokens that were delivered
+to the caller are never revoked. Where a completion cannot be continued (under a grammar, or under penalties,
+which an engine counts over its own output), it is sampled again from its start; if part of it was already
+delivered, this is an error instead.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.answers import check_logprobs
 from areal_agents.inference.engine import OnTokens
 
-Decode = Callable[[Sequence[int]], str]  # the text of token ids
+Decode = Callable[[Sequence[int]], str]  # decodes token ids
 
 
 class StopString(Exception):
-    """A stop string has ended a completion that the engine would continue with: `Draft.stopped` has it."""
+    """A stop string ended the completion, which `PartialCompletion.stopped` returns; the engine was still
+    sampling."""
 
 
 class OldVersion(EngineError):
-    """An engine samples with a version older than it served before: it was started again."""
+    """An engine sampled with an older version than it served before, so it was restarted."""
 
 
-class Draft:
-    """One completion while it is sampled, in however many attempts.
+class PartialCompletion:
+    """A completion that is being sampled, possibly in several attempts on different engines.
 
     Args:
         input_ids: [P] the prompt.
-        sampling: as the caller requested.
-        on_tokens: the caller's, None for one that waits for the whole.
-        decode: finds stop strings that lie over the seam of two attempts; without it a completion with
+        sampling: the parameters that the caller requested.
+        on_tokens: receives tokens as they arrive; None if the caller waits for the whole completion.
+        decode: decodes token ids, to find stop strings that span two attempts; without it a completion with
             stop strings cannot be continued.
 
     Attributes:
-        kept: how many tokens earlier attempts have brought.
-        newest: the latest version among them, -1 for none.
-        is_aborted: the caller ended it by `abort`, so it is not continued.
-        rid: under which the engine knows the running attempt.
+        kept: the number of tokens kept from earlier attempts.
+        newest: the version of the last of these tokens; -1 if there are none.
+        is_aborted: whether the caller aborted the completion, so that it is not continued.
+        rid: the request id of the running attempt.
     """
 
     __slots__ = (
-        "is_aborted", "kept", "newest", "rid", "_chunks", "_cut", "_decode", "_handed", "_input_ids",
-        "_latest", "_least", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
+        "is_aborted", "kept", "newest", "rid", "_chunks", "_cut", "_decode", "_delivered", "_input_ids",
+        "_latest", "_min_version", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
     )  # fmt: skip
 
     def __init__(
@@ -75,96 +76,98 @@ class Draft:
         self._sampling = sampling
         self._on_tokens = on_tokens
         self._decode = decode
-        self._part: Completion | None = None  # what earlier attempts have brought
-        self._chunks: list[TokenChunk] = []  # what this attempt has streamed
-        self._streamed = 0  # tokens in them
-        self._handed = 0  # tokens that the caller was given
-        self._least = -1  # no version of this attempt is below
-        self._latest = UNSURE  # the last version that this attempt has named
+        self._part: Completion | None = None  # kept from earlier attempts
+        self._chunks: list[TokenChunk] = []  # streamed by this attempt
+        self._streamed = 0  # number of tokens in _chunks
+        self._delivered = 0  # tokens delivered to the caller
+        self._min_version = -1  # lowest version allowed in this attempt
+        self._latest = UNSURE  # the version of the last token of this attempt
         self._seam: _Seam | None = None
-        self._cut: int | None = None  # tokens of this attempt until a stop string over the seam ends
+        # tokens of this attempt up to the end of a stop string that spans the seam
+        self._cut: int | None = None
 
     @property
     def input_ids(self) -> TokenIds:
-        """[P + kept] what the next attempt continues from."""
+        """[P + kept] the prompt of the next attempt."""
         if self._part is None:
             return self._input_ids
         return as_token_ids(np.concatenate([self._input_ids, self._part.token_ids]))
 
     @property
     def sampling(self) -> SamplingParams:
-        """The sampling parameters of the rest."""
+        """The sampling parameters of the next attempt."""
         if not self.kept:
             return self._sampling
-        # With the same seed: engines sample a token with the number of its position in the whole sequence.
+        # The seed is unchanged: engines derive each random number from the seed and the position in the
+        # sequence.
         return replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - self.kept)
 
     @property
     def reached(self) -> int:
-        """How many tokens there are, those of the running attempt among them as far as they were streamed."""
+        """The number of tokens so far, including those that the running attempt has streamed."""
         return self.kept + self._streamed
 
     @property
     def streams(self) -> bool:
-        """Whether the caller wants pieces."""
+        """Whether the caller receives tokens as they arrive."""
         return self._on_tokens is not None
 
     def begin(self, rid: str, *, least_version: int = -1) -> None:
-        """An attempt starts; a token of a version below `least_version` raises OldVersion."""
-        self.rid, self._least, self._cut, self._latest = rid, least_version, None, UNSURE
+        """Start an attempt; a token of a version below `least_version` raises OldVersion."""
+        self.rid, self._min_version, self._cut, self._latest = rid, least_version, None, UNSURE
         self._chunks.clear()
         self._streamed = 0
 
     def take(self, chunk: TokenChunk) -> None:
-        """The `on_tokens` of an attempt; EngineError for what cannot be, before the caller sees it."""
+        """Receive streamed tokens. Raises EngineError for invalid tokens before they are delivered."""
         check_logprobs(chunk.logprobs)
         for version in chunk.versions:
             if version == UNSURE:
                 continue
             if version < self._latest:
                 raise EngineError(f"the engine streamed version {version} after version {self._latest}")
-            if version < self._least:
-                raise OldVersion(f"tokens of version {version} came after version {self._least}")
+            if version < self._min_version:
+                raise OldVersion(f"tokens of version {version} came after version {self._min_version}")
             self._latest = version
         self._chunks.append(chunk)
         before, self._streamed = self._streamed, self._streamed + len(chunk.token_ids)
         if self._seam is not None:
-            self._take_behind(self._seam, chunk, before)
+            self._take_after_seam(self._seam, chunk, before)
         elif self._on_tokens is not None:
-            self._handed += len(chunk.token_ids)
+            self._delivered += len(chunk.token_ids)
             self._on_tokens(chunk)
 
-    def _take_behind(self, seam: _Seam, chunk: TokenChunk, before: int) -> None:
-        """Take a chunk of a later attempt, `before` tokens after the seam.
+    def _take_after_seam(self, seam: _Seam, chunk: TokenChunk, before: int) -> None:
+        """Receive a chunk of a later attempt, `before` tokens after the seam.
 
-        StopString once a stop string over the seam is whole.
+        Raises StopString once a stop string that spans the seam is complete.
         """
         if self._cut is None:
             self._cut = seam.feed(before, chunk.token_ids)
             given = chunk if self._cut is None else _first(chunk, self._cut - before)
             if self._on_tokens is not None and given.token_ids:
-                self._handed += len(given.token_ids)
+                self._delivered += len(given.token_ids)
                 self._on_tokens(given)
         if self._cut is not None and self._received(self._cut) is not None:
             raise StopString
 
     @property
     def latest(self) -> int:
-        """The last version that the running attempt has streamed a token of; UNSURE if it named none."""
+        """The version of the last token that the running attempt has streamed; UNSURE if not known."""
         return self._latest
 
     @property
-    def is_handed(self) -> bool:
-        """Whether the caller was given tokens of the running attempt."""
-        return self._handed > self.kept
+    def has_delivered(self) -> bool:
+        """Whether tokens of the running attempt were delivered to the caller."""
+        return self._delivered > self.kept
 
     def discard(self) -> None:
-        """Keep nothing of this attempt: what it brought cannot be trusted."""
+        """Discard the tokens of this attempt, which cannot be trusted."""
         self._chunks.clear()
         self._streamed, self._cut, self._latest = 0, None, UNSURE
 
     def finished(self, last: Completion) -> Completion:
-        """All of it, after an attempt that ended it."""
+        """Return the whole completion after its last attempt."""
         if self._cut is None and self._seam is not None:
             self._cut = self._seam.feed(0, last.token_ids.tolist())
         if self._cut is not None:
@@ -172,35 +175,35 @@ class Draft:
         return last if self._part is None else _joined(self._part, last)
 
     def stopped(self) -> Completion:
-        """All of it, after StopString."""
+        """Return the whole completion after StopString."""
         last = None if self._cut is None else self._received(self._cut)
         assert last is not None, "a stop string was found"
         return self.finished(last)
 
-    def broken_off(self, attempt: Completion | None) -> Completion | None:
-        """Keep what an attempt brought that did not end by itself: what it answered, or None if it was lost.
+    def interrupted(self, attempt: Completion | None) -> Completion | None:
+        """Keep the tokens of an interrupted attempt: of its answer, or, if None, those that it streamed.
 
-        Returns the completion if nothing is left to sample. EngineUnavailable if it cannot continue; what the
-        caller was given of it then stays unfinished.
+        Returns the completion if nothing is left to sample. Raises EngineUnavailable if it cannot be
+        continued; the caller then has an incomplete completion.
         """
-        found = self._sure() if attempt is None else attempt
+        found = self._certain_part() if attempt is None else attempt
         if self._cut is None and self._seam is not None:
             self._cut = self._seam.feed(0, found.token_ids.tolist())
         if self._cut is not None and len(found) >= self._cut:
             return self.finished(found)
-        if not self._goes_on and self.kept + len(found):
-            self._from_the_start()
+        if not self._can_continue and self.kept + len(found):
+            self._restart()
             return None
-        if self._handed > self.kept + len(found):
+        if self._delivered > self.kept + len(found):
             raise EngineUnavailable(
-                "the engine was lost, and of tokens that had been streamed already it is not certain which "
-                "version had sampled them"
+                "the engine was lost, and the policy version of tokens that were already streamed is not "
+                "known; send the request again"
             )
         self._keep(found)
-        return self._if_whole()
+        return self._complete_if_finished()
 
     @property
-    def _goes_on(self) -> bool:
+    def _can_continue(self) -> bool:
         sampling = self._sampling
         return (
             sampling.grammar is None
@@ -209,16 +212,16 @@ class Draft:
             and (self._decode is not None or not sampling.stop)
         )
 
-    def _from_the_start(self) -> None:
-        if self._handed:
+    def _restart(self) -> None:
+        if self._delivered:
             raise EngineUnavailable(
-                "the engine was lost in the middle of a completion that had been streamed in part, and one "
-                "under a grammar or penalties cannot continue elsewhere"
+                "the engine was lost while it streamed a completion with a grammar, penalties or stop "
+                "strings, which cannot be continued on another engine; send the request again"
             )
         self._part, self._seam, self.kept, self.newest = None, None, 0, -1
 
-    def _sure(self) -> Completion:
-        """What this attempt has streamed, up to the first token whose version is not certain."""
+    def _certain_part(self) -> Completion:
+        """Return the streamed tokens of this attempt up to the first whose version is not known."""
         sure = 0
         for chunk in self._chunks:
             if not chunk.versions or UNSURE in chunk.versions:
@@ -229,7 +232,7 @@ class Draft:
         return received
 
     def _received(self, count: int) -> Completion | None:
-        """The first `count` tokens that this attempt has streamed; None while a version is not certain."""
+        """Return the first `count` streamed tokens of this attempt; None if a version is not known."""
         ids = [token for chunk in self._chunks for token in chunk.token_ids][:count]
         versions = [version for chunk in self._chunks for version in chunk.versions][:count]
         if len(versions) < len(ids) or UNSURE in versions:
@@ -247,8 +250,9 @@ class Draft:
         if self._sampling.stop and self._decode is not None:
             self._seam = _Seam(self._sampling.stop, self._decode, self._part.token_ids.tolist())
 
-    def _if_whole(self) -> Completion | None:
-        """The completion, if what was kept is all that may be sampled: the engine died before its end."""
+    def _complete_if_finished(self) -> Completion | None:
+        """Return the completion if the kept tokens already end it: the engine died before it reported the
+        end."""
         part, sampling = self._part, self._sampling
         if part is None:
             return None
@@ -258,7 +262,7 @@ class Draft:
 
 
 class _Seam:
-    """Where one attempt ends and the next begins: an engine does not see a stop string that lies over it."""
+    """Finds stop strings that begin in one attempt and end in the next, which no engine sees."""
 
     def __init__(self, stops: tuple[str, ...], decode: Decode, kept: Sequence[int]) -> None:
         self._stops = stops
@@ -271,9 +275,9 @@ class _Seam:
         self._fed: list[int] = []
 
     def feed(self, start: int, token_ids: Sequence[int]) -> int | None:
-        """How many tokens after the seam until a stop string is complete, None if that is not among these.
+        """Return the number of tokens after the seam up to the end of a stop string, None if there is none.
 
-        `start` is how many of them came before `token_ids`.
+        `start` is the number of tokens after the seam that precede `token_ids`.
         """
         del self._fed[start:]
         for token in token_ids:
@@ -301,7 +305,7 @@ def _joined(first: Completion, second: Completion) -> Completion:
 
 
 def _until(completion: Completion, count: int, reason: FinishReason) -> Completion:
-    """Its first `count` tokens."""
+    """Return the first `count` tokens of a completion."""
     routed, beyond = completion.routed_experts, len(completion) - count
     return Completion(
         token_ids=completion.token_ids[:count],

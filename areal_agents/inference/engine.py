@@ -31,12 +31,12 @@ ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 class ModelInfo:
     """What an engine serves: the policy version, and the limits that requests are checked against.
 
-    `max_context` bounds prompt plus completion, in tokens. `kernel` names what computes, where the engine
-    says so. `experts` is None of a model without experts, or whose folder is not readable from here.
-    `workers` is the number of its tensor-parallel processes, `architecture` the model type of its config
-    where the engine names it. `room` is the length of prompt and completion together at which the engine may
-    end a completion before `max_new_tokens`; `end_ids` are the tokens at which it ends one whatever the
-    request says. Both are None if they are not known.
+    `max_context` bounds prompt plus completion, in tokens. `kernel` is the engine's name for its kernels, if
+    it reports one. `experts` is None for a model without experts, or if its folder is not readable from here.
+    `workers` is the number of tensor-parallel processes, `architecture` the model type in the model's config,
+    if the engine reports it. `room` is the length of prompt and completion together at which the engine may
+    end a completion before `max_new_tokens`; `end_ids` are the tokens that end a completion regardless of the
+    request. Both are None if they are not known.
     """
 
     model_path: str
@@ -53,17 +53,17 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptScores:
-    """What a model says of given tokens: the logprobs of the tokens at N consecutive positions of a sequence.
+    """The logprobs that a model assigns to the tokens at N consecutive positions of a sequence.
 
     All logprobs are natural logarithms of the plain distribution (temperature 1, nothing truncated) over the
     next token, given all tokens before it. ValueError if the arrays do not fit together, or hold no logprobs.
 
     Attributes:
-        token_logprobs: [N] float32, of the tokens that the sequence has.
+        token_logprobs: [N] float32, the logprobs of the tokens of the sequence.
         top_ids: [N, k] int32, the most likely tokens at each position, best first.
         top_logprobs: [N, k] float32, their logprobs.
-        version: of the weights, as the engine reported it with the answer. If weights were swapped with the
-            pause mode in_place meanwhile, the first positions may be of the weights before.
+        version: the version of the weights that the engine reported with the answer. After a concurrent swap
+            with pause mode in_place, the first positions may be scored by the previous weights.
     """
 
     token_logprobs: Logprobs
@@ -111,7 +111,7 @@ class WeightGroup:
         address, port: where the trainer listens.
         rank_offset: the rank of this engine's first tensor-parallel worker, at least 1.
         world_size: 1 for the trainer + the workers of all engines.
-        name: what the group is called in the requests; unique among the groups that are joined.
+        name: the name of the group in requests; unique among the joined groups.
         backend: gloo on CPUs, nccl on GPUs.
     """
 
@@ -156,7 +156,7 @@ class WeightBucket:
     def __post_init__(self) -> None:
         if not len(self.names) == len(self.dtypes) == len(self.shapes) or not self.names:
             raise ValueError(
-                f"a bucket has a dtype and a shape for every name and at least one, got {len(self.names)} "
+                f"a bucket needs at least one name, and a dtype and a shape for each, got {len(self.names)} "
                 f"names, {len(self.dtypes)} dtypes, {len(self.shapes)} shapes"
             )
         if unknown := sorted(set(self.dtypes) - ITEM_BYTES.keys()):
@@ -215,7 +215,8 @@ class Sampler(Protocol):
 
         `on_tokens` is called in the event loop with each piece as it arrives; together they are the
         completion's tokens. What it raises ends the call and aborts the generation. `affinity` names calls
-        that share a prefix, such as an episode's: a pool keeps them on one replica, one engine ignores it.
+        that share a prefix, such as an episode's: a pool keeps them on one replica, and a single engine
+        ignores it.
         """
         ...
 
@@ -248,11 +249,11 @@ class Sampler(Protocol):
         ...
 
     async def model_info(self) -> ModelInfo:
-        """What is being served now."""
+        """Return the model, version and limits that are served now."""
         ...
 
     async def busy_s(self) -> float | None:
-        """Seconds since its start in which it was sampling; None where the engine does not count them."""
+        """Return the seconds since the start spent sampling; None if the engine does not count them."""
         ...
 
     async def aclose(self) -> None:
@@ -271,7 +272,7 @@ class Engine(Sampler, Protocol):
 
     @property
     def base_url(self) -> str:
-        """Where it is, and what errors call it."""
+        """The URL of the engine, which also names it in errors."""
         ...
 
     async def pause(self, mode: PauseMode) -> None:
@@ -293,13 +294,14 @@ class Engine(Sampler, Protocol):
         ...
 
     async def begin_weight_update(self) -> None:
-        """Open an update by tensors or broadcasts; one that a lost trainer left open is closed first."""
+        """Open an update by tensors or broadcasts; an update that a lost trainer left open is closed
+        first."""
         ...
 
     async def update_weights_from_tensors(
         self, payloads: Sequence[str], version: int, *, last: bool = True
     ) -> None:
-        """Take some of the weights: one payload per tensor-parallel worker, each the base64 form of a pickled
+        """Send some of the weights: one payload per tensor-parallel worker, each the base64 form of a pickled
         list of (name, tensor). With `last`, `version` is what the engine serves from now on."""
         ...
 
@@ -339,17 +341,17 @@ class Engine(Sampler, Protocol):
         ...
 
     async def release_memory(self, kinds: Sequence[MemoryKind]) -> None:
-        """Give back the memory of `kinds`, while paused with nothing frozen in place. Weights are lost by it,
-        and are to be updated after `resume_memory` and before `resume`."""
+        """Release the memory of `kinds`, while paused in mode retract or abort. Released weights are lost:
+        update them after `resume_memory` and before `resume`."""
         ...
 
     async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
-        """Take the memory of `kinds` again."""
+        """Allocate the memory of `kinds` again."""
         ...
 
 
 def adapter_name(version: int) -> str:
-    """What engines call the LoRA adapter of policy `version`."""
+    """Return the name of the LoRA adapter of policy `version` in engines."""
     return f"policy-{version}"
 
 

@@ -1,4 +1,4 @@
-"""Starts an engine as a child process, waits until it serves, and ends it with all that it started.
+"""Starts an engine as a child process, waits until it serves, and ends it with all of its own children.
 
 The child holds the read end of a pipe whose write end only this process has, so it ends when this process
 does, however that happens. An embedded engine inherits a socket that is already listening, so no port is
@@ -28,17 +28,17 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.processes import end_process, signal_group
 
 POLL_S = 0.05
-ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes a second of its own
+ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes about a second
 LOG_TAIL_BYTES = 2000
 
 
 class ServerProcess:
-    """A server in a process of its own, which leads a process group. A context manager; `url` is where it
-    serves. A subclass starts the process in `start`.
+    """A server in a child process that leads a process group; a context manager. `url` is the address of the
+    server. A subclass starts the process in `start`.
 
     Args:
-        name: what messages call it.
-        log_path: where its output goes; a temporary file, removed at `stop`, if None.
+        name: the name of the server in messages.
+        log_path: the file for its output; if None, a temporary file that `stop` removes.
         start_timeout_s: longest wait for the port to answer, loading and compiling included.
         stop_timeout_s: how long SIGTERM may take before SIGKILL.
     """
@@ -77,7 +77,7 @@ class ServerProcess:
 
     @property
     def returncode(self) -> int | None:
-        """How the child ended, as subprocess gives it; None while it runs."""
+        """The return code of the child, as in subprocess; None while it runs."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> None:
@@ -85,7 +85,7 @@ class ServerProcess:
         raise NotImplementedError
 
     def wait_ready(self) -> None:
-        """Return once the server answers; EngineUnavailable with the end of its log if it does not."""
+        """Return once the server answers; raises EngineUnavailable with the end of its log if it does not."""
         deadline = time.monotonic() + self._start_timeout_s
         message = ""
         with direct_client(timeout_s=ANSWER_S) as client:
@@ -104,15 +104,15 @@ class ServerProcess:
         raise EngineUnavailable(f"{message}; its log ends:\n{tail}")
 
     def wait(self) -> int:
-        """Return when the child has ended; how, as subprocess gives it."""
+        """Wait until the child has ended and return its return code."""
         assert self._process is not None, "start() comes first"
         return self._process.wait()
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL after `stop_timeout_s`; returns when it and all it started are gone."""
+        """Send SIGTERM, then SIGKILL after `stop_timeout_s`; return when the process group has ended."""
         if self._process is not None:
             end_process(self._process, grace_s=self._stop_timeout_s)
-            signal_group(self._process.pid, signal.SIGKILL)  # what it started and did not end
+            signal_group(self._process.pid, signal.SIGKILL)  # children that it left behind
         if self._temporary_log and self._log_path is not None:
             self._log_path.unlink(missing_ok=True)
 
@@ -137,18 +137,18 @@ class ServerProcess:
                 stderr=log,
                 pass_fds=pass_fds,
                 env=dict(environment),
-                start_new_session=True,  # a Ctrl-C at the terminal is the supervisor's to handle
+                start_new_session=True,  # Ctrl-C at the terminal must reach the supervisor only
             )
 
 
 class EngineProcess(ServerProcess):
-    """An embedded engine in a process of its own.
+    """An embedded engine in a child process.
 
     Args:
         config: the engine's options; port 0 takes a free port.
         env: variables to add to this process's environment for the child.
 
-    The others are ServerProcess's.
+    The other arguments are those of ServerProcess.
     """
 
     def __init__(
@@ -186,9 +186,9 @@ class EngineProcess(ServerProcess):
 def running_engine(
     model: str | Path, *, log_path: Path | None = None, start_timeout_s: float = 120.0, **options: Any
 ) -> Iterator[str]:
-    """An embedded engine for the length of a with-block; yields its URL.
+    """Run an embedded engine within a with-block; yields its URL.
 
-    `options` are EmbeddedEngineConfig's; the port is a free one unless given.
+    `options` are fields of EmbeddedEngineConfig; the default port is a free one.
     """
     config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
     with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
@@ -208,7 +208,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _answers(client: httpx.Client, url: str, *, timeout_s: float) -> bool:
-    """Whether `url` answers 200 in time; its socket listens from the start, so a call waits for the child."""
+    """Whether `url` answers 200 in time; the socket listens from the start, so a call may wait for the
+    child."""
     try:
         return client.get(url, timeout=timeout_s).status_code == 200
     except httpx.TransportError:

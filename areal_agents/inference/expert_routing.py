@@ -2,8 +2,8 @@
 
 A server started with --enable-return-routed-experts keeps them beside the keys and values, so that tokens
 of a cached prefix are covered too, and returns them with the end of a request that asks: int32 in base64,
-[rows, layers, k] without its shape, from the position requested to the last token but one. The last token
-was sampled, and has been through nothing yet.
+[rows, layers, k] without its shape, from the position requested to the last token but one. The last token has
+only been sampled and has not passed through the model.
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _WIRE = np.dtype("<i4")
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Of a mixture-of-experts model: its decoder layers, dense ones included, and the experts that a token
-    is sent through in each."""
+    """The number of decoder layers of a mixture-of-experts model, including dense ones, and of experts per
+    token."""
 
     layers: int
     per_token: int
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingAsked:
-    """What one request asks for: the experts of its tokens from position `start` of a prompt of
-    `prompt_tokens` on."""
+class RequestedRouting:
+    """A request for the experts of all tokens from position `start` of a prompt of `prompt_tokens` tokens."""
 
     layout: ExpertLayout
     start: int
@@ -51,15 +50,16 @@ def expert_layout(config: Mapping[str, Any]) -> ExpertLayout | None:
 
 
 def routing_from_wire(
-    meta: Mapping[str, Any], asked: RoutingAsked, versions: Sequence[int] | np.ndarray
+    meta: Mapping[str, Any], asked: RequestedRouting, versions: Sequence[int] | np.ndarray
 ) -> Routing | None:
-    """The routed experts of an answer, as `Completion` holds them; `versions` [C] of its tokens.
+    """Return the routed experts of an answer in the form of `Completion`; `versions` [C] are those of its
+    tokens.
 
-    Tokens that were computed again, because a swap retracted the request, are known as the last version
-    sent them; what an earlier version sampled after them is not, and those rows are -1.
+    If a swap retracted the request, its tokens were computed again, and only the routing of the last version
+    is known. Rows from which an earlier version sampled are therefore -1.
 
-    Raises EngineError if there are none, or not as many as the tokens need. An answer without a sampled
-    token, or aborted before the engine took it up, has none: None.
+    Returns None for an answer without sampled tokens, or one aborted before it started. Raises EngineError if
+    the experts are missing or their number does not match the tokens.
     """
     encoded, count = meta.get("routed_experts"), len(versions)
     if encoded is None and (not count or _is_abort(meta)):
@@ -77,13 +77,16 @@ def routing_from_wire(
     if values.size != rows * layout.layers * layout.per_token:
         raise EngineError(
             f"/generate returned {values.size} routed experts for {rows} tokens, {layout.layers} layers and "
-            f"{layout.per_token} experts per token: it serves another model"
+            f"{layout.per_token} experts per token: it serves a different model"
         )
     if values.size and not -1 <= values.min() <= values.max() <= np.iinfo(np.int16).max:
-        raise EngineError(f"/generate returned a routed expert {values.min()} or {values.max()}")
+        raise EngineError(
+            f"/generate returned routed experts from {values.min()} to {values.max()}; "
+            "expected numbers from -1 to 32767"
+        )
     routing = values.astype(np.int16).reshape(rows, layout.layers, layout.per_token)
     if meta.get("num_retractions"):
-        sampled = routing[rows - count :]  # of the tokens that the sampled ones come after
+        sampled = routing[rows - count :]  # the rows that the sampled tokens were predicted from
         older = np.flatnonzero(np.asarray(versions) != versions[-1])
         sampled[: older[-1] + 1 if len(older) else 0] = -1
     return routing

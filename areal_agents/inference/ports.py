@@ -10,7 +10,7 @@ from random import SystemRandom
 
 from areal_agents.errors import ConfigError
 
-_PORTS = range(20_000, 32_000)  # Linux takes outgoing connections' ports from 32768 on, others from 49152 on
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports: Linux begins at 32768, others at 49152
 _HOLDS = sys.platform == "linux"  # elsewhere a bound socket excludes the server's socket too
 
 
@@ -24,7 +24,7 @@ def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[tuple[int, .
     than Linux would refuse that server, so no port is held there and a short race remains.
 
     Raises:
-        ConfigError: there are fewer free ports.
+        ConfigError: fewer than `count` ports are free.
     """
     with ExitStack() as held:
         ports: list[int] = []
@@ -42,7 +42,7 @@ def reserved_ports(count: int, host: str = "127.0.0.1") -> Iterator[tuple[int, .
 
 
 def _hold(host: str, port: int) -> socket.socket | None:
-    """A bound socket that still lets a server listen on the port; None if the port is in use."""
+    """Return a bound socket that still lets a server listen on the port; None if the port is in use."""
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         holder.bind((host, port))  # without SO_REUSEADDR: fails beside any other socket, bound or listening

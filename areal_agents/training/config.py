@@ -1,4 +1,4 @@
-"""Settings of the trainer. They import no torch, and refuse combinations that cannot work."""
+"""Settings of the trainer. This module imports no torch, and refuses combinations that cannot work."""
 
 from __future__ import annotations
 

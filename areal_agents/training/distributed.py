@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 T = TypeVar("T")
 
 # While the first rank waits for a batch (`trainer.batch_timeout_s`, and again for each that is dropped),
-# the others wait for it in a collective. A rank that dies is torchrun's to notice.
+# the others wait for it in a collective. torchrun detects a rank that dies.
 _TIMEOUT_S = 86_400.0
 
 
@@ -34,8 +34,8 @@ class Ranks:
         rank, count: among all of them; gradients are averaged over all.
         mesh: what the weights are sharded over: [count], or [replicas, count / replicas].
         data_rank, data_count: which micro-batches are this rank's: `batches[data_rank::data_count]`.
-        context_rank, context_count, context_group: its place among the ranks that share each of its
-            micro-batches; the group is None where there is one rank.
+        context_rank, context_count, context_group: this rank's index among the ranks that share each of its
+            micro-batches, their number and process group; the group is None if there is one rank.
     """
 
     rank: int
@@ -50,11 +50,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank talks to the store and the engine."""
+        """Whether this rank uses the store and the engines."""
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:
-        """The first rank's value, on every rank (pickled; used once a batch)."""
+        """Return the first rank's value on every rank (pickled; used once per batch)."""
         if self.count == 1:
             return value
         box = [value]
@@ -62,13 +62,13 @@ class Ranks:
         return box[0]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks."""
+        """Return the sum over ranks."""
         if self.count > 1:
             dist.all_reduce(tensor, dist.ReduceOp.SUM)
         return tensor
 
     def max(self, tensor: Tensor) -> Tensor:
-        """The maximum over ranks."""
+        """Return the maximum over ranks."""
         if self.count > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
@@ -89,7 +89,7 @@ class Ranks:
 def ranks(
     device: str = "auto", *, timeout_s: float = _TIMEOUT_S, replicas: int = 1, context: int = 1
 ) -> Iterator[Ranks]:
-    """Join the process group that torchrun's environment describes, or make one of one rank.
+    """Join the process group described by torchrun's environment, or make a group of one rank.
 
     The group is left at the end if this call made it.
 
@@ -121,7 +121,7 @@ def ranks(
 
 
 def _divide(device: torch.device, *, replicas: int, context: int) -> Ranks:
-    """The groups of this rank. Collective: every rank makes the same groups in the same order."""
+    """Return the groups of this rank. Collective: every rank makes the same groups in the same order."""
     rank, count = dist.get_rank(), dist.get_world_size()
     for name, size in (("replicas", replicas), ("context_parallel", context)):
         if size < 1 or count % size:

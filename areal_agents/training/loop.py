@@ -41,14 +41,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class TrainingLoop:
-    """A run on one rank: its parts, and how far it has come.
+    """A training run on one rank: its components and its progress.
 
     Attributes:
-        source, metrics: of the first rank; the others have none.
-        publisher: on every rank, or on none where there are no engines.
+        source, metrics: exist on the first rank only.
+        publisher: exists on every rank, or on none if there are no engines.
         released: what of their memory the engines give back while a step is trained.
-        progress: where the run stands; its version is published.
-        saved_step: the step of the newest checkpoint; a run that starts needs none.
+        progress: the last step, whose version is published.
+        saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run.
     """
 
@@ -75,7 +75,8 @@ class TrainingLoop:
     def run(self) -> bool:
         """Train until the last step is done; False if a stop is requested before. Collective.
 
-        Either way, and if a batch or a teacher cannot be had, a checkpoint holds the last whole step.
+        In both cases, and if a batch or a teacher is not available, the last complete step is saved in a
+        checkpoint.
         Raises the errors of `training.run`.
         """
         finished = True
@@ -88,7 +89,7 @@ class TrainingLoop:
         return finished
 
     def _step(self) -> bool:
-        """One batch; False if a stop is requested before it was trained."""
+        """Train one batch; return False if a stop is requested before it was trained."""
         began = time.monotonic()
         batch = self._next_batch()
         if batch is None:
@@ -105,11 +106,12 @@ class TrainingLoop:
             self.best.check(self.last)
         self.checkpoints.check()
         if self.progress.step % self.config.checkpoint_every == 0:
-            self._save()  # after its line: a resume drops the lines of later steps
+            self._save()  # after the step's line in the metrics: a resume drops the lines of later steps
         return True
 
     def _next_batch(self) -> Batch | None:
-        """The first rank's, on every rank. If it cannot be had no rank waits for it, and all save."""
+        """Return the first rank's batch on every rank. If there is none, all ranks save and raise the
+        error."""
         found: Batch | TrainingError | None = None
         if self.source is not None:
             try:
@@ -129,7 +131,7 @@ class TrainingLoop:
         raise error
 
     def _train(self, batch: Batch, began: float) -> dict[str, Any]:
-        """One step, of a batch that was requested at `began`; its metrics."""
+        """Make one step with a batch that was requested at `began`, and return its metrics."""
         rate = self.models.set_rate(self.progress.step, self.config)
         started, started_cpu = time.monotonic(), time.process_time()
         result = self._optimize(batch)
@@ -168,7 +170,7 @@ class TrainingLoop:
         return values
 
     def _optimize(self, batch: Batch) -> StepResult:
-        """Train on the samples of a batch, if it has any. Stopped as in `train_batch`."""
+        """Train on the samples of a batch, if it has any. Raises Stopped as `train_batch` does."""
         if not batch.samples:
             return StepResult.nothing()
         with self._engines_asleep():
@@ -189,17 +191,17 @@ class TrainingLoop:
 
     @contextmanager
     def _engines_asleep(self) -> Iterator[None]:
-        """Engines on the same GPUs give their memory back meanwhile, where the run asks for that."""
+        """Release the memory of engines on the same GPUs inside the block, if the run is configured so."""
         if self.publisher is None or not self.released:
             yield
             return
         with self.publisher.engines_asleep(self.released):
             yield
             if self.ranks.device.type == "cuda":
-                torch.cuda.empty_cache()  # the engines take theirs next
+                torch.cuda.empty_cache()  # free cached memory for the engines
 
     def _wait_for_swap(self, batch: Batch) -> Batch:
-        """The batch, with the time until its weights may be swapped in added to its waiting time."""
+        """Wait until the batch's weights may be swapped in; return it with its waiting time updated."""
         started = time.monotonic()
         if self.source is not None and self.progress.step + 1 < self.config.steps:
             self.source.wait_for_swap()

@@ -1,7 +1,7 @@
-"""A training run, from loading its models to the folder that it exports. `loop` has the loop itself.
+"""Runs the training, from loading the models to exporting the final folder; `loop` contains the loop.
 
-A resumed run takes the step from its checkpoint, gives back what later steps had leased, and publishes
-under a version above every one there ever was.
+A resumed run continues from the step of its checkpoint, returns the leases of later steps, and publishes
+under a version above every earlier one.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
 
 _MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
-_ENDING_TRAINER_S = 60.0  # that the trainer of an earlier process run may take to end
+_ENDING_TRAINER_S = 60.0  # longest wait for the trainer of an earlier process run to end
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """How a run ended.
+    """The result of a training run.
 
     Attributes:
         step: batches trained, those before a resume included; version: the last one published.
@@ -74,27 +74,28 @@ def run(
     evaluates: bool = False,
     data_ended: Callable[[], bool] = lambda: False,
 ) -> RunResult:
-    """Train until `config.steps` batches are done, or `stop` is set. Resumes by itself.
+    """Train until `config.steps` batches are done, or `stop` is set. An interrupted run is resumed
+    automatically.
 
-    Under torchrun every rank calls this; only the first one's store, engines and recorded groups are
-    used, the others pass none.
+    Under torchrun every rank calls this function; only the first rank passes a store, engines and recorded
+    groups.
 
     Args:
-        store: of the run.
-        engines: the replicas that versions are published to; none where `recorded` groups are trained on,
-            and then weights go to checkpoints and to `final` only.
+        store: the store of the run.
+        engines: the replicas that versions are published to; none with `recorded` groups, and then weights
+            are written only to checkpoints and to `final`.
         groups: groups per batch.
         max_staleness: η, the hard bound on the staleness of a trained token; None: no bound. Of recorded
-            groups any token is trained, its weight π_prox/μ corrects for who sampled it.
-        stop: ends the run with a checkpoint: between micro-batches, or after the batch if that has had an
-            optimizer step already.
-        on_stale: what becomes of tokens beyond the bound, see `algorithms.staleness`.
-        swap_between_batches: publish a version only when the batch that is being generated is whole.
-        released: what of their memory the engines give back while a step is trained.
-        recorded: groups of another store, trained on in place of those that `store` gets.
-        evaluates: whether held-out evaluations reach the store while this trains.
-        data_ended: whether every group that the data has was begun, so that with `swap_between_batches` a
-            batch that is not whole then is not waited for.
+            groups every token is trained; the weight π_prox/μ corrects for the policy that sampled it.
+        stop: ends the run with a checkpoint: between micro-batches, or after the batch if its first optimizer
+            step has been made.
+        on_stale: how tokens beyond the bound are treated, see `algorithms.staleness`.
+        swap_between_batches: publish a version only when the batch that is being generated is complete.
+        released: the kinds of memory that the engines release while a step is trained. recorded: groups of
+        another store to train on, instead of groups of a rollout.
+        evaluates: whether held-out evaluations are written to the store during training.
+        data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
+            an incomplete last batch is not waited for.
 
     Raises:
         TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many
@@ -113,7 +114,7 @@ def run(
         if not group.is_first:
             store, engines, recorded = None, (), None
         elif store is None or bool(engines) == (recorded is not None):
-            raise ValueError("the first rank needs a store, and engines or recorded groups")
+            raise ValueError("the first rank needs a store, and either engines or recorded groups")
         else:
             store.become_trainer(_ENDING_TRAINER_S)  # before a file of an earlier trainer is touched
         models = load_models(config, algorithm, model_path, group)

@@ -306,7 +306,7 @@ def pool_of(
 
 def reached(pool: EnginePool, rid: str) -> int:
     """How many tokens of a request that runs the pool has."""
-    return pool._drafts[rid][0].reached if rid in pool._drafts else 0
+    return pool._unfinished[rid][0].reached if rid in pool._unfinished else 0
 
 
 def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[ServedCall]) -> None:

@@ -267,8 +267,8 @@ REFUSED = {
     "whole modules": (with_config(modules_to_save=["lm_head"]), "modules_to_save"),
     "another kind": (with_config(peft_type="IA3"), "peft_type 'IA3'"),
     "another rank": (with_config(r=8), r"expected \[8, "),
-    "no rank": (with_config(r=None), "no readable LoRA adapter"),
-    "half a file": (truncated, "no readable LoRA adapter"),
+    "no rank": (with_config(r=None), "cannot be read as a LoRA adapter"),
+    "half a file": (truncated, "cannot be read as a LoRA adapter"),
 }
 
 

@@ -16,7 +16,7 @@ from pool_support import MODEL, QUICK, TOKENIZER, Rows
 from areal_agents.core.completion import Grammar, SamplingParams, TokenChunk, TokenIds, as_token_ids
 from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.answers import Asked, check_logprobs, checked_spans, end_ids_of
+from areal_agents.inference.answers import SentRequest, check_logprobs, checked_spans, end_ids_of
 from areal_agents.inference.pool import EnginePool
 from areal_agents.testing import LIES, ScriptedApp, ScriptedCall, ScriptedReply, running
 from areal_agents.testing.invalid_answers import Form
@@ -101,9 +101,9 @@ async def test_no_lie_is_taken(
         assert again.token_ids.tolist() == TRUTH and again.finish_reason == "stop"
 
 
-def asked(**given: Any) -> Asked:
+def asked(**given: Any) -> SentRequest:
     sampling = SamplingParams(given.pop("most", 8), **given.pop("sampling", {}))
-    return Asked(sampling, vocab_size=99, prompt_tokens=10, **given)
+    return SentRequest(sampling, vocab_size=99, prompt_tokens=10, **given)
 
 
 GRAMMAR = Grammar("regex", "[a-z]+")
@@ -137,7 +137,7 @@ GRAMMAR = Grammar("regex", "[a-z]+")
     ],
 )
 def test_how_a_completion_may_end(
-    request_: Asked, ids: list[int], reason: Any, matched: Any, is_right: bool
+    request_: SentRequest, ids: list[int], reason: Any, matched: Any, is_right: bool
 ) -> None:
     if is_right:
         request_.check_end(ids, reason, matched)

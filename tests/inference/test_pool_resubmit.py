@@ -13,7 +13,7 @@ from pool_support import QUICK, Part, PlayedEngine, chain, prompt_of, text_of
 
 from areal_agents.core.completion import Completion, Grammar, SamplingParams, TokenChunk
 from areal_agents.errors import EngineUnavailable
-from areal_agents.inference.continuation import Decode, Draft
+from areal_agents.inference.continuation import Decode, PartialCompletion
 from areal_agents.inference.pool import EnginePool
 from areal_agents.inference.pool.suspects import MOST_STALLS, attempt_rid
 
@@ -96,7 +96,7 @@ async def test_what_counts_over_the_whole_output_is_drawn_again_from_its_start(c
     completion, engine, _ = await draw(Part(5), Part(0), Part(99, "length", (3,)), sampling=sampling)
     assert completion.versions.tolist() == [3] * 20
     assert [ids for _, ids, _ in engine.asked] == [PROMPT.tolist()] * 3
-    with pytest.raises(EngineUnavailable, match="cannot continue elsewhere"):
+    with pytest.raises(EngineUnavailable, match="cannot be continued"):
         await draw(Part(5), Part(99, "length"), sampling=sampling, streamed=True)
     # Before its first token nothing of it has been said.
     _, _, got = await draw(Part(0), Part(99, "length"), sampling=sampling, streamed=True)
@@ -137,41 +137,45 @@ async def test_without_a_tokenizer_stop_strings_are_drawn_again_from_the_start()
     assert engine.asked[1][1] == PROMPT.tolist()
 
 
-def drafted(*chunks: TokenChunk, sampling: SamplingParams = TWENTY, streamed: bool = True) -> Draft:
-    draft = Draft(PROMPT, sampling, (lambda chunk: None) if streamed else None, text_of)
-    draft.begin(attempt_rid("r", 0))
+def unfinished_of(
+    *chunks: TokenChunk, sampling: SamplingParams = TWENTY, streamed: bool = True
+) -> PartialCompletion:
+    unfinished = PartialCompletion(PROMPT, sampling, (lambda chunk: None) if streamed else None, text_of)
+    unfinished.begin(attempt_rid("r", 0))
     for chunk in chunks:
-        draft.take(chunk)
-    return draft
+        unfinished.take(chunk)
+    return unfinished
 
 
 def test_tokens_whose_version_is_not_certain_are_sampled_again() -> None:
     sure, unsure = TokenChunk((5, 6), (-1.0, -2.0), (), (3, 3)), TokenChunk((7,), (-1.0,), (), (-1,))
-    draft = drafted(sure, unsure, TokenChunk((8,), (-1.0,), (), (4,)), streamed=False)
-    assert draft.broken_off(None) is None
-    assert draft.kept == 2 and draft.newest == 3
-    assert draft.input_ids.tolist() == [*PROMPT.tolist(), 5, 6]
-    with pytest.raises(EngineUnavailable, match="not certain which version"):
-        drafted(sure, unsure).broken_off(None)
+    unfinished = unfinished_of(sure, unsure, TokenChunk((8,), (-1.0,), (), (4,)), streamed=False)
+    assert unfinished.interrupted(None) is None
+    assert unfinished.kept == 2 and unfinished.newest == 3
+    assert unfinished.input_ids.tolist() == [*PROMPT.tolist(), 5, 6]
+    with pytest.raises(EngineUnavailable, match="policy version.*not known"):
+        unfinished_of(sure, unsure).interrupted(None)
 
 
 def test_a_lost_engine_that_had_sampled_everything_needs_no_other() -> None:
     chunk = TokenChunk(tuple(range(400, 420)), (-1.0,) * 20, (), (3,) * 20)
-    whole = drafted(chunk).broken_off(None)
+    whole = unfinished_of(chunk).interrupted(None)
     assert whole is not None and whole.finish_reason == "length" and len(whole) == 20
     sampling = SamplingParams(20, stop_token_ids=(401,))
-    whole = drafted(TokenChunk((400, 401), (-1.0, -1.0), (), (3, 3)), sampling=sampling).broken_off(None)
+    whole = unfinished_of(TokenChunk((400, 401), (-1.0, -1.0), (), (3, 3)), sampling=sampling).interrupted(
+        None
+    )
     assert whole is not None and whole.finish_reason == "stop" and len(whole) == 2
 
 
 async def test_routed_experts_of_the_parts_are_those_of_the_whole() -> None:
     first = Completion([400, 401], [-1.0, -1.0], [0, 0], "abort", (), np.zeros((13, 1, 1), np.int16))
-    draft = Draft(PROMPT, SamplingParams(4, routed_experts_from=0))
-    draft.begin("r")
-    assert draft.broken_off(first) is None
+    unfinished = PartialCompletion(PROMPT, SamplingParams(4, routed_experts_from=0))
+    unfinished.begin("r")
+    assert unfinished.interrupted(first) is None
     again = np.ones((15, 1, 1), np.int16)  # the second engine computes the prompt and the first part again
     rest = Completion([402, 403], [-1.0, -1.0], [1, 1], "length", (), again)
-    routed = draft.finished(rest).routed_experts
+    routed = unfinished.finished(rest).routed_experts
     assert routed is not None and routed[:, 0, 0].tolist() == [0] * 13 + [1] * 2
 
 

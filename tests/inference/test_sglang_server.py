@@ -46,8 +46,8 @@ def test_an_environment_is_looked_into(tmp_path: Path) -> None:
             """echo '{"sglang": "0.5.9", "gpus": 0, "error": null}'""",
             "has SGLang 0.5.9, older than 0.5.21; make an environment",
         ),
-        ("echo boom >&2; exit 1", "is no working Python: boom; make an environment"),
-        ("exit 0", "is no working Python"),
+        ("echo boom >&2; exit 1", "is not a working Python: boom; make an environment"),
+        ("exit 0", "is not a working Python"),
     ],
 )
 def test_an_environment_that_cannot_serve_is_refused_with_what_to_do(

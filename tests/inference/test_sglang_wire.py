@@ -12,7 +12,7 @@ from aiohttp.test_utils import TestServer
 
 from areal_agents.core.completion import Grammar, GrammarKind, SamplingParams, as_token_ids
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.answers import Asked
+from areal_agents.inference.answers import SentRequest
 from areal_agents.inference.engine import version_from_wire
 from areal_agents.inference.sglang.client import SGLangEngine
 from areal_agents.inference.sglang.wire import StreamedCompletion, completion_from_wire, sampling_to_wire
@@ -93,16 +93,16 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: 
     [
         ([460, 1000], "sampled the token 1000, outside its vocabulary of 1000"),
         ([-1, 7], "sampled the token -1, outside"),
-        ([460, 7.9], "7.9 is no token id"),
-        (["460", 7], "'460' is no token id"),
-        ([True, 7], "True is no token id"),
+        ([460, 7.9], "7.9 is not a token id"),
+        (["460", 7], "'460' is not a token id"),
+        ([True, 7], "True is not a token id"),
         ([460, 7, 7], "3 tokens where 2 were requested"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_was_not_asked_for_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
     raw = {**answer(output_token_logprobs=[[-1.0, id, None] for id in ids]), "output_ids": ids}
-    asked = Asked(SamplingParams(2), vocab_size=1000)
+    asked = SentRequest(SamplingParams(2), vocab_size=1000)
     with pytest.raises(EngineError, match=message):
         if streamed:
             StreamedCompletion(asked=asked).feed(json.dumps(raw).encode())

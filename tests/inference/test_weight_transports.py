@@ -165,7 +165,7 @@ async def test_an_update_that_a_lost_trainer_left_open_is_given_up(
 
 
 WRONG = {
-    "unknown name": ([("model.nrom.weight", torch.ones(64))], "model.nrom.weight is no weight"),
+    "unknown name": ([("model.nrom.weight", torch.ones(64))], "model.nrom.weight is not a weight"),
     "other shape": ([("model.norm.weight", torch.ones(63))], r"shape \[63\], expected \[64\]"),
     "other numbers": ([("model.norm.weight", torch.ones(64, dtype=torch.int32))], "dtype torch.int32"),
     "twice": ([("model.norm.weight", torch.ones(64))] * 2, "twice"),

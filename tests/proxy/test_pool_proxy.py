@@ -312,7 +312,7 @@ def test_a_request_that_is_always_answered_with_lies_is_a_502_and_is_not_recorde
         for lie in lies:
             app.script = lambda call, lie=lie: ScriptedReply(TEXT, lie=lie)
             streamed = httpx.post(**call, json={**body, "stream": True})
-            assert re.search("error.*(go back|sampled tokens after|ended at its limit)", streamed.text)
+            assert re.search("error.*(go back|sampled tokens after|ended with length)", streamed.text)
             assert '"finish_reason":"stop"' not in streamed.text and "end_turn" not in streamed.text
         assert pool.replicas[0].rests == 0
         app.script = lambda call: TEXT

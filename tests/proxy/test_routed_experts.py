@@ -23,7 +23,12 @@ from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Trajectory, Turn
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
-from areal_agents.inference.expert_routing import ExpertLayout, RoutingAsked, expert_layout, routing_from_wire
+from areal_agents.inference.expert_routing import (
+    ExpertLayout,
+    RequestedRouting,
+    expert_layout,
+    routing_from_wire,
+)
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import NewEpisode, Store
 from areal_agents.testing import ScriptedApp, ScriptedReply, running
@@ -60,7 +65,9 @@ def meta(rows: np.ndarray, **fields: Any) -> dict[str, Any]:
     return {"finish_reason": {"type": "stop"}, "routed_experts": encoded} | fields
 
 
-ASKED = RoutingAsked(ExpertLayout(2, 1), start=1, prompt_tokens=3)  # two rows, and one per token but the last
+ASKED = RequestedRouting(
+    ExpertLayout(2, 1), start=1, prompt_tokens=3
+)  # two rows, and one per token but the last
 ROWS = np.arange(5 * 2).reshape(5, 2, 1)
 
 
@@ -86,9 +93,9 @@ def test_what_an_earlier_version_sampled_before_a_retraction_is_unknown() -> Non
     ("answer", "message"),
     [
         ({"finish_reason": {"type": "stop"}}, "--enable-return-routed-experts"),
-        (meta(ROWS[1:]), "8 routed experts for 5 tokens, 2 layers and 1 experts.*another model"),
+        (meta(ROWS[1:]), "8 routed experts for 5 tokens, 2 layers and 1 experts.*different model"),
         (meta(ROWS, routed_experts="%%%"), "cannot be read"),
-        (meta(ROWS + 40_000), "a routed expert"),
+        (meta(ROWS + 40_000), "routed experts from"),
     ],
 )
 def test_an_answer_that_cannot_be_trusted(answer: dict[str, Any], message: str) -> None:

@@ -47,8 +47,8 @@ SWITCH_INTERVAL_S = 0.0005
 
 
 def serve(config: EmbeddedEngineConfig) -> None:
-    """Serve until SIGTERM or SIGINT; ConfigError when the model or the port cannot be had, EngineError when
-    the engine's thread fails."""
+    """Serve until SIGTERM or SIGINT. Raises ConfigError if the model cannot be loaded or the port is taken,
+    and EngineError if the engine's thread fails."""
     started = time.perf_counter()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     if config.exit_with_parent:
@@ -80,7 +80,7 @@ def serve(config: EmbeddedEngineConfig) -> None:
 
 
 def build_service(config: EmbeddedEngineConfig) -> EngineService:
-    """Load the model and put the engine together, compiled and ready to start."""
+    """Load the model and build the engine, compiled and ready to start."""
     folder = Path(config.model)
     if not folder.is_dir():
         raise ConfigError(f"engine.model: {config.model} is not a folder")
@@ -139,7 +139,7 @@ def build_service(config: EmbeddedEngineConfig) -> EngineService:
 
 
 def _cache_bytes(config: EmbeddedEngineConfig, arch: Architecture, max_context: int) -> int:
-    """Most memory that keys and values can take."""
+    """Return the maximum memory for keys and values in bytes."""
     width = 4 if config.dtype == "float32" else 2
     return 2 * width * arch.layers * config.slots * max_context * arch.kv_heads * arch.head_dim
 
@@ -147,7 +147,7 @@ def _cache_bytes(config: EmbeddedEngineConfig, arch: Architecture, max_context: 
 def make_runner(
     config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int
 ) -> Runner:
-    """numba for float32 on a CPU, where it is installed; torch otherwise. It is logged."""
+    """Choose and log the runner: numba for float32 on a CPU if it is installed, otherwise torch."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was requested, but torch sees no CUDA device")
     if _use_numba(config):
@@ -183,7 +183,9 @@ def _use_numba(config: EmbeddedEngineConfig) -> bool:
             raise ConfigError(
                 "engine.kernel: numba is not installed; install it or use kernel=torch"
             ) from error
-        logger.warning("numba is not installed: decoding with torch, several times slower on small models")
+        logger.warning(
+            "numba is not installed: decoding with torch, which is several times slower for small models"
+        )
         return False
     return True
 
@@ -205,7 +207,7 @@ def _listen(config: EmbeddedEngineConfig) -> socket.socket:
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that only the parent holds: it reads as ended when the parent is gone."""
+    """End the process when standard input closes: it is a pipe that only the parent holds."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

@@ -12,11 +12,12 @@ from areal_agents.inference.engine import Engine, ModelInfo
 
 log = logging.getLogger(__name__)
 
-_START_S = 5.0  # how long a replica may take to answer before the proxy starts without it
+_START_S = 5.0  # longest wait for a replica's answer before the proxy starts without it
 
 
 def difference_of(model: tuple[str, ModelInfo], info: ModelInfo) -> str:
-    """How an engine's model differs from another's, of which it has the name and the info; "" if not."""
+    """Describe how an engine's model differs from the expected (engine name, model info); "" if it does
+    not."""
     where, expected = model
     for what, found, wanted in (
         ("a vocabulary of", info.vocab_size, expected.vocab_size),
@@ -29,9 +30,9 @@ def difference_of(model: tuple[str, ModelInfo], info: ModelInfo) -> str:
 
 
 async def other_weights(first: Engine, model: tuple[str, ModelInfo], engine: Engine, info: ModelInfo) -> str:
-    """Whether two engines of one version, whose folders have different names, have different weights.
+    """Describe how the weights of two engines with the same version but different model folders differ.
 
-    Only their checksums can tell; "" too if one of them cannot compute it now.
+    The checksums are compared; the result is "" if they agree or one cannot be computed now.
     """
     where, expected = model
     if info.version != expected.version or Path(info.model_path).name == Path(expected.model_path).name:
@@ -50,7 +51,7 @@ async def other_weights(first: Engine, model: tuple[str, ModelInfo], engine: Eng
 
 
 async def refuse_other_models(names: Sequence[str], engines: Sequence[Engine]) -> None:
-    """ConfigError if two of the engines that answer now serve different models."""
+    """Raise ConfigError if two of the engines that answer now serve different models."""
     infos = await asyncio.gather(*(_info(engine) for engine in engines))
     found = [(name, engine, info) for name, engine, info in zip(names, engines, infos, strict=True) if info]
     for name, engine, info in found[1:]:
@@ -64,5 +65,5 @@ async def _info(engine: Engine) -> ModelInfo | None:
     try:
         async with asyncio.timeout(_START_S):
             return await engine.model_info()
-    except (EngineError, TimeoutError):  # it may come later, and is looked at then
+    except (EngineError, TimeoutError):  # it may start later, and is checked then
         return None

@@ -1,4 +1,4 @@
-"""Chooses the replica for a request: the one that has its episode, else the least loaded one."""
+"""Chooses the replica for a request: the replica of its episode, otherwise the least loaded one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from areal_agents.inference.pool.replica import Replica
 
-_KEPT_S = 900.0  # an episode that was not heard of for so long has left no prefix in a cache
+_KEPT_S = 900.0  # after this idle time no cache has the episode's prefix any more
 _MOST_KEPT = 100_000
 
 
@@ -16,19 +16,19 @@ class Affinities:
     """The replica of each episode. Entries that were not used for a while are removed."""
 
     def __init__(self) -> None:
-        self._places: OrderedDict[str, tuple[Replica, float]] = OrderedDict()  # the longest unused first
+        self._places: OrderedDict[str, tuple[Replica, float]] = OrderedDict()  # least recently used first
 
     def route(
         self, replicas: Sequence[Replica], affinity: str, *, newest: int = -1, avoid: Replica | None = None
     ) -> Replica | None:
-        """A serving replica, None without any.
+        """Return a serving replica, or None if there is none.
 
         Args:
-            replicas: of the pool.
+            replicas: all replicas of the pool.
             affinity: names the episode; "" for a call that belongs to none.
-            newest: the version of tokens that the request continues from: of those that would do, a replica
-                that has it is preferred.
-            avoid: taken only if no other serves.
+            newest: the version of the tokens that the request continues from; a replica with it is preferred
+                among equally suitable ones.
+            avoid: a replica that is chosen only if no other serves.
         """
         placed = self._place(affinity)
         if placed is not None and placed.is_serving and placed is not avoid:
@@ -44,7 +44,7 @@ class Affinities:
         return chosen
 
     def _place(self, affinity: str) -> Replica | None:
-        """The replica of the episode; its time starts again."""
+        """Return the replica of the episode and restart its idle time."""
         place = self._places.get(affinity)
         if place is None:
             return None

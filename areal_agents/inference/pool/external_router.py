@@ -1,6 +1,6 @@
 """Generates through a router that the user runs in front of the workers, such as sglang-router.
 
-A router passes /generate on and nothing that changes an engine, so aborts go to the workers themselves.
+A router forwards /generate but no request that changes an engine, so aborts go to the workers directly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class RouterEngine(SGLangEngine):
     """The client of a router.
 
     Args:
-        base_url: the router's.
+        base_url: the URL of the router.
         workers: the engines behind it.
         request_timeout_s: longest wait for one completion.
         adapters: see SGLangEngine.
@@ -37,13 +37,13 @@ class RouterEngine(SGLangEngine):
         self._workers = workers
 
     async def abort(self, rid: str) -> None:
-        """End a generation, on whichever worker it is. EngineError if a worker cannot be told."""
+        """End a generation on whichever worker runs it. Raises EngineError if a worker cannot be reached."""
         done = await asyncio.gather(*(worker.abort(rid) for worker in self._workers), return_exceptions=True)
         for error in (result for result in done if isinstance(result, BaseException)):
             raise error
 
     async def model_info(self) -> ModelInfo:
-        """What the first worker that answers serves; the router would ask one of its choice."""
+        """Return the model info of the first worker that answers; a router would forward to any worker."""
         failure: EngineError | None = None
         for worker in self._workers:
             try:
@@ -51,18 +51,18 @@ class RouterEngine(SGLangEngine):
             except EngineError as error:
                 failure = error
                 continue
-            # Workers may have room for completions of different lengths.
+            # Workers may limit completions to different lengths.
             self._served, self._info = info.version, replace(info, room=None)
             return info
-        assert failure is not None, "a router has workers"
+        assert failure is not None, "a router needs at least one worker"
         raise failure
 
 
 def is_routable(sampling: SamplingParams) -> bool:
-    """Whether a router passes on all that a request asks for.
+    """Whether a router forwards all fields of a request.
 
-    sglang-router 0.3.2 leaves out, without a word, the fields that it does not know: structural tags and
-    routed experts. Such a request is sent to a worker directly.
+    sglang-router 0.3.2 silently drops the fields that it does not know: structural tags and routed experts.
+    Requests with such fields are sent to a worker directly.
     """
     has_tag = sampling.grammar is not None and sampling.grammar.kind == "structural_tag"
     return not has_tag and sampling.routed_experts_from is None

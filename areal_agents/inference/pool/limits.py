@@ -7,21 +7,24 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Times in seconds, and counts.
+    """The limits of a pool; times are in seconds.
 
     Attributes:
-        probe_every_s: between two looks at a replica.
-        probe_timeout_s: longest wait for a replica's answer to one.
-        probe_again_s: between two looks at one that did not answer the last.
-        lost_after: looks in a row without an answer after which a replica is lost, and what runs there is
-            continued elsewhere.
-        wait_s: longest wait of a request for a replica that serves, where one has served before, and of a
+        probe_every_s: the interval between two health checks of a replica.
+        probe_timeout_s: the longest wait for the answer to a health check.
+        probe_again_s: the interval after a health check that was not answered.
+        lost_after: the number of consecutive unanswered health checks after which a replica is lost, and its
+            requests continue on other replicas.
+        wait_s: the longest wait of a request for a serving replica, if one has served before, and of a
             suspect for its turn.
-        load_again_s: before the second attempt to load weights into a late replica; it doubles up to
-            `longest_pause_s`.
-        longest_pause_s: the longest pause between two attempts, and of one that answers invalidly.
-        suspect_after: deaths of engines under a request after which it is a suspect, see `suspects`.
-        most_deaths: deaths of engines under a request after which it is given up in any case.
+        load_again_s: the pause before the second attempt to load weights into a late replica; it doubles up
+            to `longest_pause_s`.
+        longest_pause_s: the longest pause between two such attempts, and of a replica that gives invalid
+            answers.
+        suspect_after: the number of engines that died while running a request after which it is a suspect,
+            see `suspects`.
+        most_deaths: the number of engines that died while running a request after which it is given up in any
+            case.
     """
 
     probe_every_s: float = 1.0

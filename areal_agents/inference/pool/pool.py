@@ -1,9 +1,9 @@
 """A pool of replicas: an episode stays on one replica, and no request is lost with one.
 
-A request whose replica dies, aborts it or answers invalidly continues elsewhere, on the exact ids that were
-sampled so far; see `draft.Draft`. Only one that replicas die of is given up; see `suspects`. With two
-replicas or more every request is streamed from the engine, so that what it had sampled when it died is
-known, token by token with its version.
+A request whose replica dies, aborts it or answers invalidly continues on another replica, on the exact ids
+that were sampled so far; see `continuation.PartialCompletion`. Only a request that kills replicas is given
+up; see `suspects`. With two or more replicas every request is streamed from the engine, so that the tokens
+sampled before a failure are known, with their versions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 
 from areal_agents.core.completion import UNSURE, Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.continuation import Decode, Draft, OldVersion, StopString
+from areal_agents.inference.continuation import Decode, OldVersion, PartialCompletion, StopString
 from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PromptScores, Sampler
 from areal_agents.inference.pool.balancing import Affinities
 from areal_agents.inference.pool.external_router import is_routable
@@ -33,18 +33,18 @@ from areal_agents.inference.pool.suspects import (
 )
 from areal_agents.inference.pool.watching import ReplicaMonitor, WithoutTrainer, unavailable
 
-_NOTHING_SAMPLED = SamplingParams(1)  # identifies a scoring request: its tokens alone
-_MOST_INVALID = 3  # different requests in a row with invalid answers, after which a replica rests
+_NOTHING_SAMPLED = SamplingParams(1)  # for scoring requests, which only their tokens identify
+_MOST_INVALID = 3  # different requests in a row with invalid answers after which a replica is paused
 
 
 @dataclass(slots=True)
 class PoolCounts:
-    """What happened since the start.
+    """Counts of events since the start.
 
     Attributes:
-        failovers: requests that went on after their replica had been lost, or had given invalid answers.
-        continued: requests that went on after their replica had aborted them.
-        resubmitted_tokens: sampled tokens that were sent back as the end of a prompt.
+        failovers: requests that continued after their replica was lost or gave invalid answers.
+        continued: requests that continued after their replica aborted them.
+        resubmitted_tokens: sampled tokens that were sent again as the end of a prompt.
         catch_ups: replicas that were brought to the current version.
     """
 
@@ -58,15 +58,16 @@ class EnginePool:
     """Implements `engine.Sampler` over replicas.
 
     Args:
-        engines: their clients, at least one; the pool closes them.
-        names: their URLs, for people; by default their order.
-        current: reads the version that was published last; None before the first. May block.
-        without_trainer: gives True where no running trainer swaps versions into the replicas, and then
-            none begins until it is left; by default one may live.
-        decode: the text of ids, for stop strings over the seam of two attempts.
-        vocab_size: of the model; an engine of another is refused. None: the first engine's is all engines'.
-        router: a client that reaches all replicas through a router of their own: it chooses then, and the
-            pool only watches them.
+        engines: the clients of the replicas, at least one; the pool closes them.
+        names: the names of the replicas in messages, such as their URLs; by default their indices.
+        current: returns the latest published version, or None before the first. It may block.
+        without_trainer: a context manager that yields True if no trainer is running, and prevents one from
+            starting inside the block; by default a trainer is assumed to run.
+        decode: decodes token ids, to find stop strings that span two attempts.
+        vocab_size: the vocabulary size of the model; an engine with another size is refused. None: all
+            engines must have that of the first.
+        router: the client of a router in front of all replicas. If given, it chooses the replica, and the
+            pool only monitors them.
         limits: see PoolLimits.
     """
 
@@ -97,7 +98,7 @@ class EnginePool:
         self._streams = len(engines) > 1
         self._affinities = Affinities()
         self._suspects = Suspects(self._limits)
-        self._drafts: dict[str, tuple[Draft, Replica | None]] = {}
+        self._unfinished: dict[str, tuple[PartialCompletion, Replica | None]] = {}
         self._changed = asyncio.Event()
         self._is_closed = False
         self._watch = ReplicaMonitor(
@@ -121,25 +122,27 @@ class EnginePool:
     ) -> Completion:
         """See Sampler.generate.
 
-        EngineUnavailable if no replica serves for `limits.wait_s`, if the request is broken off again and
-        again without a token, or if it was streamed in part and cannot continue (grammars and penalties).
-        EngineError if it is given up because replicas die of it.
+        Raises EngineUnavailable if no replica serves within `limits.wait_s`, if the request is interrupted
+        repeatedly without a new token, or if it was streamed in part and cannot be continued (grammars and
+        penalties). Raises EngineError if it is given up because it kills replicas.
         """
-        draft = Draft(input_ids, sampling, on_tokens, self._decode)
-        self._drafts[rid] = draft, None
+        unfinished = PartialCompletion(input_ids, sampling, on_tokens, self._decode)
+        self._unfinished[rid] = unfinished, None
         try:
-            return await self._sampled(rid, draft, self._suspects.suspect_of(input_ids, sampling), affinity)
+            return await self._sampled(
+                rid, unfinished, self._suspects.suspect_of(input_ids, sampling), affinity
+            )
         finally:
-            del self._drafts[rid]
+            del self._unfinished[rid]
 
     async def score(
         self, rid: str, input_ids: TokenIds, *, start: int, top: int = 0, affinity: str = ""
     ) -> PromptScores:
-        """See Sampler.score. One replica computes all of it, and another one does if it is lost.
+        """See Sampler.score. One replica computes all scores; if it is lost, another one does.
 
-        It is always sent to a replica itself, never through a router. EngineUnavailable if no replica serves
-        for `limits.wait_s`, or several in a row are lost; EngineError if it is given up because replicas die
-        of it. `abort` does not know it: cancel the call.
+        It is always sent to a replica itself, never through a router. Raises EngineUnavailable if no replica
+        serves within `limits.wait_s`, or several in a row are lost, and EngineError if the request is given
+        up because it kills replicas. `abort` has no effect on it: cancel the call instead.
         """
         suspect = self._suspects.suspect_of(input_ids, _NOTHING_SAMPLED)
         stalls, avoid = 0, None
@@ -165,23 +168,24 @@ class EnginePool:
                     failure = error
             avoid = replica
             stalls = await pause_after_attempt(stalls, brought=0, cause=failure)
-        raise AssertionError("an endless loop has ended")
+        raise AssertionError("the loop returns or raises")
 
     async def abort(self, rid: str) -> None:
         """See Sampler.abort."""
-        draft, replica = self._drafts.get(rid, (None, None))
-        if draft is None:
+        unfinished, replica = self._unfinished.get(rid, (None, None))
+        if unfinished is None:
             return
-        draft.is_aborted = True
+        unfinished.is_aborted = True
         if replica is not None:
-            await replica.sampler.abort(draft.rid)
+            await replica.sampler.abort(unfinished.rid)
 
     async def health(self) -> None:
-        """EngineUnavailable unless a replica serves."""
+        """Raise EngineUnavailable unless a replica serves."""
         await self.model_info()
 
     async def model_info(self) -> ModelInfo:
-        """What the replicas serve, with the newest version; EngineUnavailable unless one serves."""
+        """Return what the replicas serve, with the newest version. Raises EngineUnavailable if none
+        serves."""
         if not any(replica.is_serving for replica in self.replicas):
             self.start()
             await asyncio.gather(*(self._watch.look(replica) for replica in self.replicas))
@@ -193,97 +197,108 @@ class EnginePool:
         return replace(info, version=version)
 
     async def busy_s(self) -> float | None:
-        """The mean over the replicas; None where one does not count."""
+        """Return the mean over the replicas; None if a replica does not count."""
         counted = await asyncio.gather(*(replica.engine.busy_s() for replica in self.replicas))
         known = [value for value in counted if value is not None]
         return sum(known) / len(known) if len(known) == len(counted) else None
 
     def start(self) -> None:
-        """Begin to watch the replicas; otherwise the first call does."""
+        """Start to monitor the replicas; otherwise the first call starts it."""
         if not self._watch.is_running and not self._is_closed:
             self._watch.start()
 
     async def aclose(self) -> None:
-        """Stop watching, and close the clients; requests that wait for a replica fail."""
+        """Stop monitoring and close the clients; requests that wait for a replica fail."""
         self._is_closed = True
         self._changed.set()
         await self._watch.stop()
         routed = [self._router] if self._router is not None else []
         await asyncio.gather(*(replica.sampler.aclose() for replica in [*self.replicas, *routed]))
 
-    async def _sampled(self, rid: str, draft: Draft, suspect: Suspect, affinity: str) -> Completion:
+    async def _sampled(
+        self, rid: str, unfinished: PartialCompletion, suspect: Suspect, affinity: str
+    ) -> Completion:
         stalls, avoid = 0, None
         for attempt in itertools.count():
-            before = draft.kept
+            before = unfinished.kept
             async with suspect.turn():
-                replica = await self._serving(partial(self._route, affinity, draft, avoid))
-                self._drafts[rid] = draft, replica
+                replica = await self._serving(partial(self._route, affinity, unfinished, avoid))
+                self._unfinished[rid] = unfinished, replica
                 whole, failure = await self._tried(
-                    replica, attempt_rid(rid, attempt), draft, suspect, affinity
+                    replica, attempt_rid(rid, attempt), unfinished, suspect, affinity
                 )
             if whole is not None:
                 return whole
             avoid = replica if failure is not None else None
-            self.counts.resubmitted_tokens += draft.kept
-            stalls = await pause_after_attempt(stalls, brought=draft.kept - before, cause=failure)
-        raise AssertionError("an endless loop has ended")
+            self.counts.resubmitted_tokens += unfinished.kept
+            stalls = await pause_after_attempt(stalls, brought=unfinished.kept - before, cause=failure)
+        raise AssertionError("the loop returns or raises")
 
     async def _tried(
-        self, replica: Replica, rid: str, draft: Draft, suspect: Suspect, affinity: str
+        self, replica: Replica, rid: str, unfinished: PartialCompletion, suspect: Suspect, affinity: str
     ) -> tuple[Completion | None, EngineError | None]:
-        """One attempt: the completion if that was all of it, and the error that broke the attempt off."""
+        """Make one attempt; return the completion if it is finished, and the error that interrupted the
+        attempt."""
         began, least = asyncio.get_running_loop().time(), self._least_version(replica)
         try:
-            completion = await self._attempt(replica, rid, draft, suspect, affinity, least)
-            if completion.finish_reason != "abort" or draft.is_aborted:
-                return draft.finished(completion), None
-            whole = draft.broken_off(completion)
+            completion = await self._attempt(replica, rid, unfinished, suspect, affinity, least)
+            if completion.finish_reason != "abort" or unfinished.is_aborted:
+                return unfinished.finished(completion), None
+            whole = unfinished.interrupted(completion)
             self.counts.continued += 1
             return whole, None
         except StopString:
-            return draft.stopped(), None
+            return unfinished.stopped(), None
         except EngineError as error:
-            if draft.is_aborted or not await self._may_continue(replica, error, suspect, affinity):
+            if unfinished.is_aborted or not await self._may_continue(replica, error, suspect, affinity):
                 raise
-            await self._keep_trusted(replica, draft, error, least)
-            died, reached = await self._has_died(replica, error, began), draft.reached
-            whole = draft.broken_off(None)
+            await self._keep_trusted(replica, unfinished, error, least)
+            died, reached = await self._has_died(replica, error, began), unfinished.reached
+            whole = unfinished.interrupted(None)
             if died and whole is None:
                 suspect.died(reached, error)
             self.counts.failovers += 1
             return whole, error
 
-    async def _keep_trusted(self, replica: Replica, draft: Draft, error: EngineError, least: int) -> None:
-        """Discard what a failed attempt streamed, if the failure or its versions show that it is wrong.
+    async def _keep_trusted(
+        self, replica: Replica, unfinished: PartialCompletion, error: EngineError, least: int
+    ) -> None:
+        """Discard the tokens of a failed attempt if the failure or their versions show that they are wrong.
 
-        Raises the EngineError if some of them were already given to the caller.
+        Raises the EngineError if some of them were already delivered to the caller.
         """
         refuted = error if isinstance(error, OldVersion) or is_invalid_answer(error) else None
-        if refuted is None and draft.latest != UNSURE:
+        if refuted is None and unfinished.latest != UNSURE:
             try:
-                await self._check_versions(replica, [draft.latest], least)
+                await self._check_versions(replica, [unfinished.latest], least)
             except EngineError as wrong:
                 refuted = wrong
         if refuted is None:
             return
-        if draft.is_handed and not isinstance(refuted, OldVersion):
+        if unfinished.has_delivered and not isinstance(refuted, OldVersion):
             raise refuted
-        draft.discard()
+        unfinished.discard()
 
     async def _attempt(
-        self, replica: Replica, rid: str, draft: Draft, suspect: Suspect, affinity: str, least: int
+        self,
+        replica: Replica,
+        rid: str,
+        unfinished: PartialCompletion,
+        suspect: Suspect,
+        affinity: str,
+        least: int,
     ) -> Completion:
-        draft.begin(rid, least_version=least)
-        take = draft.take if self._streams or draft.streams else None
+        unfinished.begin(rid, least_version=least)
+        take = unfinished.take if self._streams or unfinished.streams else None
         if suspect.is_tried:
 
             def take(chunk: TokenChunk) -> None:
-                draft.take(chunk)
-                suspect.reached(draft.reached)
+                unfinished.take(chunk)
+                suspect.reached(unfinished.reached)
 
         async with replica.attempt():
             completion = await replica.sampler.generate(
-                rid, draft.input_ids, draft.sampling, take, affinity=affinity
+                rid, unfinished.input_ids, unfinished.sampling, take, affinity=affinity
             )
         await self._check_versions(replica, completion.versions.tolist(), least)
         if completion.finish_reason != "abort":
@@ -291,11 +306,12 @@ class EnginePool:
         return completion
 
     async def _check_versions(self, replica: Replica, versions: Sequence[int], least: int) -> None:
-        """EngineError for versions of consecutive tokens that this run, or this replica, cannot have."""
+        """Raise EngineError if consecutive tokens have versions that are impossible for this run or
+        replica."""
         if not versions:
             return
         if any(later < earlier for earlier, later in itertools.pairwise(versions)):
-            raise EngineError(f"{replica.name} sampled with versions that go back: {_runs(versions)}")
+            raise EngineError(f"{replica.name} sampled tokens with decreasing versions: {_runs(versions)}")
         oldest, newest = versions[0], versions[-1]
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
@@ -309,8 +325,8 @@ class EnginePool:
                     "was published: it serves another run"
                 )
         if current is None and newest > replica.version and replica is not self._router:
-            # Nothing was published, so the version that it reports is the only limit.
-            await self._watch.look_anew(replica)
+            # Nothing has been published, so the version that the replica reports is the only bound.
+            await self._watch.look_again(replica)
             if newest > replica.version:
                 raise EngineError(
                     f"{replica.name} samples with version {newest}, and reports {replica.version}"
@@ -320,25 +336,26 @@ class EnginePool:
             replica.may_be_paused = False
 
     def _least_version(self, replica: Replica) -> int:
-        """The oldest version that a request may be answered with: a lower one is of a server just started."""
+        """Return the oldest version allowed in an answer; only a server that has just started has a lower
+        one."""
         if replica is not self._router:
             return replica.version
         return min((other.version for other in self.replicas if other.is_serving), default=-1)
 
-    def _route(self, affinity: str, draft: Draft, avoid: Replica | None) -> Replica | None:
-        """A replica that serves, None without any."""
-        if self._router is not None and is_routable(draft.sampling):
+    def _route(self, affinity: str, unfinished: PartialCompletion, avoid: Replica | None) -> Replica | None:
+        """Return the sampler for a request; None if no replica serves."""
+        if self._router is not None and is_routable(unfinished.sampling):
             return self._router if any(replica.is_serving for replica in self.replicas) else None
-        return self._place(affinity, newest=draft.newest, avoid=avoid)
+        return self._place(affinity, newest=unfinished.newest, avoid=avoid)
 
     def _place(self, affinity: str, *, newest: int = -1, avoid: Replica | None = None) -> Replica | None:
-        """A replica of the pool itself that serves, None without any; see Affinities.route."""
+        """Return a replica of the pool that serves, or None; see Affinities.route."""
         if len(self.replicas) == 1:
             return self.replicas[0] if self.replicas[0].is_serving else None
         return self._affinities.route(self.replicas, affinity, newest=newest, avoid=avoid)
 
     async def _serving(self, route: Callable[[], Replica | None]) -> Replica:
-        """What `route` finds, as soon as it finds one; EngineUnavailable if no replica serves in time."""
+        """Wait until `route` returns a replica. Raises EngineUnavailable if none serves in time."""
         if (replica := route()) is not None:
             return replica
         self.start()
@@ -357,7 +374,7 @@ class EnginePool:
     async def _may_continue(
         self, replica: Replica, error: EngineError, suspect: Suspect, affinity: str
     ) -> bool:
-        """Whether a request may be sent again after a failure; notes what that says about the replica."""
+        """Whether a request may be sent again after a failure; updates the state of the replica."""
         if replica is self._router:
             for other in self.replicas:
                 other.wake.set()
@@ -376,11 +393,11 @@ class EnginePool:
         return True
 
     async def _has_died(self, replica: Replica, error: EngineError, began: float) -> bool:
-        """Whether a failure was the end of the process that ran the request, not a stall or a broken line.
+        """Whether the process that ran the request died, as opposed to a stall or a broken connection.
 
-        It is, if since the request was sent, at `began`, nobody could be reached there, or one that was
-        started again. Behind a router that holds if it does for any of the replicas. All requests that a
-        death ends are told the same, also those that hear of it when the replica is there again.
+        It died if, after the request was sent at time `began`, its replica was unreachable or had been
+        restarted; behind a router, if any replica was. The answer is the same for all requests that the death
+        interrupted, also for those that fail after the replica is back.
         """
         if (
             not isinstance(error, EngineUnavailable)
@@ -390,7 +407,7 @@ class EnginePool:
             return False
         behind = self.replicas if replica is self._router else (replica,)
         if not any(other.gone_at >= began for other in behind):
-            await asyncio.gather(*(self._watch.look_anew(other) for other in behind if not other.misses))
+            await asyncio.gather(*(self._watch.look_again(other) for other in behind if not other.misses))
         return any(other.gone_at >= began for other in behind)
 
     def _count_load(self) -> None:
@@ -398,5 +415,5 @@ class EnginePool:
 
 
 def _runs(versions: Sequence[int]) -> str:
-    """Versions of consecutive tokens for a message, without repetitions."""
+    """Format versions of consecutive tokens for a message, without repetitions."""
     return ", ".join(str(version) for version, _ in itertools.groupby(versions))

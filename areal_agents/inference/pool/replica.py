@@ -12,18 +12,19 @@ from typing import Literal
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.engine import Engine, ModelInfo, Sampler
 
-# new: has not answered yet; serving: gets requests; doubtful: a call failed and is checked; late: has another
-# version than the current; down: does not answer, or answers invalidly; refused: serves another model.
+# new: has not answered yet; serving: gets requests; doubtful: a call failed, and a health check is due; late:
+# does not have the current version; down: does not answer, or answers invalidly; refused: serves another
+# model.
 State = Literal["new", "serving", "doubtful", "late", "down", "refused"]
 
 
 class Unanswered(EngineUnavailable):
-    """A replica was lost because looks at it were not answered: it may be slow, or cut off."""
+    """A replica was lost because it did not answer health checks: it may be slow or unreachable."""
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """The version that was published last, and the folder of its weights or its adapter."""
+    """The latest published version, and the folder of its weights or adapter."""
 
     version: int
     path: str
@@ -31,32 +32,33 @@ class CurrentVersion:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """A replica as its pool knows it.
+    """The state of one replica in its pool.
 
     Attributes:
         name: its URL.
-        engine: its client.
-        sampler: what completions of it come from, the same client; of a router, the router's.
+        engine: the client of the replica.
+        sampler: the client for completions: `engine`, or for a router the client of the router.
         state: see State.
-        reason: why it is not serving, for people.
-        info: what it served at the last look; None before the first.
-        version: the newest version that it was seen to serve since it was last started; -1 if none.
-        running: requests of this pool that it has.
-        episodes: affinities that it has.
-        misses: looks in a row that it did not answer.
-        gone_at: when a look last found it gone that was there before, or started again; by the event loop's
+        reason: why it is not serving, for messages.
+        info: the model info of the last health check; None before the first.
+        version: the newest version observed since it was last started; -1 if none.
+        running: the number of running requests from this pool.
+        episodes: the number of episodes assigned to it.
+        misses: the number of consecutive unanswered health checks.
+        gone_at: when a health check last found that it had disappeared or been restarted, by the event loop's
             clock.
         invalid_answers: (caller, request) of the invalid answers since the last valid one; no caller and no
             request is in it twice.
-        rests: how often in a row it was rested for invalid answers.
-        rests_until: it gets no completions to sample before, by the event loop's clock.
-        rests_for: why it rests, or rested the last time.
-        due: the version that the trainer is to swap in, since it served when that was published; None if
-        none.
-        may_be_paused: a trainer that is gone may have left it so. It was met as it is, or its swap was not
-            finished, and it has sampled nothing of the current version since.
-        trouble: why it could not be brought to the current version the last time.
-        wake: set to have it looked at now.
+        rests: the number of consecutive pauses because of invalid answers.
+        rests_until: the end of the current pause, by the event loop's clock.
+        rests_for: the reason for the current or last pause.
+        due: the version that the trainer is expected to swap in, because the replica served when it was
+        published; None if none.
+        may_be_paused: whether a trainer that has ended may have left it paused: it was already running when
+            it was found, or its swap was not finished, and it has sampled nothing with the current version
+            since.
+        trouble: why the last attempt to bring it to the current version failed.
+        wake: set to request a health check now.
     """
 
     name: str
@@ -87,26 +89,26 @@ class Replica:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether it answered when it was last looked at."""
+        """Whether it answered the last health check."""
         return self.state in ("serving", "late", "refused")
 
     def saw(self, version: int) -> None:
-        """A token or a look tells that it serves `version`."""
+        """Note that a token or a health check showed that it serves `version`."""
         self.version = max(self.version, version)
 
     def doubt(self, why: str) -> None:
-        """A call failed: no more requests until it has been looked at."""
+        """Note that a call failed: it gets no requests until the next health check."""
         if self.state == "serving":
             self.state, self.reason = "doubtful", why
         self.wake.set()
 
     def answered(self) -> None:
-        """It gave a valid answer."""
+        """Note a valid answer."""
         self.invalid_answers.clear()
         self.rests = 0
 
     def note_invalid_answer(self, caller: str, asked: bytes) -> int:
-        """It gave an invalid answer to the request `asked` of `caller`, "" if the caller is not known.
+        """Note an invalid answer to the request `asked` of `caller`, "" if the caller is not known.
 
         Returns how many different requests of different callers got one since its last valid answer. A
         request that always gets one is counted once, and so is a caller with many such requests.
@@ -119,8 +121,8 @@ class Replica:
     def rest_after_invalid_answers(self, longest_s: float, why: str) -> None:
         """Send it no requests for 1 s, doubled for each rest in a row, at most `longest_s`.
 
-        Health checks continue. It rests again only after as many different requests with invalid answers as
-        before.
+        Health checks continue. It is paused again only after the same number of different requests with
+        invalid answers.
         """
         self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
         self.state = "down"
@@ -129,16 +131,17 @@ class Replica:
         self.rests += 1
 
     def lose(self, why: str) -> None:
-        """It is gone: whatever waits for it waits no longer."""
+        """Mark it as lost, and interrupt the requests that run on it."""
         self.state, self.reason, self.info, self.version, self.due = "down", why, None, -1, None
         now = asyncio.get_running_loop().time()
         for attempt in self._attempts:
             attempt.reschedule(now)
-        self._attempts.clear()  # once is enough, and more is an error while one unwinds
+        self._attempts.clear()  # cancel once only: a second cancellation would interrupt the cleanup
 
     @asynccontextmanager
     async def attempt(self) -> AsyncIterator[None]:
-        """Have a request there; Unanswered if the replica is lost meanwhile."""
+        """Run a request on the replica within a with-block; raises Unanswered if the replica is lost
+        meanwhile."""
         self.running += 1
         try:
             async with asyncio.timeout(None) as attempt:

@@ -1,13 +1,13 @@
-"""Finds the request that ends every engine it is sent to, among those that ran beside it.
+"""Finds the request that kills every engine it is sent to, among those that ran beside it.
 
-The death of an engine does not say which of its requests it died of, so all of them continue elsewhere. One
-that has seen several deaths is a suspect: of the suspects of a pool one at a time is sent, until it has come
-further than it was when an engine died. An engine that dies before that has died of it, and the request is
-given up. Innocents wait for their turn, which is short, and continue.
+The death of an engine does not show which of its requests caused it, so all of them continue on other
+engines. A request that was running at several deaths is a suspect. Suspects are sent one at a time, until the
+request has more tokens than it had when an engine died. If an engine dies before that, the request caused it
+and is given up. Other suspects wait briefly for their turn and continue.
 
-What a generation that was broken off is called when it is sent again, and when it is given up.
-
-`continuation.Draft` keeps what was sampled of it, and `pool.EnginePool` chooses where it continues.
+This module also names the attempts of an interrupted generation, and decides when it is given up.
+`continuation.PartialCompletion` keeps the tokens that were sampled, and `pool.EnginePool` chooses the next
+replica.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.continuation import OldVersion
 from areal_agents.inference.pool.limits import PoolLimits
 
-_UNSEEN = 8  # tokens that a dying engine may have sampled and that did not arrive any more
-_REFUSED_S = 600.0  # for so long a request that was given up is refused to all callers
+_UNSEEN = 8  # tokens that a dying engine may have sampled but not delivered
+_REFUSED_S = 600.0  # how long a request that was given up is refused to all callers
 
 
 def has_arrived(error: EngineError) -> bool:
-    """Whether a request that failed in this way may have run: not if nothing accepted its connection."""
+    """Whether a request that failed with `error` may have run; it did not if its connection was refused."""
     return not isinstance(error.__cause__, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError)
 
 
@@ -40,20 +40,23 @@ class Suspects:
     def __init__(self, limits: PoolLimits) -> None:
         self.limits = limits
         self.turn = asyncio.Lock()
-        self._given_up: dict[bytes, tuple[float, str]] = {}  # until when and why, by what was asked
+        # by the digest of the request: until when it is refused, and why
+        self._given_up: dict[bytes, tuple[float, str]] = {}
 
     def suspect_of(self, input_ids: TokenIds, sampling: SamplingParams) -> Suspect:
-        """The suspect of a new request. EngineError if the same was given up a short while ago."""
+        """Return the Suspect of a new request. Raises EngineError if an equal request was recently given
+        up."""
         suspect = Suspect(self, input_ids, sampling)
         self.refuse_known(suspect)
         return suspect
 
     def give_up(self, suspect: Suspect, why: str) -> None:
-        """Refuse the same from now on: a retry, another attempt at the task, or the others of its group."""
+        """Refuse equal requests from now on: retries, other attempts at the task, other episodes of its
+        group."""
         self._given_up[suspect.asked] = time.monotonic() + _REFUSED_S, why
 
     def refuse_known(self, suspect: Suspect) -> None:
-        """EngineError if the same as in `suspect` was given up a short while ago."""
+        """Raise EngineError if a request equal to that of `suspect` was recently given up."""
         now = time.monotonic()
         self._given_up = {asked: known for asked, known in self._given_up.items() if known[0] > now}
         if self._given_up and suspect.asked in self._given_up:
@@ -64,11 +67,11 @@ class Suspects:
 
 
 class Suspect:
-    """What one request has seen.
+    """The history of one request.
 
     Attributes:
-        deaths: of engines while it ran there.
-        is_tried: it is the one suspect that runs, and has not come further yet than it was at a death.
+        deaths: the number of engines that died while they ran it.
+        is_tried: whether it is the one suspect that runs, and does not yet have more tokens than at a death.
     """
 
     def __init__(self, suspects: Suspects, input_ids: TokenIds, sampling: SamplingParams) -> None:
@@ -76,19 +79,19 @@ class Suspect:
         self._request = input_ids, sampling
         self.deaths = 0
         self.is_tried = False
-        self._furthest = 0  # tokens that it had when an engine died
+        self._furthest = 0  # number of tokens that it had when an engine died
 
     @property
     def asked(self) -> bytes:
-        """A digest of what an engine can die of: the prompt and the grammar, not the seed."""
+        """A digest of the parts that can kill an engine: the prompt and the grammar, not the seed."""
         input_ids, sampling = self._request
         return hashlib.sha256(input_ids.tobytes() + repr(sampling.grammar).encode()).digest()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Send it within: at once, or as a suspect when no other is tried.
+        """Send the request inside the with-block, which a suspect enters only when no other is tried.
 
-        EngineUnavailable if that takes longer than `limits.wait_s`.
+        Raises EngineUnavailable if that takes longer than `limits.wait_s`.
         """
         limits = self._suspects.limits
         if self.deaths < limits.suspect_after:
@@ -110,12 +113,13 @@ class Suspect:
             self._end_turn()
 
     def reached(self, tokens: int) -> None:
-        """It has so many tokens now."""
+        """Note that the request has `tokens` tokens now."""
         if self.is_tried and tokens > self._furthest + _UNSEEN:
             self._end_turn()
 
     def died(self, tokens: int, error: EngineError) -> None:
-        """An engine died while it ran there and had so many tokens. EngineError if it is given up."""
+        """Note that an engine died when the request had `tokens` tokens. Raises EngineError if it is given
+        up."""
         self.deaths += 1
         if self.is_tried or self.deaths >= self._suspects.limits.most_deaths:
             why = f"{self.deaths} engines died while they ran it; the last time: {error}"
@@ -130,17 +134,18 @@ class Suspect:
             self._suspects.turn.release()
 
 
-MOST_STALLS = 5  # attempts in a row that brought no token, after which a completion is given up
+MOST_STALLS = 5  # attempts in a row without a new token after which a completion is given up
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
 
 
 def attempt_rid(rid: str, attempt: int) -> str:
-    """The name of an attempt: the engine may still know the one before."""
+    """Return the request id of an attempt; it is unique, since an engine may still run the previous
+    attempt."""
     return f"{rid}~{attempt}" if attempt else rid
 
 
 def is_invalid_answer(error: Exception | None) -> bool:
-    """Whether an attempt failed because of an invalid answer, not because the engine was lost or behind."""
+    """Whether an attempt failed because of an invalid answer, not because the engine was lost or outdated."""
     others = EngineUnavailable | EngineRejected | OldVersion
     return isinstance(error, EngineError) and not isinstance(error, others)
 
@@ -148,7 +153,8 @@ def is_invalid_answer(error: Exception | None) -> bool:
 async def pause_after_attempt(stalls: int, *, brought: int, cause: Exception | None = None) -> int:
     """Count an attempt that ended early, and wait before the next one if it brought no token.
 
-    EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was invalid.
+    Raises EngineUnavailable after MOST_STALLS of them in a row, or EngineError if the last answer was
+    invalid.
     """
     if brought:
         return 0

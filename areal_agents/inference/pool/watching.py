@@ -1,19 +1,18 @@
 """Polls the replicas of a pool, brings them to the current version, and decides which of them serve.
 
 Invariant: a replica is `serving` only while it reports the current version, or while it served when that was
-published and the trainer that swaps it in is running. The trainer limits how long a swap may take; a
-replica that it left out is its own until the next version is published. A paused replica answers a look, so
-a swap is never mistaken for a death.
+published and the trainer that swaps it in is running. The trainer limits how long a swap may take; a replica
+that it left out remains its responsibility until the next version is published. A paused replica answers
+health checks, so a swap is never mistaken for a death.
 
-No engine says whether it is paused. While a trainer runs, nothing else resumes one: each of its
-publications ends by that. Where none runs, and none can begin meanwhile, a replica that may have been left
-paused is resumed from here, once it has the current version.
+Engines do not report whether they are paused. While a trainer runs, only the trainer resumes engines, at the
+end of each publication. If no trainer runs or can start meanwhile, a replica that may have been left paused
+is resumed from here once it has the current version.
 
-A replica that came late, or came back, is brought to the current version.
-
-From the folder that the version's row names, so that it needs nobody but the replica itself. Several
-processes may find the same replica: each looks once more before it loads, and loading twice is no harm.
-It is not paused for that, since resuming it could cut into a swap of the trainer's.
+A replica that started late or was restarted loads the current version from the folder in the version's row,
+without the trainer. Several processes may find the same replica: each checks it again before it loads, and
+loading twice is harmless. The replica is not paused for the load, because resuming it could interfere with a
+swap by the trainer.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from areal_agents.inference.pool.replica import CurrentVersion, Replica
 log = logging.getLogger(__name__)
 
 WithoutTrainer = Callable[[], AbstractAsyncContextManager[bool]]
-_SPREAD_S = 0.3  # over which several processes that found one late replica load it
+_SPREAD_S = 0.3  # random delay, so that not all processes load into a late replica at once
 
 
 class ReplicaMonitor:
-    """The states of the replicas of one pool.
+    """Monitors the states of the replicas of one pool.
 
     Args:
-        replicas: of the pool.
-        current: reads what was published last, from another thread; None before the first version, and then
-            replicas serve at any.
+        replicas: all replicas of the pool.
+        current: returns the latest published version, called in another thread; None before the first, and
+            then replicas serve with any version.
         without_trainer: see EnginePool.
         limits: see PoolLimits.
-        on_change: called whenever a state has changed, and after every look at a replica that serves.
+        on_change: called whenever a state has changed, and after every health check of a replica that serves.
         on_load: called when a replica was brought to the current version.
-        vocab_size: of the model that all must serve; None: the first that answers says which that is.
+        vocab_size: the vocabulary size that all must have; None: that of the first replica that answers.
     """
 
     def __init__(
@@ -63,7 +62,8 @@ class ReplicaMonitor:
         vocab_size: int | None,
     ) -> None:
         self.current: CurrentVersion | None = None
-        self.model: tuple[str, ModelInfo] | None = None  # what all must serve, and who said so first
+        # the first replica that answered, and the model that all must serve
+        self.model: tuple[str, ModelInfo] | None = None
         self._replicas = replicas
         self._read_current = current
         self._without_trainer = without_trainer
@@ -81,11 +81,11 @@ class ReplicaMonitor:
         return bool(self._tasks)
 
     def start(self) -> None:
-        """Begin to look; the first looks are under way when this returns."""
+        """Start the health checks; the first ones are running when this returns."""
         self._tasks = [asyncio.create_task(self._keep_looking(replica)) for replica in self._replicas]
 
     async def stop(self) -> None:
-        """End everything that was started here."""
+        """Cancel all tasks of the monitor."""
         tasks = [*self._tasks, *self._loads.values(), *self._looks.values()]
         self._tasks, self._loads, self._looks = [], {}, {}
         for task in tasks:
@@ -94,14 +94,14 @@ class ReplicaMonitor:
             await asyncio.wait(tasks)
 
     async def look(self, replica: Replica) -> None:
-        """Ask a replica what it serves, and decide on its state. Looks at the same time are one."""
+        """Query what a replica serves, and update its state. Concurrent calls share one query."""
         look = self._looks.get(replica.name)
         if look is None or look.done():
             look = self._looks[replica.name] = asyncio.create_task(self._look(replica))
         await asyncio.shield(look)
 
-    async def look_anew(self, replica: Replica) -> None:
-        """`look`, at what it is now: one that is under way may have had its answer a while ago."""
+    async def look_again(self, replica: Replica) -> None:
+        """Check with a new query, since one in progress may already have received an older answer."""
         under_way = self._looks.get(replica.name)
         if under_way is not None and not under_way.done():
             await asyncio.wait([under_way])
@@ -118,21 +118,22 @@ class ReplicaMonitor:
             self._missed(replica, str(error))
         else:
             is_read, goal = await self.refresh(), self.current
-            # One that is ahead of what is known may be right: nothing is decided until the store is read.
+            # A newer version than the known one may be correct: decide only after the store has been read.
             if is_read or goal is None or info.version <= goal.version:
                 other_model = await self._other_model(replica, info)
                 self._answered(replica, info, other_model, await self._is_swapped(replica, info.version))
                 if is_read and goal is None:
-                    replica.may_be_paused = False  # nobody has trained yet
+                    replica.may_be_paused = False  # nothing has been published, so no trainer has paused it
                 await self._resume_left(replica)
         if replica.is_serving or (replica.state, replica.reason) != before:
-            self._on_change()  # also of one that a call had come to doubt meanwhile, and waits for now
+            # also if a failed call made it doubtful during the check, and requests wait for it
+            self._on_change()
         if replica.state != before[0]:
             level = logging.INFO if replica.is_serving else logging.WARNING
             log.log(level, "engine %s is %s%s", replica.name, replica.state, _because(replica))
 
     async def refresh(self) -> bool:
-        """Read what was published last, if it can be read; what was known stays where it cannot."""
+        """Read the latest published version; return False, and keep the known one, if that fails."""
         try:
             found = await asyncio.to_thread(self._read_current)
         except ArealAgentsError as error:
@@ -151,8 +152,8 @@ class ReplicaMonitor:
         while True:
             try:
                 await self.look(replica)
-            except Exception:  # ours to mend; unwatched, the replica would stay as it is for good
-                log.exception("engine %s could not be looked at", replica.name)
+            except Exception:  # a bug: log it and continue, or the replica would keep its state forever
+                log.exception("the health check of engine %s failed unexpectedly", replica.name)
             pause_s = limits.probe_every_s
             if 0 < replica.misses < limits.lost_after:
                 pause_s = min(limits.probe_again_s, pause_s)
@@ -171,16 +172,17 @@ class ReplicaMonitor:
             replica.state, replica.reason = "doubtful", why
 
     async def _other_model(self, replica: Replica, info: ModelInfo) -> str:
-        """Why a replica is not of this pool; "" if it is. The first that fits says what all serve."""
+        """Describe how a replica's model differs from the pool's; "" if not. The first replica sets the
+        model."""
         if self._vocab_size not in (None, info.vocab_size):
-            return f"it serves a vocabulary of {info.vocab_size}, and the model has {self._vocab_size}"
+            return f"it serves a vocabulary of {info.vocab_size}, expected {self._vocab_size}"
         if self.model is None:
             self.model = replica.name, info
         if difference := difference_of(self.model, info):
             return difference
         first = next(other for other in self._replicas if other.name == self.model[0])
         if replica.info is not None or replica is first or self.current is not None:
-            return ""  # known, or its weights are the current version's once it serves
+            return ""  # already compared, or it serves only after it has the current version
         return await other_weights(first.engine, self.model, replica.engine, info)
 
     def _answered(self, replica: Replica, info: ModelInfo, other_model: str, is_swapped: bool) -> None:
@@ -215,19 +217,19 @@ class ReplicaMonitor:
             replica.state, replica.reason = "serving", ""
 
     async def _is_swapped(self, replica: Replica, version: int) -> bool:
-        """Whether a replica that reports `version` is left to the trainer, which swaps the current one in."""
+        """Whether the trainer is about to swap the current version into a replica that reports `version`."""
         goal = self.current
         if goal is None or replica.due is None or version == goal.version:
             return False
         if version >= replica.due:
             replica.due = goal.version
         if replica.due < goal.version:
-            return False  # it was left out of a swap before this
+            return False  # it was left out of an earlier swap
         async with self._without_trainer() as alone:
             return not alone
 
     async def _resume_left(self, replica: Replica) -> None:
-        """Resume a replica that was left paused, if nothing else will do it."""
+        """Resume a replica that was left paused, if no trainer is running that would resume it."""
         goal = self.current
         if not (replica.may_be_paused and replica.is_serving and goal and replica.version == goal.version):
             return
@@ -245,7 +247,7 @@ class ReplicaMonitor:
         replica.may_be_paused = False
 
     async def _bring_up(self, replica: Replica) -> None:
-        """Load the current version until the replica serves it, or is late no longer."""
+        """Repeatedly load the current version until the replica is no longer late."""
         pause_s = self._limits.load_again_s
         try:
             await asyncio.sleep(random.uniform(0, _SPREAD_S))
@@ -268,8 +270,8 @@ class ReplicaMonitor:
         try:
             await load(replica.engine, goal)
         except EngineError as error:
-            log.warning("engine %s does not take version %d: %s", replica.name, goal.version, error)
-            replica.trouble = f"it does not take that: {error}"
+            log.warning("engine %s could not load version %d: %s", replica.name, goal.version, error)
+            replica.trouble = f"loading it failed: {error}"
         else:
             self._on_load()
 
@@ -279,17 +281,17 @@ def _because(replica: Replica) -> str:
 
 
 def unavailable(replicas: Sequence[Replica], waited_s: float = 0.0) -> EngineUnavailable:
-    """The error that no replica serves, with what is wrong with each."""
+    """Return an error which states that no replica serves, with the reason for each."""
     reasons = "; ".join(f"{r.name} is {r.state}{_because(r)}" for r in replicas)
     waited = f" within {waited_s:g} s" if waited_s else ""
     return EngineUnavailable(f"no engine serves{waited}: {reasons}")
 
 
-_OTHERS_S = 0.5  # for which another caller that loaded an adapter may take to name the version
+_OTHERS_S = 0.5  # that another process that has loaded an adapter may take to set the version
 
 
 async def load(engine: Engine, goal: CurrentVersion) -> None:
-    """Make an engine serve `goal`. EngineError if it cannot."""
+    """Make an engine serve `goal`. Raises EngineError if that fails."""
     if not (Path(goal.path) / "adapter_config.json").is_file():
         await engine.update_weights_from_disk(goal.path, goal.version)
         return
@@ -299,9 +301,9 @@ async def load(engine: Engine, goal: CurrentVersion) -> None:
     except EngineRejected as error:
         await asyncio.sleep(_OTHERS_S)
         if (await engine.model_info()).version == goal.version:
-            return  # somebody else did it, and its requests would miss the adapter if it were unloaded
-        # Most likely somebody loaded it and was lost before they named the version.
-        log.info("the adapter %s is loaded once more: %s", name, error)
+            return  # another process has loaded it, and running requests need the adapter
+        # Most likely another process loaded it and died before it set the version.
+        log.info("the adapter %s is loaded again: %s", name, error)
         await engine.unload_adapter(name)
         await engine.load_adapter(name, goal.path)
     await engine.set_version(goal.version, abort_running=False)

@@ -20,7 +20,7 @@ import numpy as np
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.answers import Asked, end_ids_of
+from areal_agents.inference.answers import SentRequest, end_ids_of
 from areal_agents.inference.engine import (
     ModelInfo,
     OnTokens,
@@ -28,7 +28,7 @@ from areal_agents.inference.engine import (
     adapter_name,
     version_from_wire,
 )
-from areal_agents.inference.expert_routing import RoutingAsked, expert_layout
+from areal_agents.inference.expert_routing import RequestedRouting, expert_layout
 from areal_agents.inference.sglang.control import SGLangControl
 from areal_agents.inference.sglang.scoring import check_range, scores_from_wire, scoring_to_wire
 from areal_agents.inference.sglang.transport import HttpTransport
@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ABORT_WAIT_S = 5.0  # longest wait, when closing, for the aborts of cancelled calls
-# What every id ends with on the wire: a real server aborts all requests whose ids begin with the one given,
-# and no id with an end that none has inside begins another.
+# Suffix of every request id on the wire. SGLang aborts all requests whose ids begin with the given one; with
+# a suffix that occurs nowhere else in an id, no id is the beginning of another.
 RID_END = "$"
 
 
@@ -57,14 +57,14 @@ class SGLangEngine(SGLangControl):
         base_url: for example http://127.0.0.1:30000.
         request_timeout_s: longest wait for one completion.
         control_timeout_s: longest wait for anything else.
-        update_timeout_s: longest wait for a step of an update of weights or adapters; by default as
+        update_timeout_s: longest wait for one step of an update of weights or adapters; the default is
             `control_timeout_s`.
         connect_timeout_s: longest wait for a connection.
-        vocab_size: where the server does not say and its model folder is not readable from here.
-        adapters: the policy is a LoRA adapter. Every call asks for the version that the server reports, names
-            its adapter, none for version 0, and keeps it to its end; its tokens carry that version.
-        decode: the text of token ids, special tokens included. With it a completion that says it ended at a
-            stop string must have one.
+        vocab_size: needed if the server does not report it and its model folder is not readable from here.
+        adapters: whether the policy is a LoRA adapter. Every call queries the version of the server and names
+            the adapter of that version (none for version 0); all tokens of the call carry that version.
+        decode: decodes token ids, including special tokens. If given, a completion that reports a stop string
+            must contain it.
     """
 
     def __init__(
@@ -85,13 +85,14 @@ class SGLangEngine(SGLangControl):
         )
         self._request_timeout_s = request_timeout_s
         self._given_vocab_size = vocab_size
-        self._vocab_size = vocab_size  # what ids are checked against
-        self._server: dict[str, Any] | None = None  # what /server_info said, which takes the engine a step
+        self._vocab_size = vocab_size  # the bound that token ids are checked against
+        # the answer of /server_info, cached because it costs the engine a step
+        self._server: dict[str, Any] | None = None
         self._adapters = adapters
-        self._served: int | None = None  # the version last reported
-        self._info: ModelInfo | None = None  # what was reported last, None once the server was not there
-        self._end_ids: frozenset[int] | None = None  # of the server's model, once they are known
-        self._folder = ""  # where they were looked for last
+        self._served: int | None = None  # the latest reported version
+        self._info: ModelInfo | None = None  # the latest model info; None after the server was unreachable
+        self._end_ids: frozenset[int] | None = None  # end-of-completion tokens of the served model, if known
+        self._folder = ""  # the model folder that _end_ids was read from
         self._decode = decode
         self._aborts: set[asyncio.Task[None]] = set()
 
@@ -115,7 +116,7 @@ class SGLangEngine(SGLangControl):
         """See Engine.generate."""
         vocab_size = await self._check_ids(input_ids)
         info = self._info
-        asked = Asked(
+        asked = SentRequest(
             sampling,
             vocab_size,
             len(input_ids),
@@ -134,7 +135,7 @@ class SGLangEngine(SGLangControl):
         }
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
-        routing = await self._routing_asked(len(input_ids), sampling)
+        routing = await self._requested_routing(len(input_ids), sampling)
         if routing is not None:
             body |= {"return_routed_experts": True, "routed_experts_start_len": routing.start}
         if not self._adapters:
@@ -163,14 +164,14 @@ class SGLangEngine(SGLangControl):
         return await self._with_adapter(scored)
 
     async def _generate(
-        self, body: Any, on_tokens: OnTokens | None, routing: RoutingAsked | None, asked: Asked
+        self, body: Any, on_tokens: OnTokens | None, routing: RequestedRouting | None, asked: SentRequest
     ) -> Completion:
         with self._aborting(body["rid"].removesuffix(RID_END)):
             if on_tokens is not None:
                 return await self._generate_streamed(body, on_tokens, routing, asked)
             answer = await self._http.call("POST", "/generate", body, timeout_s=self._request_timeout_s)
         completion = completion_from_wire(answer, routing, asked)
-        self._heard(answer["meta_info"].get("weight_version"))
+        self._note_version(answer["meta_info"].get("weight_version"))
         return completion
 
     @contextmanager
@@ -181,21 +182,20 @@ class SGLangEngine(SGLangControl):
         except (EngineRejected, EngineUnavailable):
             raise
         except (asyncio.CancelledError, Exception):
-            # A real server looks for closed connections every 4 s only, and samples on until then.
-            task = asyncio.create_task(self._abort_left(rid))
+            # SGLang checks for closed connections only every 4 s, and continues sampling until then.
+            task = asyncio.create_task(self._abort_cancelled(rid))
             self._aborts.add(task)
             task.add_done_callback(self._aborts.discard)
             raise
 
     async def _with_adapter(self, ask: Callable[[int], Awaitable[T]]) -> T:
-        """`ask` under the adapter of the version served; what it answers is of that version, whatever the
-        server says."""
-        # Requested each time: the last answer may be older than the version that must sample the next batch.
+        """Call `ask` with the served version, whose adapter the request must name."""
+        # Queried each time: a cached version may be older than the one that must sample the next batch.
         version = (await self.model_info()).version
         try:
             return await ask(version)
         except EngineRejected:
-            # The adapter may be gone: versions have gone on, or the server was started again.
+            # The adapter may be gone because of a newer version or a restart of the server.
             now = (await self.model_info()).version
             if now == version:
                 raise
@@ -206,8 +206,8 @@ class SGLangEngine(SGLangControl):
         version: int,
         body: Any,
         on_tokens: OnTokens | None,
-        routing: RoutingAsked | None,
-        asked: Asked,
+        routing: RequestedRouting | None,
+        asked: SentRequest,
     ) -> Completion:
         def labelled(chunk: TokenChunk) -> None:
             assert on_tokens is not None
@@ -217,8 +217,9 @@ class SGLangEngine(SGLangControl):
         completion = await self._generate(named, labelled if on_tokens is not None else None, routing, asked)
         return replace(completion, versions=np.full(len(completion), version, np.int32))
 
-    def _heard(self, weight_version: object) -> None:
-        """An answer may have been overtaken by others, so here versions only grow."""
+    def _note_version(self, weight_version: object) -> None:
+        """Record the version of an answer; answers may arrive out of order, so the version never
+        decreases."""
         if weight_version is not None:
             self._served = max(self._served or 0, version_from_wire(weight_version))
 
@@ -237,7 +238,7 @@ class SGLangEngine(SGLangControl):
         except EngineUnavailable:
             self._server, self._vocab_size, self._info = None, self._given_vocab_size, None
             self._end_ids, self._folder = None, ""
-            raise  # whatever answers there next may be another server
+            raise  # the next answer may come from another server
         path = info.get("model_path")
         if not isinstance(path, str):
             raise EngineError(f"{self.base_url}/model_info names no model_path: {shorten(str(info))}")
@@ -253,7 +254,7 @@ class SGLangEngine(SGLangControl):
         )
         if not isinstance(vocab_size, int) or not isinstance(context, int):
             raise EngineError(
-                f"{self.base_url} does not say its vocabulary or context size, and {path}/config.json "
+                f"{self.base_url} does not report its vocabulary or context size, and {path}/config.json "
                 "is not readable from here: start it on a folder that this machine can read under that path"
             )
         version = self._served = version_from_wire(info.get("weight_version", "default"))
@@ -288,14 +289,14 @@ class SGLangEngine(SGLangControl):
         await super().aclose()
 
     async def _generate_streamed(
-        self, body: Any, on_tokens: OnTokens, routing: RoutingAsked | None, asked: Asked
+        self, body: Any, on_tokens: OnTokens, routing: RequestedRouting | None, asked: SentRequest
     ) -> Completion:
         whole = StreamedCompletion(self._served, asked)
         async with aclosing(
             self._http.events("/generate", body, timeout_s=self._request_timeout_s)
         ) as batches:
             async for events in batches:
-                # A cumulative chunk holds the ones before it: of many that have arrived, the last is enough.
+                # A cumulative chunk contains all earlier ones, so only the last one received is parsed.
                 for event in events[-1:] if whole.cumulative else events:
                     new = whole.feed(event)
                     if new is not None:
@@ -304,10 +305,12 @@ class SGLangEngine(SGLangControl):
             raise EngineUnavailable(
                 f"{self.base_url}/generate ended its stream before the completion finished"
             )
-        self._heard(whole.weight_version)
+        self._note_version(whole.weight_version)
         return whole.completion(routing)
 
-    async def _routing_asked(self, prompt_tokens: int, sampling: SamplingParams) -> RoutingAsked | None:
+    async def _requested_routing(
+        self, prompt_tokens: int, sampling: SamplingParams
+    ) -> RequestedRouting | None:
         if sampling.routed_experts_from is None:
             return None
         experts = (self._info or await self.model_info()).experts
@@ -315,22 +318,24 @@ class SGLangEngine(SGLangControl):
             experts = (await self.model_info()).experts  # the folder may have become readable
         if experts is None:
             raise EngineError(
-                f"routed experts are requested, and the model that {self.base_url} serves has none, or its "
+                f"routed experts are requested, but the model that {self.base_url} serves has none, or its "
                 "folder's config.json is not readable from here"
             )
-        return RoutingAsked(experts, sampling.routed_experts_from, prompt_tokens)
+        return RequestedRouting(experts, sampling.routed_experts_from, prompt_tokens)
 
-    async def _abort_left(self, rid: str) -> None:
+    async def _abort_cancelled(self, rid: str) -> None:
         try:
             await self.abort(rid)
-        except EngineError as error:  # nobody waits for the answer; the server ends it a little later
-            log.warning("the generation %s, whose caller has left, could not be aborted: %s", rid, error)
+        # no caller waits; the server ends the generation when it notices the closed connection
+        except EngineError as error:
+            log.warning("the cancelled generation %s could not be aborted: %s", rid, error)
 
     async def _server_info(self) -> dict[str, Any]:
         return as_object(await self._call("GET", "/server_info"), "/server_info")
 
     async def _check_ids(self, input_ids: TokenIds) -> int:
-        """The size of the vocabulary. EngineRejected for ids outside it, and for none at all."""
+        """Return the vocabulary size. Raises EngineRejected for empty input and for ids outside the
+        vocabulary."""
         if self._vocab_size is None:
             self._vocab_size = (await self.model_info()).vocab_size
         if not len(input_ids):
@@ -343,10 +348,10 @@ class SGLangEngine(SGLangControl):
 
 
 def _room(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
-    """The length in tokens at which the server may end a completion early; None if not known.
+    """Return the length in tokens at which the server may end a completion early; None if not known.
 
-    A server that reports its context length in /model_info, as the embedded engine does, ends there. SGLang
-    ends two tokens earlier, or when its key-value cache is full, where two pages and a token stay free.
+    A server that reports its context length in /model_info, such as the embedded engine, uses all of it.
+    SGLang ends two tokens earlier, or when only two pages and one token of its key-value cache are free.
     """
     if info.get("context_length"):
         return context

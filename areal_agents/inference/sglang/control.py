@@ -1,6 +1,6 @@
 """The calls of a trainer to SGLang: pauses, weights by each transport, adapters, checksums, memory.
 
-Every answer is checked: a server that did not do what was requested is an EngineError that names it.
+Every answer is checked: if a server did not do what was requested, an EngineError names the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from areal_agents.inference.sglang.wire import as_object, shorten
 
 log = logging.getLogger(__name__)
 
-PREPARE_PATH = "/prepare_weights_from_disk"  # the embedded engine's own; SGLang has nothing like it
+PREPARE_PATH = "/prepare_weights_from_disk"  # an endpoint of the embedded engine only
 
 
 class SGLangControl:
@@ -30,8 +30,8 @@ class SGLangControl:
 
     Args:
         http: the server.
-        control_timeout_s: longest wait for any of them but
-        update_timeout_s: for a step of an update of weights or adapters.
+        control_timeout_s: longest wait for any other call.
+        update_timeout_s: longest wait for one step of an update of weights or adapters.
     """
 
     def __init__(self, http: HttpTransport, *, control_timeout_s: float, update_timeout_s: float) -> None:
@@ -42,11 +42,11 @@ class SGLangControl:
 
     @property
     def base_url(self) -> str:
-        """Where the server is."""
+        """The URL of the server."""
         return self._http.base_url
 
     async def pause(self, mode: PauseMode) -> None:
-        """See Engine.pause. EngineError for in_place on a server that would label tokens wrongly."""
+        """See Engine.pause. Raises EngineError for in_place on a server that would label tokens wrongly."""
         if mode == "in_place":
             await self._check_may_freeze()
         await self._call("POST", "/pause_generation", {"mode": mode})
@@ -74,7 +74,7 @@ class SGLangControl:
         except EngineRejected as error:
             if "already open" not in str(error):
                 raise
-            log.warning("%s: an update that was never ended is given up: %s", self.base_url, error)
+            log.warning("%s: an unfinished weight update was discarded: %s", self.base_url, error)
             await self._give_up_update()
             await self._do("/begin_weight_update", body)
 
@@ -124,14 +124,14 @@ class SGLangControl:
 
     async def unload_adapter(self, name: str) -> None:
         """See Engine.unload_adapter."""
-        # It waits for generations, but no new version should wait for it longer than need be.
+        # It waits for generations to end, so a short time limit keeps it from delaying a new version.
         await self._do("/unload_lora_adapter", {"lora_name": name}, timeout_s=self._control_timeout_s)
 
     async def set_version(self, version: int, *, abort_running: bool) -> None:
         """See Engine.set_version."""
         await self._do("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
         if abort_running:
-            # Afterwards, so that an aborted call already sees the version under which it continues.
+            # Abort after the change, so that an aborted call continues under the new version.
             await self._call("POST", "/abort_request", {"abort_all": True})
 
     async def checksum(self) -> WeightsChecksum:
@@ -142,11 +142,11 @@ class SGLangControl:
             return WeightsChecksum(tuple(_hashes(rank["checksums"]) for rank in ranks or ()))
         except (TypeError, KeyError, ValueError) as error:
             raise EngineError(
-                f"{self.base_url}/weights_checker answered no checksums by tensor: {shorten(str(answer))}"
+                f"{self.base_url}/weights_checker returned no checksums by tensor: {shorten(str(answer))}"
             ) from error
 
     async def release_memory(self, kinds: Sequence[MemoryKind]) -> None:
-        """See Engine.release_memory. A real server ends itself if requests run, so that is checked here."""
+        """See Engine.release_memory. SGLang exits if requests are running, so this is checked here."""
         if self._paused not in ("retract", "abort"):
             raise EngineError(
                 f"{self.base_url}: memory is released only after a pause in mode retract or abort, "
@@ -163,16 +163,17 @@ class SGLangControl:
         await self._http.aclose()
 
     def _taking_effect(self, version: int) -> dict[str, Any]:
-        # Requests frozen in place need their keys and values: the server refuses to flush under them.
+        # Requests paused in place need their keys and values, so the server refuses to flush the cache.
         return {"weight_version": str(version), "flush_cache": self._paused != "in_place"}
 
     def _part_of(self, version: int, last: bool) -> dict[str, Any]:
         return self._taking_effect(version) if last else {"flush_cache": False}
 
     async def _check_may_freeze(self) -> None:
-        """With SGLang's overlapped schedule the result of one step is not looked at when a pause in place
-        begins, and its token, sampled by the old weights, is counted to the new version. And the prefix cache
-        cannot be flushed under frozen requests: later ones would find the old weights' keys and values."""
+        """Raise EngineError if the server cannot pause in place correctly. With SGLang's overlap schedule the
+        result of one step is still pending when the pause begins, and its token, sampled by the old weights,
+        would get the new version. With a prefix cache, which cannot be flushed under paused requests, later
+        requests would reuse keys and values of the old weights."""
         info = as_object(await self._call("GET", "/server_info"), "/server_info")
         for setting, harm in (
             ("disable_overlap_schedule", "give the first token after a swap the wrong version"),
@@ -187,19 +188,19 @@ class SGLangControl:
     async def _give_up_update(self) -> None:
         try:
             await self._do("/end_weight_update", {})
-        except EngineRejected as error:  # an incomplete update is refused, and closed by it all the same
+        except EngineRejected as error:  # an incomplete update is refused, but closed nevertheless
             log.debug("%s", error)
 
     async def _do(
         self, path: str, body: Any, *, optional: bool = False, timeout_s: float | None = None
     ) -> dict[str, Any]:
-        """Ask for something; its answer, which says success. Empty where `optional` and unknown to the
-        server."""
+        """Send a command and return its successful answer; empty if `optional` and the server lacks the
+        endpoint."""
         answer = await self._http.call(
             "POST", path, body, timeout_s=timeout_s or self._update_timeout_s, optional=optional
         )
         if optional and answer is None:
-            log.debug("%s has no %s: nothing to do", self.base_url, path)
+            log.debug("%s has no endpoint %s; skipped", self.base_url, path)
             return {}
         done = as_object(answer, self.base_url + path)
         if done.get("success") is not True:

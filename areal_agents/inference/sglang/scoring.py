@@ -1,8 +1,8 @@
 """Scores given tokens through SGLang's /generate: builds the request and checks the answer.
 
 SGLang returns the logprob of each prompt token after position `logprob_start_len`, computed from the logits
-of the position before; the entry of `logprob_start_len` itself is null. To score from position s on, the
-client therefore asks from s - 1 on. A server reuses no cached prefix beyond `logprob_start_len`, so that the
+of the position before; the entry of `logprob_start_len` itself is null. To score positions from s on, the
+client therefore sends s - 1. A server reuses no cached prefix beyond `logprob_start_len`, so that the
 logits of position s - 1 and of all later ones are computed again. `max_new_tokens` 0 samples nothing.
 """
 
@@ -19,13 +19,15 @@ from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import PromptScores, version_from_wire
 from areal_agents.inference.sglang.wire import UNREADABLE, finish_reason_of, meta_of, shorten
 
-_MOST_DIFFERENCE = 0.05  # between two logprobs of one token in one answer; servers may round them differently
+# tolerance between two logprobs of one token in one answer, which servers may round differently
+_MOST_DIFFERENCE = 0.05
 
 
 def check_range(prompt_tokens: int, start: int, top: int, vocab_size: int) -> None:
-    """EngineRejected unless positions `start`.. of a prompt can be scored, with the `top` best tokens.
+    """Raise EngineRejected unless positions `start`.. of a prompt can be scored with the `top` best tokens.
 
-    A server is not asked then: some versions end themselves over a `top` beyond the vocabulary.
+    This is checked before the request is sent, because some versions of SGLang crash if `top` exceeds the
+    vocabulary.
     """
     if not 1 <= start < prompt_tokens:
         raise EngineRejected(
@@ -37,7 +39,7 @@ def check_range(prompt_tokens: int, start: int, top: int, vocab_size: int) -> No
 
 
 def scoring_to_wire(input_ids: TokenIds, start: int, top: int) -> dict[str, Any]:
-    """The /generate body that scores positions `start`.. of `input_ids` [P], without its rid."""
+    """Return the /generate body that scores positions `start`.. of `input_ids` [P], without its rid."""
     body: dict[str, Any] = {
         "input_ids": np.ascontiguousarray(input_ids),
         "return_logprob": True,
@@ -46,7 +48,7 @@ def scoring_to_wire(input_ids: TokenIds, start: int, top: int) -> dict[str, Any]
         "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
     }
     if top:
-        # Base64 arrays instead of a list for each token; a server that does not know them answers with lists.
+        # Requests base64 arrays instead of lists; a server without this option answers with lists.
         flat = {"return_flat_raw_top_logprobs": True, "return_flat_raw_top_logprobs_b64": True}
         body |= {"top_logprobs_num": top, **flat}
     return body
@@ -55,11 +57,11 @@ def scoring_to_wire(input_ids: TokenIds, start: int, top: int) -> dict[str, Any]
 def scores_from_wire(
     answer: Any, input_ids: TokenIds, *, start: int, top: int, vocab_size: int
 ) -> PromptScores:
-    """The scores in an answer to `scoring_to_wire(input_ids, start, top)`.
+    """Return the scores in an answer to `scoring_to_wire(input_ids, start, top)`.
 
-    EngineError if they are not of these tokens, or cannot be logprobs of one distribution at each position;
-    EngineRejected or EngineUnavailable if the answer says that the request was refused or failed, and
-    EngineUnavailable if it was aborted.
+    Raises EngineError if they belong to other tokens or cannot be logprobs of one distribution at each
+    position, EngineRejected or EngineUnavailable if the answer reports that the request was refused or
+    failed, and EngineUnavailable if it was aborted.
     """
     meta = meta_of(answer)
     if finish_reason_of(meta) == "abort":
@@ -76,7 +78,8 @@ def scores_from_wire(
 
 
 def _token_logprobs(meta: Mapping[str, Any], input_ids: TokenIds, start: int, vocab_size: int) -> np.ndarray:
-    """[N] float32 logprobs of the tokens at `start`.. ; EngineError if the answer is about other tokens."""
+    """Return [N] float32 logprobs of the tokens at `start`..; EngineError if the answer is for other
+    tokens."""
     triples = meta.get("input_token_logprobs")
     expected = input_ids[start - 1 :]
     if not isinstance(triples, list) or len(triples) != len(expected):
@@ -101,7 +104,7 @@ def _token_logprobs(meta: Mapping[str, Any], input_ids: TokenIds, start: int, vo
 def _top(
     meta: Mapping[str, Any], expected: tuple[int, int], vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and logprobs of shape `expected`, [N, k], from either form of the answer."""
+    """Return ids and logprobs of shape `expected`, [N, k], from either form of the answer."""
     if not expected[1]:
         return np.zeros(expected, np.int32), np.zeros(expected, np.float32)
     if "input_top_logprobs_shape" in meta:
@@ -141,9 +144,10 @@ def _flat_array(meta: Mapping[str, Any], kind: str, dtype: str) -> np.ndarray:
 
 
 def _check_agreement(scores: PromptScores, tokens: TokenIds) -> None:
-    """EngineError unless the scores of `tokens` [N] agree with the best tokens of their positions.
+    """Raise EngineError unless the scores of `tokens` [N] agree with the best tokens of their positions.
 
-    A token among the best has one logprob, not two, and one that is not has no greater logprob than the last.
+    A token among the best must have the same logprob in both lists; any other token must not have a greater
+    logprob than the last of the best.
     """
     if not scores.top_ids.size:
         return

@@ -20,11 +20,11 @@ from areal_agents.inference.engine_process import ServerProcess
 
 SCRIPTS = Path(__file__).parent / "environment"
 OLDEST, TRIED = (0, 5, 21), "0.5.21"
-PROBE_TIMEOUT_S = 120.0  # the first import of torch on a cold disk takes long
-STOP_TIMEOUT_S = 12.0  # it looks for the signal every 5 s
-CPU_TOKENS = 32768  # of keys and values: by itself SGLang would take most of the machine's memory
+PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk is slow
+STOP_TIMEOUT_S = 12.0  # SGLang checks for the signal every 5 s
+CPU_TOKENS = 32768  # size of the key-value cache; by default SGLang would use most of the machine's memory
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-LORA_SLOTS, LORA_LOADED = 4, 8  # adapters on the device, the base among them; and in all
+LORA_SLOTS, LORA_LOADED = 4, 8  # adapters on the device, including the base model; and in total
 HOW_TO = (
     f"make an environment for it (python3 -m venv sglang; sglang/bin/pip install sglang=={TRIED}; "
     "on a machine without a GPU: make sglang) and give engine.python: sglang/bin/python, or give engine.urls"
@@ -33,7 +33,7 @@ HOW_TO = (
 
 @dataclass(frozen=True, slots=True)
 class SGLangEnvironment:
-    """An environment that can serve: its Python, the version of SGLang, and how many GPUs it sees."""
+    """An environment with SGLang: its Python, the version of SGLang, and the number of visible GPUs."""
 
     python: str
     version: str
@@ -42,16 +42,16 @@ class SGLangEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class GpuPlacement:
-    """The GPUs of one replica, by number; without one it computes on the CPU."""
+    """The indices of the GPUs of one replica; if empty, it computes on the CPU."""
 
     gpus: tuple[int, ...] = ()
 
 
 def find_environment(python: str) -> SGLangEnvironment:
-    """Look into the environment of `python`.
+    """Find out which SGLang the environment of `python` has.
 
     Raises:
-        ConfigError: there is no such Python, no SGLang in its environment, or one that is too old.
+        ConfigError: `python` cannot be run, or its environment has no SGLang or one that is too old.
     """
     try:
         done = subprocess.run(
@@ -66,7 +66,7 @@ def find_environment(python: str) -> SGLangEnvironment:
         version, gpus, fault = found["sglang"], int(found["gpus"]), found["error"]
     except (ValueError, KeyError, TypeError):
         said = (done.stderr or done.stdout).strip()[-300:]
-        raise ConfigError(f"engine.python: {python} is no working Python: {said}; {HOW_TO}") from None
+        raise ConfigError(f"engine.python: {python} is not a working Python: {said}; {HOW_TO}") from None
     if fault:
         raise ConfigError(f"engine.python: {python}: {fault}; {HOW_TO}")
     if _release(version) < OLDEST:
@@ -75,9 +75,9 @@ def find_environment(python: str) -> SGLangEnvironment:
 
 
 def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[GpuPlacement, ...]:
-    """Where each replica computes, on a machine of `gpus` GPUs of which the trainer takes the first ones.
+    """Assign the GPUs of a machine to the replicas; the trainer uses the first ones.
 
-    ConfigError if they are too few.
+    Raises ConfigError if there are too few.
     """
     if config.device == "cpu" or (config.device == "auto" and not gpus):
         return (GpuPlacement(),) * config.replicas
@@ -113,18 +113,18 @@ def server_command(
     exact_in_place: bool = False,
     cumulative: bool = False,
 ) -> list[str]:
-    """The command that starts one server with the Python of `config`.
+    """Return the command that starts one server with the Python of `config`.
 
     Args:
-        lora_rank: largest rank of the adapters that it may be given; 0 serves none.
-        lora_targets: the layers that have one.
-        routed_experts: whether it says which experts each token went through.
-        exact_in_place: whether weights may be swapped under requests that are frozen in place. SGLang
-            prepares a step ahead, so that of each request one token that the old weights drew would carry
-            the new version; and its prefix cache cannot be flushed then, so later requests would continue
-            from the old weights' keys and values. This turns both off, at a cost in speed.
-        cumulative: whether each streamed chunk repeats those before it, as it does where SGLang is not told
-            otherwise; the client reads both.
+        lora_rank: largest rank of the adapters that it may load; 0 disables adapters.
+        lora_targets: the layers with adapters.
+        routed_experts: whether it returns the experts that each token was routed to.
+        exact_in_place: whether weights may be swapped while requests are paused in place. It disables
+            SGLang's overlap schedule, which would give one token per request that the old weights sampled the
+            new version, and its prefix cache, which cannot be flushed then and would keep keys and values of
+            the old weights. Serving is slower without them.
+        cumulative: whether each streamed chunk repeats the earlier ones, as is SGLang's default; the client
+            reads both forms.
     """
     command = [config.python, str(SCRIPTS / "serve.py"), "--model-path", str(model)]
     command += ["--host", host, "--port", str(port), "--random-seed", str(seed), "--dtype", config.dtype]
@@ -146,10 +146,10 @@ def server_command(
 
 
 def server_environment(placement: GpuPlacement, host: str = "127.0.0.1") -> dict[str, str]:
-    """The variables of the process of a server on `host`.
+    """Return the environment variables of a server process on `host`.
 
-    They are this process's, with its GPUs, with leave to keep what it compiles, and with NO_PROXY for its own
-    address: SGLang warms itself up over HTTP, and ends where an HTTP proxy of the environment gets that call.
+    They are those of this process, plus its GPUs, the compilation cache, and NO_PROXY for its own address:
+    SGLang sends itself a warm-up request over HTTP, and exits if an HTTP proxy intercepts it.
     """
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
     if placement.gpus:
@@ -159,7 +159,7 @@ def server_environment(placement: GpuPlacement, host: str = "127.0.0.1") -> dict
 
 
 class SGLangProcess(ServerProcess):
-    """A real SGLang server for the length of a with-block.
+    """A real SGLang server, which runs within a with-block.
 
     Args:
         command: see `server_command`; its port is `port`.
@@ -204,20 +204,21 @@ def _device_arguments(config: EngineConfig, placement: GpuPlacement, *, lora: bo
     arguments = []
     if config.static_memory:
         arguments += ["--mem-fraction-static", f"{config.static_memory:g}"]
-    if config.colocate == "sleep":  # weights come back as they were, whatever the next publication brings
+    # restores the weights after a sleep, also if the next publication does not send all of them
+    if config.colocate == "sleep":
         arguments += ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     return arguments
 
 
 def _visible(gpus: Sequence[int], environment: Mapping[str, str]) -> list[str]:
-    """The names of `gpus`, which are numbers among those that this process may see."""
+    """Return the CUDA names of `gpus`, which are indices among the GPUs visible to this process."""
     given = environment.get("CUDA_VISIBLE_DEVICES", "")
     names = [name.strip() for name in given.split(",") if name.strip()]
     return [names[gpu] if names else str(gpu) for gpu in gpus]
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The numbers at the front of a version: 0.5.21.post1 → (0, 5, 21)."""
+    """Return the leading numbers of a version: 0.5.21.post1 → (0, 5, 21)."""
     numbers: list[int] = []
     for part in version.split("."):
         if not part.isdigit():

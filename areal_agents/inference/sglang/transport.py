@@ -1,8 +1,7 @@
 """HTTP to one server. Every wait has a time limit, and every failure becomes an error of `errors`.
 
-Server-sent events out of a byte stream, however the reads cut it: inside a line, or many events at once.
-
-Invariant: what is held back is at most one unfinished event, of bounded size.
+Server-sent events are parsed from a byte stream however the reads split it: inside a line, or many events at
+once. Invariant: at most one unfinished event, of bounded size, is buffered.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.sglang.wire import error_of
 
 JSON = {"Content-Type": "application/json"}
-# Below the 5 s after which SGLang's server closes an idle connection: a call must not meet the closing.
+# Below the 5 s after which SGLang closes idle connections, so that no call uses a connection being closed.
 KEEP_ALIVE_S = 3.0
-END_WAIT_S = 1.0  # longest wait for a stream's end after its last event
-DONE = b"[DONE]"  # what follows the last chunk of a stream
+END_WAIT_S = 1.0  # longest wait for the end of a stream after its last event
+DONE = b"[DONE]"  # the event after the last chunk of a stream
 NO_ENDPOINT = (404, 405)
 
 
 class HttpTransport:
-    """Requests and streams to `base_url`. ValueError if that is no HTTP URL."""
+    """Sends requests to `base_url`. Raises ValueError if that is not an HTTP URL."""
 
     def __init__(self, base_url: str, *, connect_timeout_s: float) -> None:
         if not base_url.startswith(("http://", "https://")):
@@ -39,9 +38,9 @@ class HttpTransport:
     async def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float, optional: bool = False
     ) -> Any:
-        """One request; the parsed JSON, or None for an empty body.
+        """Send a request and return the parsed JSON, or None for an empty body.
 
-        With `optional`, None too from a server that does not have the endpoint.
+        With `optional`, also returns None if the server does not have the endpoint.
         """
         url = self.base_url + path
         with _mapped_errors(url, timeout_s):
@@ -56,10 +55,11 @@ class HttpTransport:
         try:
             return orjson.loads(raw)
         except ValueError:
-            return raw.decode(errors="replace")  # /flush_cache and /health answer in words
+            return raw.decode(errors="replace")  # /flush_cache and /health answer with plain text
 
     async def events(self, path: str, body: Any, *, timeout_s: float) -> AsyncGenerator[list[bytes], None]:
-        """The events of a streamed answer, in the batches in which they arrive, without the last, [DONE]."""
+        """Yield the events of a streamed answer in the batches in which they arrive, without the final
+        [DONE]."""
         url, reader = self.base_url + path, EventReader()
         with _mapped_errors(url, timeout_s):
             async with self._open("POST", url, body, timeout_s) as response:
@@ -84,7 +84,7 @@ class HttpTransport:
         self, method: str, url: str, body: Any, timeout_s: float
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         if self._session is None:
-            # No limit on connections: how many calls are in flight is the caller's admission to decide.
+            # No limit on connections: the caller's admission control limits concurrent calls.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
             )
@@ -94,7 +94,7 @@ class HttpTransport:
 
 
 async def _finish(response: aiohttp.ClientResponse) -> None:
-    """Read to the end, which follows at once, so that the connection can be used again."""
+    """Read to the end of the stream, so that the connection can be reused."""
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(END_WAIT_S):
             await response.read()
@@ -114,17 +114,17 @@ MAX_EVENT_BYTES = 64 * 1024 * 1024  # twice a cumulative chunk of 32k tokens wit
 
 
 class EventReader:
-    """Collects the `data:` of each event; comments and other fields are skipped."""
+    """Collects the `data:` field of each event; comments and other fields are skipped."""
 
     def __init__(self, limit: int = MAX_EVENT_BYTES) -> None:
         self._limit = limit
-        self._rest = bytearray()  # the line that has not ended
-        self._scanned = 0  # bytes of it that are known to hold no line end
-        self._data: list[bytes] = []  # the event that has not ended
-        self._held = 0  # its bytes
+        self._rest = bytearray()  # the unfinished line
+        self._scanned = 0  # number of its bytes known to contain no line end
+        self._data: list[bytes] = []  # the lines of the unfinished event
+        self._held = 0  # size of the unfinished event in bytes
 
     def feed(self, received: bytes) -> list[bytes]:
-        """The data of the events that `received` completes; EngineError for one larger than the limit."""
+        """Return the data of the events that `received` completes; EngineError if one exceeds the limit."""
         self._rest += received
         events: list[bytes] = []
         start = 0

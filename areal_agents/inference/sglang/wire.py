@@ -21,19 +21,19 @@ from areal_agents.core.completion import (
     TopLogprobs,
 )
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
-from areal_agents.inference.answers import Asked, check_logprobs, checked_spans
+from areal_agents.inference.answers import SentRequest, check_logprobs, checked_spans
 from areal_agents.inference.engine import version_from_wire
-from areal_agents.inference.expert_routing import RoutingAsked, routing_from_wire
+from areal_agents.inference.expert_routing import RequestedRouting, routing_from_wire
 
 FINISH_REASONS: Mapping[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-MESSAGE_LIMIT = 300  # characters of a server's error text that are passed on
-_FAILED = (400, 500, 503)  # of an aborted stream; the same statuses are HTTP errors where nothing is streamed
+MESSAGE_LIMIT = 300  # characters of a server's error text that are kept in messages
+_FAILED = (400, 500, 503)  # statuses of an aborted stream; without streaming they are HTTP errors
 _EXCLUDED = -1e30
 UNREADABLE = (KeyError, TypeError, IndexError, ValueError, OverflowError)
 
 
 def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
-    """SGLang's sampling_params; what is at its default is left out where the defaults agree."""
+    """Return SGLang's sampling_params, without values equal to a default that both sides share."""
     wire: dict[str, Any] = {
         "max_new_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -58,12 +58,12 @@ def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
 
 
 def completion_from_wire(
-    answer: Any, routing: RoutingAsked | None = None, asked: Asked | None = None
+    answer: Any, routing: RequestedRouting | None = None, asked: SentRequest | None = None
 ) -> Completion:
-    """A /generate answer as a Completion; `routing` says which routed experts were requested.
+    """Convert a /generate answer to a Completion; `routing` describes the requested routed experts.
 
-    EngineError if ids, logprobs and versions do not agree with each other or with `asked`; EngineRejected or
-    EngineUnavailable if the answer says that the request was refused or failed.
+    Raises EngineError if ids, logprobs and versions do not agree with each other or with `asked`, and
+    EngineRejected or EngineUnavailable if the answer reports that the request was refused or failed.
     """
     meta = meta_of(answer)
     reason = finish_reason_of(meta)
@@ -96,38 +96,39 @@ def completion_from_wire(
 
 
 class StreamedCompletion:
-    """A completion that arrives in chunks, each with all tokens so far (SGLang's default) or only the new.
+    """A completion that arrives in chunks, each with all tokens so far (SGLang's default) or only the new
+    ones.
 
-    Which of the two is told by the count of tokens that every chunk carries.
+    The token count in every chunk shows which form the server uses.
     """
 
-    def __init__(self, served: int | None = None, asked: Asked | None = None) -> None:
-        """`served` is the version that was served before the request was sent, where that is known."""
+    def __init__(self, served: int | None = None, asked: SentRequest | None = None) -> None:
+        """`served` is the version that was served before the request was sent, if known."""
         self._asked = asked
-        self.cumulative = False  # whether chunks are known to repeat what was sent
+        self.cumulative = False  # whether chunks are known to repeat earlier tokens
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: list[tuple[tuple[int, float], ...]] = []
-        self._named: list[int] = []  # versions that spans named before the end, UNSURE for others
-        self._sent: list[Any] = []  # the triples of the last cumulative chunk
+        self._named: list[int] = []  # versions from the spans of chunks; UNSURE without spans
+        self._sent: list[Any] = []  # (logprob, id, text) of the last cumulative chunk
         self._last: Mapping[str, Any] | None = None
         self._label = served  # version of the latest chunk
         self._reason: FinishReason | None = None
 
     @property
     def finished(self) -> bool:
-        """Whether the chunk with the finish reason has come."""
+        """Whether the chunk with the finish reason has arrived."""
         return self._reason is not None
 
     @property
     def weight_version(self) -> object:
-        """What the last chunk calls the weights that the server had then; None if it does not say."""
+        """The weight version in the last chunk; None if it has none."""
         return None if self._last is None else self._last.get("weight_version")
 
     def feed(self, event: bytes) -> TokenChunk | None:
-        """Take one event's data; the tokens that are new in it, None if there are none.
+        """Process the data of one event and return its new tokens, None if there are none.
 
-        EngineError if it does not continue the earlier chunks or does not agree with the request;
+        Raises EngineError if it does not continue the earlier chunks or does not agree with the request, and
         EngineRejected or EngineUnavailable if it reports an error.
         """
         if self.finished:
@@ -139,7 +140,7 @@ class StreamedCompletion:
         if isinstance(chunk, dict) and chunk.get("error"):
             raise _streamed_error(chunk["error"])
         meta = meta_of(chunk)
-        # First, because the tokens of a refused request cannot be trusted to fit together.
+        # Checked first, because the tokens of a refused request may be inconsistent.
         reason = None if meta.get("finish_reason") is None else finish_reason_of(meta)
         try:
             if self._asked is not None:
@@ -152,8 +153,8 @@ class StreamedCompletion:
         self._last, self._reason = meta, reason
         return new
 
-    def completion(self, routing: RoutingAsked | None = None) -> Completion:
-        """All of it, once `finished`; `routing` says which routed experts were requested."""
+    def completion(self, routing: RequestedRouting | None = None) -> Completion:
+        """Return the whole completion, once `finished`; `routing` describes the requested routed experts."""
         assert self._last is not None and self._reason is not None, "the stream has not finished"
         try:
             versions = _versions(self._last, len(self._ids), aborted=self._reason == "abort")
@@ -193,7 +194,7 @@ class StreamedCompletion:
             return None
         logprobs, ids = _columns(triples[first:])
         check_logprobs(logprobs)
-        # A request that is aborted while it waits for its second turn names its last id alone.
+        # A request that is aborted while it waits to be scheduled again returns only its last id.
         if list(output_ids[first:]) != ids and not aborted:
             raise EngineError(
                 f"/generate streamed {len(output_ids)} ids and logprobs of {count} other tokens"
@@ -216,7 +217,7 @@ class StreamedCompletion:
         return new
 
     def _check_repeated(self, triples: list[Any], output_ids: Sequence[int] | None) -> None:
-        """EngineError if a cumulative chunk changes tokens or logprobs that were sent before."""
+        """Raise EngineError if a cumulative chunk changes tokens or logprobs that were sent before."""
         known = len(self._ids)
         repeated = self._sent if self._sent else list(zip(self._logprobs, self._ids, strict=True))
         before = triples[:known] if self._sent else [(triple[0], triple[1]) for triple in triples[:known]]
@@ -231,13 +232,13 @@ class StreamedCompletion:
     ) -> tuple[int, ...]:
         """[count] versions of the tokens after the `known` ones.
 
-        Spans are exact. A chunk without them has the label of the moment in which it was written: where that
-        is newer than before, its tokens may still be of the weights before the swap.
+        Spans are exact. A chunk without spans has the version at the time it was written; if that is newer
+        than that of the previous chunk, some of its tokens may still have been sampled by the old weights.
         """
         if meta.get("weight_versions"):
             new: list[int] = []
             for version, end in checked_spans(meta["weight_versions"], known + count, aborted=aborted):
-                new += [version] * (end - known - len(new))  # none for a span that ends before
+                new += [version] * (end - known - len(new))  # empty for a span that ends before `known`
             return tuple(new)
         label = version_from_wire(meta.get("weight_version", "default"))
         before, self._label = self._label, label
@@ -245,7 +246,7 @@ class StreamedCompletion:
 
 
 def error_of(url: str, status: int, raw: bytes) -> EngineError | None:
-    """The error that an HTTP answer represents, None for 200."""
+    """Return the error that an HTTP answer represents, None for 200."""
     if status == 200:
         return None
     if 400 <= status < 500:
@@ -254,14 +255,14 @@ def error_of(url: str, status: int, raw: bytes) -> EngineError | None:
 
 
 def as_object(value: Any, what: str) -> dict[str, Any]:
-    """`value` if it is a JSON object, EngineError otherwise."""
+    """Return `value` if it is a JSON object; raises EngineError otherwise."""
     if not isinstance(value, dict):
         raise EngineError(f"{what} is not a JSON object: {shorten(str(value))}")
     return value
 
 
 def shorten(text: str) -> str:
-    """`text` on one line of at most MESSAGE_LIMIT characters."""
+    """Return `text` on one line of at most MESSAGE_LIMIT characters."""
     line = " ".join(text.split())
     return line if len(line) <= MESSAGE_LIMIT else line[: MESSAGE_LIMIT - 1] + "…"
 
@@ -271,7 +272,7 @@ def meta_of(answer: Any) -> dict[str, Any]:
 
 
 def finish_reason_of(meta: Mapping[str, Any]) -> FinishReason:
-    """The finish reason; an abort that carries an HTTP status is the error that it represents."""
+    """Return the finish reason; an abort with an HTTP status raises the corresponding error."""
     reason = meta.get("finish_reason")
     details: Mapping[str, Any] = reason if isinstance(reason, dict) else {"type": reason}
     kind = details.get("type")
@@ -285,7 +286,7 @@ def finish_reason_of(meta: Mapping[str, Any]) -> FinishReason:
 
 
 def _streamed_error(error: Any) -> EngineError:
-    """An `error` event; one without a status is not the request's fault."""
+    """Return the error of an `error` event; one without a status was not caused by the request."""
     if not isinstance(error, dict):
         return _failure(500, str(error))
     code = error.get("code")
@@ -299,16 +300,16 @@ def _failure(status: int, message: str) -> EngineError:
 
 
 def _columns(triples: Sequence[Sequence[Any]]) -> tuple[list[Any], list[int]]:
-    """Logprobs [N] and ids [N] of N triples [logprob, id, text]. TypeError for an id that is no integer."""
+    """Return logprobs [N] and ids [N] of N triples [logprob, id, text]. TypeError if an id is not an int."""
     ids = [triple[1] for triple in triples]
     for id in ids:
         if type(id) is not int:
-            raise TypeError(f"{id!r} is no token id")
+            raise TypeError(f"{id!r} is not a token id")
     return [triple[0] for triple in triples], ids
 
 
 def _top_logprobs(rows: Sequence[Sequence[Sequence[Any]] | None] | None) -> TopLogprobs:
-    """Per token its best (id, logprob), best first, without the tokens that a grammar excludes."""
+    """Return each token's best (id, logprob) pairs, best first, without tokens that a grammar excludes."""
     if not rows:
         return ()
     return tuple(
@@ -323,12 +324,12 @@ def _top_logprobs(rows: Sequence[Sequence[Sequence[Any]] | None] | None) -> TopL
 
 
 def _is_possible(logprob: float | None) -> bool:
-    """Whether it is a logprob: what is excluded has null, or the lowest float32 from a real server."""
+    """Whether the token is possible: excluded tokens have null, or from SGLang the lowest float32."""
     return logprob is not None and logprob > _EXCLUDED
 
 
 def _versions(meta: Mapping[str, Any], count: int, *, aborted: bool = False) -> np.ndarray:
-    """[count] version of each token, from the spans, or from weight_version where a server has no spans."""
+    """Return [count] versions of the tokens, from the spans, or from weight_version without spans."""
     spans = meta.get("weight_versions")
     if not spans:
         return np.full(count, version_from_wire(meta.get("weight_version", "default")), np.int32)
@@ -340,13 +341,13 @@ def _versions(meta: Mapping[str, Any], count: int, *, aborted: bool = False) -> 
 
 
 def _matched(meta: Mapping[str, Any]) -> Any:
-    """The stop token or stop string that an answer names as its end; None if it names none."""
+    """Return the stop token or stop string that an answer reports; None if it reports none."""
     reason = meta.get("finish_reason")
     return reason.get("matched") if isinstance(reason, dict) else None
 
 
 def _message(raw: bytes) -> str:
-    """The error text of an answer in any of SGLang's forms."""
+    """Return the error text of an answer in any of SGLang's forms."""
     try:
         body = orjson.loads(raw)
     except ValueError:

@@ -39,14 +39,14 @@ class SampleLimits:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Why a group is not trained: it is "bad", "stale", or its scores are all "equal"."""
+    """The reason why a group is not trained on: it is "bad", "stale", or its scores are all "equal"."""
 
     kind: Literal["bad", "stale", "equal"]
     reason: str
 
 
 def read_groups(store: Store, group_ids: Sequence[str]) -> list[RolloutGroup | Refused]:
-    """The groups in the order of `group_ids`, each refused if the rows of the store do not make a group."""
+    """Read the groups in the order of `group_ids`; each is refused if its rows in the store are invalid."""
     try:
         return [*store.load_groups(group_ids)]
     except _UNREADABLE:
@@ -61,7 +61,7 @@ def _read_group(store: Store, group_id: str) -> RolloutGroup | Refused:
 
 
 def prepare(group: RolloutGroup, algorithm: AlgorithmConfig) -> PreparedGroup | Refused:
-    """The prepared group, or a refusal if its rewards or completions are invalid."""
+    """Return the prepared group, or a refusal if its rewards or completions are invalid."""
     try:
         return prepare_group(group, algorithm)
     except (ValueError, TrainingError) as error:
@@ -71,7 +71,7 @@ def prepare(group: RolloutGroup, algorithm: AlgorithmConfig) -> PreparedGroup | 
 def refused_samples(
     data: TrainingData, algorithm: AlgorithmConfig, *, limits: SampleLimits, version: int | None
 ) -> dict[str, Refused]:
-    """By group id, why groups cannot be trained on because of one of their samples.
+    """Return by group id why groups cannot be trained on because of one of their samples.
 
     Args:
         version: the trainer's version; no token may have a later one. None for recorded groups, whose
@@ -91,7 +91,7 @@ def refused_samples(
 
 
 def equal_refusal(algorithm: AlgorithmConfig) -> Refused:
-    """Why an equal group is not trained on."""
+    """Return the refusal of a group with equal scores."""
     same = "episodes have the same score" if algorithm.compares_scores else "advantages are 0"
     return Refused("equal", f"all its {same}")
 
@@ -116,7 +116,7 @@ def _fault_for_engine(sample: TrainingSample, longest: int | None) -> str | None
 def _fault(
     sample: TrainingSample, limits: SampleLimits, version: int | None, *, demonstration: int
 ) -> str | None:
-    tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model reads those before the last trained one
+    tokens = int(np.flatnonzero(sample.loss_mask)[-1])  # the model input ends before the last trained token
     if tokens > limits.microbatch_tokens:
         return (
             f"a sample of {tokens} tokens does not fit a micro-batch of {limits.microbatch_tokens}; raise "

@@ -3,7 +3,7 @@
 Groups are leased, prepared, and assembled to a batch, in which their samples are checked. A group that
 cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a micro-batch) is
 dropped with its reason, and another one is leased for it; the other groups are not affected. The gate counts
-rows, so the places of dropped groups are free at once.
+rows, so dropped groups free their share of the gate at once.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from areal_agents.training.batches.staleness import Bound, Lineage
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # how long a stop can go unnoticed while there is nothing to lease
-_REFILLS = 8  # batches' worth of equal groups that are replaced, before the rest is trained as it is
+_LOOK_S = 1.0  # interval between checks for a stop while there is nothing to lease
+_REFILLS = 8  # equal groups that are replaced, in batches; further ones are kept in the batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class QueueReport:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What one step trains on.
+    """The batch of one step.
 
     Attributes:
         group_ids: the groups that are trained on for the first time, leased or recorded.
@@ -86,12 +86,12 @@ class Batch:
 
     @property
     def samples(self) -> tuple[TrainingSample, ...]:
-        """What is trained."""
+        """The samples that are trained on."""
         return self.data.samples
 
     @property
     def report(self) -> BatchReport:
-        """What the groups were like."""
+        """The statistics of the groups."""
         return self.data.report
 
 

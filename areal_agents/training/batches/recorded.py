@@ -31,7 +31,7 @@ from areal_agents.training.batches.checks import (
 from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
 
 _SCORED = ("finished", "truncated")
-_NOTHING = {  # why there may be nothing to train on in a group that is not bad, by the loss
+_NOTHING = {  # by loss, why a valid group may contain nothing to train on
     "sft": "none of its episodes is good enough (algorithm.sft_min_score; without it, scores must differ)",
     "dpo": "its episodes all have one score, so there is no better and worse of them to pair",
 }
@@ -39,7 +39,7 @@ _NOTHING_ELSE = "its episodes all have one score (algorithm.drop_equal_groups), 
 
 
 def recorded_store(path_or_url: str) -> str | Path:
-    """The store that `data.episodes` names: itself, or that of a run's folder."""
+    """Return the store that `data.episodes` names: a store, or the folder of a run."""
     folder = Path(path_or_url)
     return folder / "store.db" if folder.is_dir() else path_or_url
 
@@ -59,7 +59,7 @@ class RecordedGroups:
 
     @classmethod
     def read(cls, store: Store, *, seed: int) -> RecordedGroups:
-        """Look a store through. TrainingError if it has nothing to train on."""
+        """Read the groups of a store. Raises TrainingError if it has nothing to train on."""
         alone = [
             (episode.id, False)
             for episode in store.episodes(split="train")
@@ -71,13 +71,13 @@ class RecordedGroups:
         return cls(store, units, seed)
 
     def unit_at(self, position: int) -> tuple[str, bool]:
-        """What comes at a position: each epoch is a permutation of its own."""
-        epoch, place = divmod(position, len(self.units))
+        """Return the unit at a position; each epoch is a different permutation."""
+        epoch, index = divmod(position, len(self.units))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.units))
-        return self.units[int(order[place])]
+        return self.units[int(order[index])]
 
     def load(self, unit: tuple[str, bool]) -> RolloutGroup | Refused:
-        """A group; refused if it cannot be made of what the store holds."""
+        """Load a group; it is refused if its rows in the store are invalid."""
         name, is_group = unit
         if is_group:
             return read_groups(self.store, [name])[0]
@@ -120,7 +120,7 @@ def next_recorded_batch(
             )
         unit = source.unit_at(position)
         if unit[0] in {known.group.id for known in taken}:
-            break  # fewer groups than a batch: none is twice in one
+            break  # with fewer groups than a batch, none occurs twice in one batch
         position += 1
         judged = _judge(source.load(unit), algorithm, limits)
         if isinstance(judged, Refused):

@@ -22,7 +22,7 @@ from areal_agents.training.checkpoint.checkpoint import TrainingProgress
 
 
 class BatchSource(Protocol):
-    """What a run trains on, batch after batch."""
+    """The source of a run's batches."""
 
     def next(self, progress: TrainingProgress) -> Batch | None:
         """The batch after `progress`; None if a stop is requested.
@@ -41,7 +41,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RolledOut:
-    """Groups that a rollout brings to the run's store; the names are as in `training.run`.
+    """Groups that a rollout writes to the run's store; the names are as in `training.run`.
 
     Attributes:
         timeout_s: the longest wait for a batch, and for the one beside it.
@@ -114,13 +114,13 @@ class Recorded:
         )
 
     def wait_for_swap(self) -> None:
-        """Nothing is swapped."""
+        """Return at once, since nothing is swapped."""
 
     def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
-        """What was trained is known by the checkpoints."""
+        """Do nothing, since checkpoints record the position."""
 
 
-_LOOK_S = 1.0  # how long a stop can go unnoticed
+_LOOK_S = 1.0  # interval between checks for a stop
 
 
 def wait_until_whole(
@@ -149,14 +149,15 @@ def wait_until_whole(
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        # What a resume or a smaller batch has left beyond the gate is held back, so it is not in progress.
+        # Groups beyond the gate, left by a resume or a larger batch, are held back, so they are not in
+        # progress.
         admitted = store.untrained_groups()[: 2 * groups]
         if not any(group.is_pending for group in admitted):
             if no_more or counts["complete"] >= groups:
                 return
             if data_ended():
                 no_more = True
-                continue  # the last group may have begun after the look
+                continue  # the last group may have started after the groups were counted
         left = deadline - time.monotonic()
         if left <= 0:
             raise TrainingError(

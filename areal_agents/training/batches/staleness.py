@@ -1,12 +1,12 @@
 """The hard bound on staleness for one batch: which groups may be taken now, and which are refused.
 
-How old a version is, in trained batches, where the run was resumed between it and now.
+The age of a version is counted in trained batches, also across a resume.
 
-A resume goes back to the step of its checkpoint and publishes that step's weights under a number above all
-there ever were. The versions of the steps that were lost lie between, but no batch that counts: a token of
-the version of step s is S - s batches old for the trainer at step S, whichever process run sampled it.
-The lost steps are trained again on the same groups, so these are as old then as they were the first time.
-A lost version whose step is yet to come again, which a batch of another size may meet, is as far off.
+A resume returns to the step of its checkpoint and publishes that step's weights under a number above all
+earlier ones. The versions of lost steps lie between, but do not count as batches: a token of the version of
+step s is S - s batches old for the trainer at step S, whichever process run sampled it. The lost steps are
+trained again on the same groups, which are then as old as they were the first time. A lost version whose step
+has not been repeated yet, which a batch of another size may contain, is |S - s| batches away.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Bound:
     """The bound for the batch of one version, and what it has cost so far; the rules: `algorithms.staleness`.
 
     Attributes:
-        version: the trainer's when the batch begins.
+        version: the trainer's version when the batch begins.
         max_staleness: η; None: no bound.
-        groups: in a batch.
-        lineage: what versions count as; groups are judged with their versions counted so already.
+        groups: the number of groups in a batch.
+        lineage: maps versions to comparable ones; groups must be converted with it before they are checked.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Bound:
         )
 
     def refuses(self, group: RolloutGroup, algorithm: AlgorithmConfig) -> Refused | None:
-        """Why the bound forbids a group, None if it does not."""
+        """Return the reason why the bound forbids a group, None if it does not."""
         drop = self.on_stale == "drop"
         if not is_stale(group, algorithm, version=self.version, max_staleness=self.max_staleness, drop=drop):
             return None
@@ -75,7 +75,7 @@ class Bound:
         return Refused("stale", f"more than {self.max_staleness} versions old at version {self.version}")
 
     def note_taken(self, group: RolloutGroup, algorithm: AlgorithmConfig) -> None:
-        """Count what is masked of a group that is trained."""
+        """Count the masked tokens of a group that is trained."""
         self._count(group, algorithm, dropped=False)
 
     def _count(self, group: RolloutGroup, algorithm: AlgorithmConfig, *, dropped: bool) -> None:
@@ -90,24 +90,24 @@ class Bound:
         )
 
     def share_by_length(self) -> dict[str, float]:
-        """See `stale_share_by_length`, of the groups taken and of those refused."""
+        """Return `stale_share_by_length` of the taken and the refused groups."""
         return stale_share_by_length(self._tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """Versions as this process run counts them: the trainer's version less their age. Its own versions, and
-    unknown ones, stay as they are.
+    """Maps versions of earlier process runs to the numbering of this one: the trainer's version minus their
+    age. Versions of this process run and unknown ones stay unchanged.
 
     Attributes:
-        moved: what versions of earlier process runs count as.
+        moved: the mapped versions of earlier process runs.
     """
 
     moved: Mapping[int, int]
 
     @classmethod
     def of(cls, store: Store, version: int) -> Lineage:
-        """As the trainer at `version` sees it; no version counts as one that is yet to come."""
+        """Return the mapping for the trainer at `version`; no version maps to a later one."""
         return cls(
             {
                 earlier: version - abs(lag)
@@ -117,11 +117,12 @@ class Lineage:
         )
 
     def counted(self, version: int) -> int:
-        """What a version counts as."""
+        """Return the mapped version."""
         return self.moved.get(version, version)
 
     def oldest_within(self, version: int, max_staleness: int | None) -> int:
-        """The smallest version from which on every one up to `version` is within the bound, if any."""
+        """Return the smallest version from which on all versions up to `version` are within the bound, if
+        any."""
         if max_staleness is None:
             return 0
         oldest = version
@@ -130,7 +131,7 @@ class Lineage:
         return oldest
 
     def of_group(self, group: RolloutGroup) -> RolloutGroup:
-        """A group with every token's version as it counts."""
+        """Return a group with the mapped version of every token."""
         if not self.moved:
             return group
         rollouts = []

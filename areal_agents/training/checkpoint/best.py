@@ -21,7 +21,7 @@ class BestMetric:
     """The metric by which checkpoints are compared; larger is better.
 
     Attributes:
-        name: of a metric, or "heldout".
+        name: the name of a metric, or "heldout".
         store: of the run; on the first rank only.
     """
 
@@ -29,7 +29,7 @@ class BestMetric:
     store: Store | None
 
     def check(self, values: Mapping[str, Any]) -> None:
-        """TrainingError unless the metrics of a step have it."""
+        """Raise TrainingError unless the metrics of a step contain it."""
         if self.name != HELDOUT and self.name not in values:
             raise TrainingError(
                 f"trainer.best_metric: there is no metric {self.name!r}; choose heldout or one of "
@@ -37,7 +37,8 @@ class BestMetric:
             )
 
     def score(self, step: int, facts: Mapping[str, Any]) -> float | None:
-        """The score of the checkpoint `step`, whose metric is "score" in `facts`; None if there is none."""
+        """Return the score of the checkpoint `step`, whose metric is "score" in `facts`; None if not
+        known."""
         if self.name == HELDOUT and self.store is not None:
             return heldout_reward(self.store, step)
         score = facts["score"]
@@ -45,11 +46,11 @@ class BestMetric:
 
 
 def heldout_reward(store: Store, step: int) -> float | None:
-    """The mean score of the newest evaluation that began by `step`, and that has ended; None without one.
+    """Return the mean score of the newest finished evaluation that began by `step`; None without one.
 
-    It has ended when none of its episodes is open and it has as many tasks as the one before: between two
-    episodes, and after an interruption, it has fewer. A failed episode counts as 0, and a task that was
-    attempted again by its last attempt. The evaluation of the initial weights is no checkpoint's.
+    An evaluation is finished when none of its episodes is open and it has as many tasks as the previous one;
+    while it runs or after an interruption, it has fewer. A failed episode counts as 0, and a task with
+    several attempts counts by the last one. The evaluation of the initial weights belongs to no checkpoint.
     """
     scores: dict[int, dict[str, float]] = {}
     going_on: set[int] = set()

@@ -2,8 +2,8 @@
 
 A folder gets its name only when all of it is there and on the disk, so any folder named step-<n> can be
 resumed from, after a loss of power too. Weights and optimizer state are sharded DCP state: another number
-of ranks can load them. What is not in it is in the store: which groups a step consumed, and so the gate's
-count, are rows, and `Store.return_leases` puts them back to where the checkpoint's step left them.
+of ranks can load them. The rest is in the store: the groups that each step consumed, and so the gate's count,
+are rows, and `Store.return_leases` restores them to their state after the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class TrainingProgress:
     """The progress of a run.
 
     Attributes:
-        step: batches trained; version: what the last one yielded.
-        position: recorded groups looked at so far; 0 where groups come from a rollout, whose place
-            in the data is in the store.
+        step: the number of trained batches; version: the version after the last one.
+        position: the number of recorded groups read so far; 0 with a rollout, whose position in the data is
+            in the store.
     """
 
     step: int
@@ -66,13 +66,13 @@ class Checkpoints:
     """The checkpoints of one run. At most one is being written; the next one waits for it.
 
     Args:
-        folder: holds a folder step-<n> for each.
-        facts: written into each, for `export`: which model it belongs to.
-        keep: how many of the last are kept.
-        keep_best: how many of the best are kept as well. `score` gives a checkpoint's, None where it
-            has none; it is called on the first rank only.
-        written: called on the first rank when a checkpoint has its name.
-        wait: whether `save` returns only then.
+        folder: contains a folder step-<n> for each checkpoint.
+        facts: written into each checkpoint for `export`: the model that it belongs to.
+        keep: the number of latest checkpoints that are kept.
+        keep_best: the number of best checkpoints that are kept as well. `score` returns the score of a
+            checkpoint, or None; it is called on the first rank only.
+        written: called on the first rank when a checkpoint is complete.
+        wait: whether `save` waits until the checkpoint is complete.
     """
 
     def __init__(
@@ -90,19 +90,19 @@ class Checkpoints:
         self._folder, self._ranks, self._facts = folder, ranks, dict(facts or {})
         self._keep, self._keep_best, self._score = keep, keep_best, score
         self._written, self._wait = written, wait
-        # The state is gathered on the CPU in a thread, whose collectives must not meet the training's.
+        # A thread gathers the state on the CPU; its collectives must not be mixed with those of training.
         self._group = dist.new_group(backend="gloo")
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: Future[None] | None = None
         if ranks.is_first:
-            for left in folder.glob(".step-*.tmp"):  # of a run that was killed
+            for left in folder.glob(".step-*.tmp"):  # left by a run that was killed
                 shutil.rmtree(left, ignore_errors=True)
 
     def save(self, parts: Parts, progress: TrainingProgress, *, score: float | None = None) -> Path:
-        """Begin to write `<folder>/step-<n>`; on return the weights may change. Collective.
+        """Start to write `<folder>/step-<n>`; the weights may change once this returns. Collective.
 
         Raises:
-            TrainingError: the disk refuses, now or when the one before was written.
+            TrainingError: this or the previous checkpoint cannot be written to the disk.
         """
         self.finish()
         path = self._folder / f"step-{progress.step}"
@@ -126,23 +126,24 @@ class Checkpoints:
         return path
 
     def finish(self) -> None:
-        """Wait until nothing is being written. TrainingError if the disk refused."""
+        """Wait until nothing is being written. Raises TrainingError if writing failed."""
         if self._pending is not None:
             pending, self._pending = self._pending, None
             pending.result()
         self._ranks.barrier()
 
     def check(self) -> None:
-        """Raise the error of a checkpoint that could not be written, without waiting for one."""
+        """Raise the error of a checkpoint that could not be written, without waiting for one in progress."""
         if self._pending is not None and self._pending.done():
             self._pending.result()
 
     def close(self) -> None:
-        """Wait for what is being written on this rank, whether it succeeds or not."""
+        """Wait for the checkpoint being written on this rank, whether it succeeds or not."""
         self._finisher.shutdown(wait=True)
 
     def _complete(self, saving: Future[Any], path: Path, facts: dict[str, Any]) -> None:
-        """On a thread, once this rank's part is written; the first rank's ends after every rank's."""
+        """Complete a checkpoint, on a thread, once this rank's part is written; the first rank finishes
+        last."""
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             saving.result()
@@ -160,7 +161,7 @@ class Checkpoints:
             raise TrainingError(f"cannot write the checkpoint {path}: {error}") from error
 
     def _forget(self) -> None:
-        """Remove all but the last and the best; the newest is among the last."""
+        """Remove all checkpoints but the latest and the best ones."""
         steps = complete_steps(self._folder)
         scores = {step: self._rating(step) for step in steps}
         rated = {step: score for step, score in scores.items() if score is not None}
@@ -169,17 +170,18 @@ class Checkpoints:
             shutil.rmtree(self._folder / f"step-{step}")
 
     def _rating(self, step: int) -> float | None:
-        """How good a kept checkpoint is; None where that is not known, so that it is no best one."""
+        """Return the score of a kept checkpoint; None, so that it is not one of the best, if it is not
+        known."""
         try:
             facts = read_facts(self._folder / f"step-{step}")
-        except TrainingError as error:  # an older one's damage is no reason to end a healthy run
+        except TrainingError as error:  # a damaged older checkpoint must not end a healthy run
             log.warning("a checkpoint cannot be compared with the others: %s", error)
             return None
         return self._score(step, facts)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint with the most steps, None if there is none."""
+    """Return the checkpoint with the most steps, None if there is none."""
     steps = complete_steps(folder)
     return folder / f"step-{steps[-1]}" if steps else None
 
@@ -187,8 +189,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
     """Restore weights, optimizers and random state in place. Collective.
 
-    A part without an optimizer's state in the checkpoint keeps an empty one. A frozen parameter is not
-    in a checkpoint: it is as the model's folder has it.
+    A part without optimizer state in the checkpoint keeps an empty state. Frozen parameters are not in a
+    checkpoint; they keep the values from the model's folder.
 
     Raises:
         TrainingError: the checkpoint is of another model or algorithm, or a file of it is damaged.
@@ -211,7 +213,7 @@ def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
         for name, (module, optimizer) in parts.items():
             load_optimizer_state(module, optimizer, moments[name])
         random = path / f"rng-{ranks.rank}.pt"
-        if random.exists():  # another number of ranks: the new ones start from their own seed
+        if random.exists():  # with more ranks than before, the new ones start from their own seed
             set_rng_state(torch.load(random))
         return TrainingProgress(facts["step"], facts["version"], facts["position"])
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, dcp.api.CheckpointException) as error:
@@ -231,7 +233,7 @@ def load_weights(path: Path, module: nn.Module, ranks: Ranks) -> None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """What trainer.json of a checkpoint says. TrainingError if there is none or it is damaged."""
+    """Read trainer.json of a checkpoint. Raises TrainingError if it is missing or damaged."""
     file = path / "trainer.json"
     try:
         facts = json.loads(file.read_text())
@@ -266,7 +268,7 @@ def _flat(
 
 def _weights(module: nn.Module) -> dict[str, Any]:
     """The trained parameters, sharded: loading into them changes the module."""
-    state = module.state_dict()  # its hooks leave no parameter gathered
+    state = module.state_dict()  # reshards every parameter
     trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     return {plain_name(name): state[name] for name in trained}
 

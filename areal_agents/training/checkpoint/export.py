@@ -26,13 +26,13 @@ def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: in
     """Write the policy of a checkpoint to `out`, on the CPU; return the checkpoint's path.
 
     Args:
-        source: a checkpoint, or a run, whose latest is taken.
-        out: a folder that does not exist, or is empty.
+        source: a checkpoint, or a run, whose latest checkpoint is used.
+        out: a folder that does not exist or is empty.
         dtype: the type of the weights; None keeps the type of the initial model.
 
     Raises:
-        ConfigError: there is no checkpoint, `out` is taken, or the model is gone.
-        TrainingError: the checkpoint is damaged, or the disk refuses.
+        ConfigError: there is no checkpoint, `out` is not empty, or the initial model no longer exists.
+        TrainingError: the checkpoint is damaged, or the folder cannot be written.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"--dtype: expected one of {', '.join(DTYPES)}, got {dtype!r}")
@@ -53,7 +53,7 @@ def export(source: Path, out: Path, *, dtype: str | None = None, shard_bytes: in
 
 
 def find_checkpoint(source: Path) -> Path:
-    """The checkpoint that a path names. ConfigError if there is none."""
+    """Return the checkpoint at a path. Raises ConfigError if there is none."""
     if (source / "trainer.json").is_file():
         return source
     found = latest_checkpoint(source / "checkpoints")
@@ -63,13 +63,13 @@ def find_checkpoint(source: Path) -> Path:
 
 
 def facts_of(config: TrainerConfig, model_path: Path) -> dict[str, Any]:
-    """What a checkpoint must say so that it can be exported."""
+    """Return the facts that a checkpoint needs for its export."""
     lora = config.lora.model_dump(mode="json") if config.lora is not None else None
     return {"model_path": str(model_path.resolve()), "lora": lora}
 
 
 def lora_options(saved: LoraConfig | dict[str, Any] | None) -> LoraOptions | None:
-    """The adapter that a config, or a checkpoint, describes."""
+    """Return the adapter options of a configuration or a checkpoint."""
     if saved is None:
         return None
     config = LoraConfig.model_validate(saved)
@@ -80,14 +80,14 @@ def write_final(policy: Policy, run_dir: Path, *, like: Path, writes: bool) -> N
     """Write `<run_dir>/final`, and `<run_dir>/final-adapter` for a policy with an adapter. Collective.
 
     Args:
-        like: the folder that the run began with.
-        writes: whether this rank writes; the others only help to gather.
+        like: the folder of the initial model.
+        writes: whether this rank writes; the other ranks only take part in gathering.
 
     Raises:
-        TrainingError: the disk refuses.
+        TrainingError: a folder cannot be written.
     """
     if writes:
-        remove_unfinished(run_dir, "final*")  # and of the adapter
+        remove_unfinished(run_dir, "final*")  # removes those of the adapter too
     write_policy(policy, run_dir / "final", like=like, writes=writes)
     if policy.lora is not None:
         write_policy_adapter(policy, run_dir / "final-adapter", base=like, writes=writes)

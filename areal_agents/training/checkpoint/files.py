@@ -20,33 +20,34 @@ _PIECE = 1 << 24  # bytes read at a time
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The steps of the checkpoints in a folder, ascending."""
+    """Return the steps of the checkpoints in a folder, ascending."""
     names = (p.name.removeprefix("step-") for p in folder.glob("step-*"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
 def sizes_and_sums(folder: Path) -> dict[str, tuple[int, int]]:
-    """(bytes, CRC-32) of each file. A CRC finds what a disk or a copy broke; it is no signature."""
+    """Return (bytes, CRC-32) of each file. A CRC detects damage by a disk or a copy, not tampering."""
     return {file.name: _size_and_sum(file) for file in sorted(folder.iterdir()) if file.is_file()}
 
 
 def sync_files(folder: Path) -> None:
-    """Return when the files of a folder would survive a loss of power, under their names."""
+    """Sync the files of a folder and their names to the disk."""
     for file in folder.iterdir():
         _sync(file)
     sync_names(folder)
 
 
 def sync_names(folder: Path) -> None:
-    """Return when the names in a folder would survive a loss of power, such as one that was just given."""
+    """Sync the names in a folder to the disk, for example after a rename."""
     _sync(folder)
 
 
 def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) -> None:
-    """Compare the files of a checkpoint with what was written; each rank looks at its share. Collective.
+    """Compare the files of a checkpoint with the recorded sizes and sums; each rank checks a share.
+    Collective.
 
     Raises:
-        TrainingError: on every rank, naming the file where this rank found it.
+        TrainingError: a file is damaged; raised on every rank, and the rank that found it names the file.
     """
     fault = ""
     for name in sorted(files)[ranks.rank :: ranks.count]:
@@ -59,7 +60,7 @@ def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) ->
         if found[0] != size:
             fault = fault or f"{path / name} has {found[0]} bytes, {size} were written"
         elif found[1] != checksum:
-            fault = fault or f"{path / name} is not what was written (CRC-32)"
+            fault = fault or f"{path / name} has changed since it was written (CRC-32)"
     if ranks.any(bool(fault)):
         raise TrainingError(
             f"the checkpoint {path} is damaged: {fault or 'the log of another rank names the file'}; remove "
@@ -68,19 +69,19 @@ def check_files(path: Path, files: Mapping[str, Sequence[int]], ranks: Ranks) ->
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Digest of the names and whole shapes of the parameters."""
+    """Return a digest of the names and unsharded shapes of the parameters."""
     shapes = sorted((plain_name(name), tuple(p.shape)) for name, p in module.named_parameters())
     return hashlib.blake2b(repr(shapes).encode(), digest_size=16).hexdigest()
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of torch's generators."""
+    """Return the state of torch's random number generators."""
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Set what `rng_state` gave."""
+    """Restore a state that `rng_state` returned."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -1,7 +1,7 @@
 """Where a resumed run starts: at its latest checkpoint, under a version that was never used.
 
-The step comes from the checkpoint. The version is above every one there ever was, since later steps, which
-are lost, had versions of their own.
+The step comes from the checkpoint. The version is above every earlier one, because later steps, which are
+lost, had versions of their own.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 def resume(
     folder: Path, parts: Parts, ranks: Ranks, store: Store | None, *, publishes: bool
 ) -> TrainingProgress:
-    """Load the latest checkpoint of `folder`, if any, and give back what later steps had leased. Collective.
+    """Load the latest checkpoint of `folder`, if any, and return the leases of later steps. Collective.
 
     Args:
-        parts: what is loaded, in place.
-        store: of the run; on the first rank only.
+        parts: the trained models, which are loaded in place.
+        store: the store of the run, on the first rank only.
         publishes: whether the run publishes versions; one that does not keeps the checkpoint's.
 
     Returns:
@@ -47,12 +47,14 @@ def resume(
     version = progress.version
     if store is not None:
         if path is not None:
-            store.commit_checkpoint(progress.step)  # it may have died between the folder and the row
+            # the trainer may have died after it wrote the folder and before it wrote the row
+            store.commit_checkpoint(progress.step)
         returned = store.return_leases(progress.step)
         if returned:
             log.info("%d groups leased by later steps are complete again", returned)
         if publishes:
-            # Above the checkpoint's too, in case the store is another: 0 is what engines start with.
+            # Also above the checkpoint's version, in case the store was replaced; engines start with version
+            # 0.
             trained = version if path is not None else -1
             version = max(store.max_version(), trained) + 1
     return replace(progress, version=ranks.broadcast(version))

@@ -21,7 +21,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Time what is done inside; a part may come several times."""
+        """Time the with-block; the times of blocks with the same name add up."""
         started = time.monotonic()
         try:
             yield

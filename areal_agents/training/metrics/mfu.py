@@ -1,7 +1,7 @@
 """Model FLOPs utilisation: the share of a GPU's peak that the arithmetic of the step uses.
 
 The peak is the dense one in bfloat16 with float32 accumulation, whatever the compute type, so that
-figures can be compared. Where the peak is not known, as on a CPU, there is no MFU.
+figures can be compared. If the peak is not known, as on a CPU, the MFU is None.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ PEAK_FLOPS = (
     ("RTX 3090", 71e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # of one of its two dies, which are devices of their own
+    ("MI250X", 191.5e12),  # of one of its two dies, each of which is a device
 )
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Peak FLOP/s of a device; None for a CPU, and for a GPU that the table does not have."""
+    """Return the peak FLOP/s of a device; None for a CPU and for a GPU that is not in the table."""
     if device.type != "cuda":
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """Peak FLOP/s by the name that a GPU's driver gives it; None for one that is not known."""
+    """Return the peak FLOP/s of a GPU by its driver's device name; None if it is not known."""
     words = f" {name.upper().replace('-', ' ')} "
     return next((peak for part, peak in PEAK_FLOPS if f" {part.upper()} " in words), None)
 
 
 def mfu(flops: float, *, seconds: float, devices: int, peak: float | None) -> float | None:
-    """flops / (seconds × devices × peak); None without a peak.
+    """Return flops / (seconds × devices × peak); None without a peak.
 
     Args:
-        flops: of all passes over all devices, without what activation checkpointing recomputes.
-        peak: FLOP/s of one device.
+        flops: the FLOPs of all passes on all devices, without recomputation by activation checkpointing.
+        peak: the peak FLOP/s of one device.
     """
     return None if peak is None or seconds <= 0 else flops / (seconds * devices * peak)

@@ -1,7 +1,7 @@
 """Writes one line of metrics per batch to metrics.jsonl and to the trackers; docs/metrics.md names them.
 
 A line is written whole and flushed; a resumed run first removes the lines of steps that it will
-repeat. A figure that does not exist is null, never 0.
+repeat. A metric without a value is null, never 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from areal_agents.training.metrics.trackers import Trackers
 from areal_agents.training.publish.publisher import Published
 from areal_agents.training.step.results import CriticResult, DpoResult, ObservationResult, StepResult
 
-# What docs/metrics.md defines, in its order, by the section under which trackers show it.
+# The metrics of docs/metrics.md, in its order, by the section under which trackers show them.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "policy": (
         "loss", "grad_norm", "lr", "skipped_steps", "tokens", "sequences", "entropy",
@@ -60,11 +60,11 @@ _SECTION_OF = {name: section for section, names in SECTIONS.items() for name in 
 
 
 class MetricsWriter:
-    """Appends to `<run>/metrics.jsonl`, and hands every number to the trackers.
+    """Appends to `<run>/metrics.jsonl`, and sends every number to the trackers.
 
     Args:
         after_step: the step after which the run resumes, 0 for a new one.
-        trackers: by name, see `trackers.py`.
+        trackers: names of trackers, see `trackers.py`.
         config: settings of the run, for trackers that show them. No keys or addresses.
 
     Raises:
@@ -85,14 +85,14 @@ class MetricsWriter:
         self._trackers = Trackers(trackers, run_dir, after_step=after_step, config=config)
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Write one step, with what follows from the step before.
+        """Write one step, including the metrics that depend on the previous step.
 
         Args:
             values: every metric but `pause_total_s` and `rollout_idle`, with `step`, `version` and `time`.
-                What is not finite becomes null.
+                Values that are not finite become null.
 
         Raises:
-            TrainingError: the disk refuses.
+            TrainingError: the file cannot be written.
         """
         clean = {name: _finite(value) for name, value in values.items()}
         clean["pause_total_s"] = self._last["pause_total_s"] + clean["pause_s"]
@@ -106,12 +106,12 @@ class MetricsWriter:
         self._trackers.log(_numbers(clean), step=clean["step"])
 
     def close(self) -> None:
-        """Wait until the trackers have everything."""
+        """Wait until the trackers have received everything."""
         self._trackers.close()
 
 
 def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, Any]:
-    """The data part: rewards, groups, staleness of trained tokens, shapes of episodes."""
+    """Return the data metrics: rewards, groups, staleness of trained tokens, shapes of episodes."""
     ages = staleness.staleness if staleness.staleness.size else np.zeros(1, np.int32)
     episodes = len(report.rewards)
     counts = np.bincount(np.maximum(ages, 0))
@@ -148,7 +148,7 @@ def data_metrics(report: BatchReport, staleness: StalenessReport) -> dict[str, A
 
 
 def queue_metrics(batch: Batch) -> dict[str, Any]:
-    """The metrics of the queue between rollout and training."""
+    """Return the metrics of the queue between rollout and training."""
     return {
         "wait_s": batch.wait_s,
         "stale_groups_dropped": batch.stale_groups,
@@ -164,7 +164,7 @@ def queue_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def policy_metrics(result: StepResult) -> dict[str, Any]:
-    """The policy part; a batch that trained no token has 0 for every mean, and null where 0 would lie."""
+    """Return the policy metrics; without trained tokens means are 0, or null where 0 would be misleading."""
     values = result.statistics.as_dict()
     tokens, sequences, own = values["tokens"], values["sequences"], values["on_policy_tokens"]
     mean = {name: value / tokens if tokens else 0.0 for name, value in values.items()}
@@ -206,7 +206,7 @@ def policy_metrics(result: StepResult) -> dict[str, Any]:
 
 
 def _critic_metrics(critic: CriticResult | None) -> dict[str, Any]:
-    """All null where the algorithm has no critic."""
+    """Return the critic metrics; all are null if the algorithm has no critic."""
     return {
         "value_loss": critic.loss if critic else None,
         "value_clipped": critic.clipped if critic else None,
@@ -217,7 +217,7 @@ def _critic_metrics(critic: CriticResult | None) -> dict[str, Any]:
 
 
 def _dpo_metrics(dpo: DpoResult | None) -> dict[str, Any]:
-    """All null but for DPO."""
+    """Return the DPO metrics; all are null for other algorithms."""
     return {
         "dpo_loss": dpo.loss if dpo else None,
         "dpo_accuracy": dpo.accuracy if dpo else None,
@@ -226,7 +226,7 @@ def _dpo_metrics(dpo: DpoResult | None) -> dict[str, Any]:
 
 
 def _observation_metrics(observation: ObservationResult | None) -> dict[str, Any]:
-    """All null where observations are not trained on."""
+    """Return the observation metrics; all are null if observations are not trained on."""
     return {
         "observation_loss": observation.loss if observation else None,
         "observation_tokens": observation.tokens if observation else None,
@@ -245,13 +245,13 @@ def system_metrics(
     devices: int,
     peak: float | None,
 ) -> dict[str, Any]:
-    """The system part: where the time went, and how well the devices were used.
+    """Return the system metrics: durations and the utilisation of the devices.
 
     Args:
-        sampled_tokens: of the batch.
-        step_s: from asking for the batch to its line; wait_s, train_s: parts of it.
+        sampled_tokens: the number of sampled tokens in the batch.
+        step_s: seconds from the request for the batch to its line; wait_s, train_s: parts of it.
         train_cpu_s: processor time of train_s on the first rank.
-        published: how the version left; None where nothing is published.
+        published: the published version; None if nothing is published.
         devices: ranks of the trainer; peak: FLOP/s of one, `mfu.peak_flops`.
     """
     return {
@@ -282,7 +282,7 @@ def system_metrics(
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Every number by the name that trackers see: `section/name`, and `section/name/key` in a mapping."""
+    """Return every number by its name in trackers: `section/name`, or `section/name/key` for a mapping."""
     out: dict[str, float] = {}
     for name, value in values.items():
         if name in ("step", "time"):
@@ -295,10 +295,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _idle(last: Mapping[str, Any], now: Mapping[str, Any]) -> float | None:
-    """The share of the time between two steps in which the engine sampled nothing.
+    """Return the share of the time between two steps in which the engine sampled nothing.
 
-    None where it does not count its time, for the first step after the trainer starts, and where nothing can
-    be said: an engine was started again and counts from 0, or the clock was set back.
+    None if the engine does not count its time, for the first step after the trainer starts, and if an engine
+    was restarted, so that it counts from 0, or the clock was set back.
     """
     busy, busy_before = now.get("engine_busy_s"), last.get("engine_busy_s")
     if busy is None or busy_before is None:

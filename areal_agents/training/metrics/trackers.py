@@ -25,20 +25,21 @@ from areal_agents.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-PROJECT = "areal-agents"  # where the tracker's own environment variable names no other
+PROJECT = "areal-agents"  # used unless the tracker's environment variable sets another name
 IDS = "trackers.json"
 _CLOSE_TIMEOUT_S = 60.0
 _EXTRAS = {"tensorboard": "train", "wandb": "trackers", "trackio": "trackers", "mlflow": "trackers"}
 
 
 class Tracker(Protocol):
-    """Where metrics go. Both methods are called on one thread, which may raise and may take its time."""
+    """A destination of metrics. Both methods are called on the tracker's own thread; they may block and
+    raise."""
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Take the values of one step, by name."""
+        """Log the values of one step, by name."""
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,9 @@ class TrackedRun:
     """The description of a run that a tracker receives.
 
     Attributes:
-        folder: of the run; its name is the run's name, and what trackers write locally goes into it.
+        folder: the folder of the run, whose name is the run's name; trackers write local files into it.
         after_step: the step after which the run resumes, 0 for a new one.
-        id: names the run in the tracker; None if the run was not tracked there before.
+        id: the run's id in the tracker; None if the run was not tracked there before.
         config: settings to show beside the metrics.
     """
 
@@ -63,8 +64,8 @@ class Trackers:
     run's folder.
 
     Raises:
-        ConfigError: a tracker that is not known, not installed, or does not start. One that this run
-            has used before is only reported where it does not start again.
+        ConfigError: a tracker is not known, not installed, or does not start. A tracker that this run has
+            used before is only reported if it does not start again.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Trackers:
             run = TrackedRun(folder, after_step, ids.get(name), config or {})
             try:
                 tracker, run_id = _OPENERS[name](run)
-            except Exception as error:  # whatever its library and its server raise
+            except Exception as error:  # libraries and servers of trackers raise various exceptions
                 self._refuse(name, error, used_before=run.id is not None)
                 continue
             if run_id is not None and run_id != run.id:
@@ -86,12 +87,12 @@ class Trackers:
             self._outlets.append(_Outlet(name, tracker))
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Hand the values of a step to every tracker. Returns at once and never raises."""
+        """Send the values of a step to every tracker. Returns at once and never raises."""
         for outlet in self._outlets:
             outlet.put(values, step)
 
     def close(self) -> None:
-        """Wait until every tracker has what it was given, at most a minute."""
+        """Wait until every tracker has processed its values, at most a minute."""
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for outlet in self._outlets:
             outlet.end()
@@ -120,7 +121,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class _Outlet:
-    """One tracker on a thread of its own. Its first failure is reported, those after it are counted."""
+    """Runs one tracker on its own thread. Its first failure is reported, later ones are counted."""
 
     def __init__(self, name: str, tracker: Tracker) -> None:
         self._name, self._tracker = name, tracker
@@ -153,7 +154,7 @@ class _Outlet:
     def _guarded(self, when: str, act: Callable[[], None]) -> None:
         try:
             act()
-        except Exception as error:  # the boundary: no tracker may end a run
+        except Exception as error:  # a failing tracker must not end the run
             self._missed += 1
             if self._missed == 1:
                 log.error(
@@ -180,7 +181,8 @@ class _TensorBoard:
 
 
 class _Wandb:
-    """WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and the others of its variables are its own to read."""
+    """Weights & Biases, which reads WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and its other variables
+    itself."""
 
     def __init__(self, run: TrackedRun, run_id: str) -> None:
         import wandb
@@ -192,9 +194,9 @@ class _Wandb:
             resume="allow",
             dir=str(run.folder),
             config=dict(run.config),
-            settings=wandb.Settings(console="off"),  # our log is ours
+            settings=wandb.Settings(console="off"),  # do not capture the process's output
         )
-        # An axis of our own: its built-in step refuses those that a resumed run takes again.
+        # A custom step axis: the built-in step cannot go back, but a resumed run repeats steps.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -206,7 +208,7 @@ class _Wandb:
 
 
 class _Trackio:
-    """TRACKIO_DIR, TRACKIO_SPACE_ID and the others of its variables are its own to read."""
+    """trackio, which reads TRACKIO_DIR, TRACKIO_SPACE_ID and its other variables itself."""
 
     def __init__(self, run: TrackedRun, name: str) -> None:
         import trackio
@@ -226,11 +228,12 @@ class _Trackio:
         self._run.finish()
 
 
-_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)  # a reward may have any name
+# characters that MLflow refuses; a reward may have any name
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class _Mlflow:
-    """MLFLOW_TRACKING_URI says where; without it, a database in the run's folder."""
+    """MLflow at MLFLOW_TRACKING_URI, or, if that is not set, in a database in the run's folder."""
 
     def __init__(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient

@@ -30,7 +30,7 @@ from areal_agents.training.model.attention_gpu import GpuPlan, gpu_attention, gp
 from areal_agents.training.model.context_parallel import heads_to_rows, own_heads, rows_to_heads
 
 NAME = "token_tree"
-ROWS = 256  # rows whose scores are computed at once where there is a window or a sink
+ROWS = 256  # rows whose scores are computed at once with a window or a sink
 
 # Keyword arguments of an attention call that do not change its result. Flash attention reads packed documents
 # from `position_ids`, and the plan of the rows says the same; the others ask for what a model returns.
@@ -51,12 +51,12 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """What every layer's attention needs to know about one micro-batch.
+    """The layout of one micro-batch for the attention of every layer.
 
     Attributes:
-        segments: of all its rows, depth first.
-        gpu: for the kernels of a GPU; None elsewhere.
-        group: the ranks that the rows are split over; None if they are all here.
+        segments: the segments of all rows, depth first.
+        gpu: the plan of the GPU kernels; None on other devices.
+        group: the ranks that the rows are split over; None if this rank has all rows.
     """
 
     segments: tuple[Segment, ...]
@@ -69,8 +69,8 @@ class AttentionCall:
     """One call of the attention interface, as `AttentionProbe` records it.
 
     Attributes:
-        heads, kv_heads: of the queries, and of the keys and values.
-        window: rows that a row attends to, itself included; None without a sliding window.
+        heads, kv_heads: the number of heads of the queries, and of the keys and values.
+        window: the number of rows that a row attends to, including itself; None without a sliding window.
     """
 
     module: nn.Module
@@ -87,7 +87,7 @@ class AttentionProbe:
 
 
 def plan(batch: MicroBatch) -> AttentionPlan:
-    """The plan of a micro-batch, to be made once and passed to the model as `segments=`.
+    """Make the plan of a micro-batch, once, to be passed to the model as `segments=`.
 
     Raises:
         ValueError: the segments do not cover the rows, here or on all ranks of the context.
@@ -149,7 +149,7 @@ def gathered_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """The same as `tree_attention`, by attention of each segment to its gathered keys.
+    """Compute `tree_attention` by attention of each segment to its gathered keys.
 
     With a window or sinks a segment is computed in blocks of rows, so that neither the mask nor the
     scores exist for all of its rows at once.
@@ -178,7 +178,7 @@ def gathered_attention(
 
 
 def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention of the last rows of a sequence to all of it [1, H, rows, D]."""
+    """Compute attention of the last rows of a sequence to all of it [1, H, rows, D]."""
     rows, seen = query.shape[2], key.shape[2]
     mask = None
     if seen > rows:
@@ -296,7 +296,8 @@ def _attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; returns [1, T, H, D]. Arguments that would change the result are refused."""
+    """Implement the attention function of transformers; returns [1, T, H, D]. Arguments that would change the
+    result are refused."""
     if segments is None:
         raise TrainingError(
             f"{type(module).__name__} receives no keyword arguments from its model, so it does not receive "
@@ -317,7 +318,8 @@ def _attention_forward(
         out = tree_attention(query, key, value, segments.segments, scale, sinks=sinks, window=window)
     if segments.group is not None:
         out = heads_to_rows(out, segments.group)
-    return out.transpose(1, 2).contiguous(), None  # some families take a view of it
+    # some model families require a contiguous result, of which they take a view
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _check_call(

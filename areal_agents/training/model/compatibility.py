@@ -23,7 +23,7 @@ from areal_agents.errors import TrainingError
 from areal_agents.training.model.attention import AttentionCall, AttentionProbe
 from areal_agents.training.model.images import sees_images
 
-ROWS = 4  # of the probing forward passes
+ROWS = 4  # number of rows in the probing forward passes
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 
 
@@ -101,7 +101,7 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
             decoder(**inputs, use_cache=False, segments=probe)
     except TrainingError:
         raise
-    except Exception as error:  # whatever the code of some model raises for inputs that it cannot take
+    except Exception as error:  # model code raises various exceptions for unsupported inputs
         raise TrainingError(
             f"the forward pass of {type(decoder).__name__} failed without weights "
             f"({type(error).__name__}: {error}), so it is not known whether packed samples stay independent; "
@@ -112,7 +112,7 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
 
 @contextmanager
 def without_experts(decoder: nn.Module) -> Iterator[None]:
-    """Let expert layers, whose control flow depends on values, return their input while this lasts."""
+    """Make expert layers, whose control flow depends on values, return their input inside the block."""
     experts = [
         module
         for name, module in decoder.named_modules()
@@ -125,7 +125,7 @@ def without_experts(decoder: nn.Module) -> Iterator[None]:
 
 
 def _check_block(text: Any, index: int, calls: list[AttentionCall], name: str) -> None:
-    """Whether a decoder block attends as the configuration says."""
+    """Check that a decoder block attends as the configuration says."""
     if not calls:
         raise TrainingError(
             f"block {index} of {name} does not call transformers' attention interface: the rows of packed "
@@ -178,7 +178,7 @@ def logit_scale(model: PreTrainedModel) -> float:
         with torch.no_grad(), _replaced([(model.get_decoder(), decode), (head, project)]):
             logits = model(input_ids=ids, use_cache=False).logits
         before, after = _factor(received[0], hidden), _factor(logits, scores)
-    except Exception as error:  # whatever the code of some model raises
+    except Exception as error:  # model code raises various exceptions
         raise TrainingError(
             f"cannot find out how {name} computes its logits ({type(error).__name__}: {error})"
         ) from error
@@ -212,7 +212,7 @@ def _factor(got: Tensor, given: Tensor) -> float | None:
 
 @contextmanager
 def _replaced(forwards: list[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Let modules compute something else while this lasts."""
+    """Replace the forward of modules inside the block."""
     before = [vars(module).get("forward") for module, _ in forwards]
     for module, forward in forwards:
         module.forward = forward

@@ -35,14 +35,15 @@ class Critic(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Values [N] float32 of the micro-batch's trained tokens, in the units of the returns."""
-        batch = replace(batch, routed_experts=None)  # they are the policy's, and these are other weights
+        # the recorded routing is the policy's, but the critic has other weights
+        batch = replace(batch, routed_experts=None)
         values: Tensor = self.head(hidden_rows(self.model, batch).float())
         return values.squeeze(-1).clone()  # FSDP hooks onto the output, and a view could lose the hook
 
 
 @dataclass(frozen=True, slots=True)
 class CriticState:
-    """A critic and what trains it; both belong into a checkpoint."""
+    """A critic and its learner; both are saved in checkpoints."""
 
     critic: Critic
     optimizer: torch.optim.Optimizer
@@ -55,7 +56,7 @@ def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None 
 
     Raises:
         TrainingError: the folder cannot be loaded.
-        ValueError: adapters; a critic learns by all of its weights.
+        ValueError: `options` has adapters; a critic trains all of its weights.
     """
     options = options or ModelOptions()
     if options.lora is not None:

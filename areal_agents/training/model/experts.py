@@ -35,7 +35,7 @@ def has_experts(model: PreTrainedModel) -> bool:
 
 
 def prepare_replay(model: PreTrainedModel) -> None:
-    """Let the decoder take `routed_experts=` [T, layers, k], in place.
+    """Make the decoder accept `routed_experts=` [T, layers, k], in place.
 
     An entry below 0 leaves the choice to the router. The choice is bound within the block's forward,
     so that a block that is recomputed in the backward pass takes the same.

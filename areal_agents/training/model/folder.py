@@ -19,24 +19,27 @@ from torch import Tensor
 
 from areal_agents.errors import TrainingError
 
-SHARD_BYTES = 5_000_000_000  # above it, several files and an index
+SHARD_BYTES = 5_000_000_000  # larger models get several files and an index
 Shape = tuple[int, ...]
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_PIECE = 64 << 20  # bytes of one write
+_PIECE = 64 << 20  # bytes per write
 
 
 class ModelFolder:
-    """A folder that is being written: it gets its name in `finish`. An existing one of that name is replaced.
+    """A folder that is being written. `finish` gives it its name, and replaces an existing folder of that
+    name.
 
     Args:
-        shapes: of every weight by name; files and offsets follow from it, and `add` may have any order.
+        shapes: the shape of every weight by name; they determine files and offsets, so `add` may be called in
+            any order.
         like: the folder whose other files (config, tokenizer) are copied.
-        dtype: that the weights are written in.
+        dtype: the type in which the weights are written.
 
     Raises:
-        TrainingError: the disk refuses, here or later, or `like` is gone. Nothing is left behind.
+        TrainingError: the disk cannot be written, now or later, or `like` no longer exists. Unfinished files
+            are removed.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class ModelFolder:
                 opened.seek(offset)
                 for start in range(0, len(data), _PIECE):
                     piece = data[start : start + _PIECE]
-                    while piece:  # a write may stop short, and says why with the next one
+                    while piece:  # a write may be partial; the next one raises the reason
                         piece = piece[opened.write(piece) :]
         except OSError as error:
             raise self._failed(error) from error
@@ -92,11 +95,11 @@ class ModelFolder:
         shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _failed(self, error: OSError) -> TrainingError:
-        self.discard()  # the disk may be full of it
+        self.discard()  # frees the space, since the disk may be full
         return TrainingError(f"cannot write the weights to {self.path}: {error}")
 
     def _lay_out(self, shard_bytes: int) -> None:
-        """Make the files with their headers, and the index where there are several."""
+        """Create the files with their headers, and the index if there are several files."""
         shards = _shards(self._shapes, self.dtype.itemsize, shard_bytes)
         names = ["model.safetensors"]
         if len(shards) > 1:
@@ -115,7 +118,7 @@ class ModelFolder:
 
 
 def raw_bytes(tensor: Tensor) -> Any:
-    """A tensor's bytes, row-major, as an array; of its own memory where that is how they lie on the CPU."""
+    """Return a tensor's bytes, row-major, as an array; it shares the memory of a contiguous CPU tensor."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
 
@@ -140,9 +143,9 @@ def write_model(
 
 
 def remove_unfinished(folder: Path, pattern: str) -> None:
-    """Remove what a killed process left unfinished for the names in `folder` that match `pattern`.
+    """Remove unfinished folders of killed processes for the names in `folder` that match `pattern`.
 
-    Only for a folder that nothing else writes to.
+    Use it only for a folder that no other process writes to.
     """
     for left in folder.glob(f".{pattern}.*.tmp"):
         shutil.rmtree(left, ignore_errors=True)
@@ -156,7 +159,7 @@ def _copy_others(like: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dict[str, int]]:
-    """A file's bytes before its first tensor, and where each begins after them."""
+    """Return a file's bytes before its first tensor, and the offset of each tensor after them."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, end = {}, 0
     for name, shape in shapes.items():
@@ -169,7 +172,7 @@ def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dic
 
 
 def _shards(shapes: Mapping[str, Shape], item_bytes: int, shard_bytes: int) -> list[list[str]]:
-    """Names, in order, in runs of at most `shard_bytes`; a tensor larger than that is one by itself."""
+    """Return names, in order, in runs of at most `shard_bytes`; a larger tensor is a run by itself."""
     shards: list[list[str]] = [[]]
     bytes_left = shard_bytes
     for name, shape in shapes.items():
@@ -183,7 +186,7 @@ def _shards(shapes: Mapping[str, Shape], item_bytes: int, shard_bytes: int) -> l
 
 
 def _name_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Let config.json say what type the weights have, where it says one at all."""
+    """Update the dtype of the weights in config.json, if it has one."""
     if not config.is_file():
         return
     tree = json.loads(config.read_text())

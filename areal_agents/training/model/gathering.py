@@ -24,7 +24,7 @@ _LAYER = re.compile(r"^(.*?\.\d+\.)")
 
 
 def published_shapes(model: PreTrainedModel) -> dict[str, Shape]:
-    """The shape of every weight that `whole_weights` yields, by name, in its order. Not collective."""
+    """Return the shape of every weight that `whole_weights` yields, by name, in its order. Not collective."""
     parameters = _shapes(model)
     return {
         name: shape
@@ -34,10 +34,10 @@ def published_shapes(model: PreTrainedModel) -> dict[str, Shape]:
 
 
 def whole_weights(model: PreTrainedModel, lora: LoraOptions | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight in turn, whole, float32, on the model's device. Tied weights come once.
+    """Yield every weight, unsharded, float32, on the model's device. Tied weights are yielded once.
 
-    Collective: every rank must exhaust it. A tensor may be the parameter's own memory: it is to be read
-    before the next training step, and not to be written to. An adapter is merged:
+    Collective: every rank must exhaust it. A tensor may share the parameter's memory: read it before the next
+    training step, and do not write to it. An adapter is merged:
     W + (alpha / rank) · B A.
     """
     return _gathered(model, lora, _units(model, _shapes(model)))  # planned now, gathered as it is read
@@ -58,23 +58,22 @@ def _gathered(
 
 
 def whole_adapter(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The adapters' factors in turn, as `whole_weights`, under peft's names."""
+    """Yield the adapters' factors like `whole_weights`, under peft's names."""
     for name, factors in adapter_tensors(model).items():
         for part, factor in zip("AB", factors, strict=True):
             yield f"base_model.model.{name.removesuffix('weight')}lora_{part}.weight", _whole(factor)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
-    """Of the parameters and persistent buffers that are published, under the model's own names."""
+    """Return the shapes of the published parameters and persistent buffers, under the model's own names."""
     tied = tied_weights(model)
     return {name: tuple(tensor.shape) for name, tensor in base_state(model).items() if name not in tied}
 
 
 def _units(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> list[list[str]]:
-    """The parameters in runs that can be published without the others.
+    """Return the parameters in runs that can be published independently.
 
-    A run is one parameter, but where published weights are made of several: then it is all of those of
-    their layer.
+    A run is one parameter, or, if published weights are made of several, all of those of their layer.
     """
     whole = _reverted_shapes(model, parameters)
     units: dict[str, list[str]] = {}
@@ -89,7 +88,7 @@ def _units(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> list[list
 
 
 def _reverted_shapes(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The published shapes that parameters of these shapes have."""
+    """Return the published shapes of parameters with these shapes."""
     reverted = revert_weight_conversion(
         model, {name: torch.empty(shape, device="meta") for name, shape in parameters.items()}
     )

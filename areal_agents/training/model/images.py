@@ -1,4 +1,5 @@
-"""Images for Qwen2-VL: features in place of tokens' embeddings, and positions on three axes.
+"""Supports images for Qwen2-VL: features replace the embeddings of image tokens, and positions have three
+axes.
 
 Every forward pass goes through the vision tower, with a blank image where a micro-batch has none: its
 units are gathered and its gradients reduced by all ranks together.
@@ -30,7 +31,7 @@ def vision_blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def vision_inputs(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
-    """What the decoder takes in place of ids: embeddings [1, T, d], and positions [3, 1, T].
+    """Return the decoder's inputs: embeddings [1, T, d] in place of ids, and positions [3, 1, T].
 
     Raises:
         ValueError: images that do not fill the image tokens.
@@ -99,5 +100,5 @@ def rope_positions(
 
 
 def _patch_width(vision: Any) -> int:
-    """Values of one patch."""
+    """Return the number of values of one patch."""
     return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)

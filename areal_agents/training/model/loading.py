@@ -43,11 +43,11 @@ from areal_agents.training.model.images import SUPPORTED, sees_images
 from areal_agents.training.model.safetensors_files import Checkpoint, Stored
 from areal_agents.training.model.sharding import local_rows
 
-_SHOWN = 8  # names in an error
+_SHOWN = 8  # maximum number of names in an error
 
 
 def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, torch.dtype]:
-    """The folder's model on the meta device, without weights, and the type its weights were saved in.
+    """Return the folder's model on the meta device, without weights, and the type of its saved weights.
 
     Args:
         head: whether the model has its output matrix; the bare backbone otherwise.
@@ -83,7 +83,7 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
             "attention does "
             "not go through transformers' attention interface; choose a model of another family"
         ) from error
-    except Exception as error:  # transformers raises types of several libraries for a bad folder
+    except Exception as error:  # transformers raises exceptions of several libraries for an invalid folder
         raise TrainingError(f"{folder}: cannot load the model: {error}") from error
     try:
         check_layers(model)
@@ -133,13 +133,13 @@ def base_state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def tied_weights(model: PreTrainedModel) -> dict[str, str]:
-    """Names of weights that are another one under a second name → the name of that one."""
+    """Return the names of tied weights → the name of the weight that they share."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What parameters are made of: one stored tensor, or the sources of a conversion, by pattern."""
+    """The source of parameters: one stored tensor, or the sources of a conversion, by pattern."""
 
     targets: tuple[str, ...]
     sources: Sequence[tuple[str, Stored]]
@@ -147,11 +147,11 @@ class _Recipe:
 
     @property
     def files(self) -> str:
-        """For errors."""
+        """The file names, for error messages."""
         return ", ".join(sorted({str(stored.file) for _, stored in self.sources}))
 
     def misshapen(self, targets: Mapping[str, Tensor]) -> Iterable[str]:
-        """What is wrong with a stored tensor that is taken as it is."""
+        """Describe the wrong shape of a stored tensor that is used without conversion."""
         _, stored = self.sources[0]
         want = tuple(targets[self.targets[0]].shape)
         if self.converter is None and stored.shape != want:
@@ -174,7 +174,7 @@ class _Recipe:
 def _recipes(
     model: PreTrainedModel, checkpoint: Checkpoint, targets: Mapping[str, Tensor]
 ) -> tuple[list[_Recipe], list[str]]:
-    """What each parameter is made of, and the stored tensors that no parameter is made of."""
+    """Return the source of each parameter, and the stored tensors that no parameter uses."""
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -219,7 +219,7 @@ def _complain(folder: Path, what: str, names: Sequence[str]) -> None:
 def _fill(
     targets: Mapping[str, Tensor], recipe: _Recipe, checkpoint: Checkpoint, model: PreTrainedModel
 ) -> None:
-    """Read what this rank holds of the recipe's parameters."""
+    """Read this rank's shards of the recipe's parameters."""
     first = targets[recipe.targets[0]]
     rows = local_rows(first)
     if recipe.converter is None:
@@ -237,7 +237,7 @@ def _fill(
 def _convert(
     recipe: _Recipe, checkpoint: Checkpoint, model: PreTrainedModel, experts: slice | None
 ) -> dict[str, Tensor]:
-    """The parameters by name, out of all sources or out of those of some experts."""
+    """Return the parameters by name, converted from all sources or from those of some experts."""
     converter = deepcopy(recipe.converter)
     assert converter is not None
     name, seen = recipe.targets[0], Counter[str]()

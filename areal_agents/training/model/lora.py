@@ -26,7 +26,7 @@ from areal_agents.training.model.experts import has_experts
 from areal_agents.training.model.images import sees_images
 from areal_agents.training.model.sharding import local_rows
 
-_NAME = "default"  # peft's name of a model's only adapter
+_NAME = "default"  # peft's default adapter name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class LoraOptions:
 
 
 def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
-    """Put an adapter beside every target, in place, and freeze everything else.
+    """Add an adapter to every target, in place, and freeze all other weights.
 
     Raises:
-        TrainingError: no module has the name of a target, or one of them is the head or no linear layer.
+        TrainingError: no module has the name of a target, or a target is the head or not a linear layer.
     """
     import peft  # slow to import, and few runs need it
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -89,7 +89,8 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def reset_adapters(model: PreTrainedModel, ranks: Ranks) -> None:
-    """A ~ U(±1/√in_features) as peft begins it, B = 0; alike however many ranks there are. Collective."""
+    """Initialise A ~ U(±1/√in_features) as peft does, and B = 0; the same on any number of ranks.
+    Collective."""
     generator = torch.Generator().manual_seed(ranks.broadcast(torch.initial_seed()))
     with torch.no_grad():
         for a, b in adapter_tensors(model).values():
@@ -100,7 +101,7 @@ def reset_adapters(model: PreTrainedModel, ranks: Ranks) -> None:
 
 
 def adapter_tensors(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
-    """A [rank, in] and B [out, rank] by the name of the weight [out, in] that they are added to."""
+    """Return A [rank, in] and B [out, rank] by the name of the weight [out, in] that they are added to."""
     state = model.state_dict()
     suffix = f".lora_A.{_NAME}.weight"
     return {
@@ -111,7 +112,7 @@ def adapter_tensors(model: PreTrainedModel) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, options: LoraOptions) -> Tensor:
-    """W + (alpha / rank) · B A, in float32 on W's device."""
+    """Return W + (alpha / rank) · B A, in float32 on W's device."""
     product = b.detach().to(weight.device) @ a.detach().to(weight.device)
     return weight + options.alpha / options.rank * product
 
@@ -125,9 +126,9 @@ def write_adapter(weights: Mapping[str, Tensor], path: Path, options: LoraOption
         base: the model that the adapter belongs to, a path or a name on the hub.
 
     Raises:
-        TrainingError: the disk refuses.
+        TrainingError: the folder cannot be written.
     """
-    # by name: engines do not know what "all-linear" is
+    # explicit names, because engines do not support "all-linear"
     named = sorted({name.split(".")[-3] for name in weights})
     config = _config(options, named if options.targets == "all-linear" else options.targets)
     config.base_model_name_or_path = base

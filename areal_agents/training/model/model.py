@@ -38,7 +38,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """How a model is held.
+    """The options with which a model is loaded and sharded.
 
     Attributes:
         dtype: compute type; master weights are float32, and so is the reduction of gradients.
@@ -67,9 +67,9 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that answers with logprobs of trained tokens, not with logits.
+    """A causal language model that returns logprobs of trained tokens, not logits.
 
-    It stays in evaluation mode: dropout would make the ratio differ from 1 on the weights that
+    It stays in evaluation mode, because dropout would make the ratio differ from 1 under the weights that
     sampled.
     """
 
@@ -240,7 +240,8 @@ def load_sharded(
     error: TrainingError | None = None
     try:
         load_weights(model, folder)
-    except TrainingError as caught:  # raised below, when all ranks know: they would wait for this one
+    # raised below, after all ranks have been told, so that none waits for this one
+    except TrainingError as caught:
         error = caught
     if ranks.any(error is not None):
         raise error or TrainingError(f"{folder}: another rank could not load the model")
@@ -250,7 +251,7 @@ def load_sharded(
 
 
 def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
-    """Whether the ranks of a context can share the model: known now, not with the first batch."""
+    """Check, before the first batch, that the ranks of a context can share the model."""
     if sees_images(model.config):
         raise TrainingError(f"{folder}: context_parallel does not support vision models; set it to 1")
     for call in attention_calls(model):  # layers may differ, as in Laguna
@@ -261,7 +262,7 @@ def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
 
 
 def _kept(weights: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
-    """Copies of all of them on the CPU, or nothing; either way every one is gathered."""
+    """Return copies of all weights on the CPU, or nothing; every weight is gathered in both cases."""
     copies = {}
     for name, tensor in weights:
         if keep:

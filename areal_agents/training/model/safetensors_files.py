@@ -18,7 +18,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of a safetensors file: what its header says."""
+    """One tensor of a safetensors file, as its header describes it."""
 
     file: Path
     name: str
@@ -30,7 +30,7 @@ class Checkpoint:
 
     Attributes:
         tensors: by name.
-        bytes_read: of tensor data, so far.
+        bytes_read: the number of bytes of tensor data read so far.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,7 +60,7 @@ class Checkpoint:
                 raise TrainingError(f"{file} is not a valid safetensors file: {error}") from error
 
     def read(self, stored: Stored, start: int = 0, end: int | None = None) -> Tensor:
-        """Rows [start, end) of a tensor, in the file's type; a scalar is read whole.
+        """Read rows [start, end) of a tensor, in the file's type; a scalar is read whole.
 
         Raises:
             TrainingError: the data cannot be read, or is not finite.
@@ -80,7 +80,7 @@ class Checkpoint:
 
 
 def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files, with the names that the index places in each; None without an index."""
+    """Return the safetensors files, with the names that the index lists for each; None without an index."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:

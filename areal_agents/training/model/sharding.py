@@ -47,7 +47,7 @@ def checkpoint_blocks(model: PreTrainedModel, setting: Checkpointing) -> None:
 
 
 def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch.dtype) -> None:
-    """Cut `root`, which holds `model` and calls its head, into units, in place.
+    """Divide `root`, which contains `model` and calls its head, into FSDP units, in place.
 
     Each block is a unit, and within it a router of experts, which computes in float32; so is the
     embedding, unless it is tied to the head: they must then be in one. The root holds the rest: the
@@ -59,7 +59,8 @@ def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch
     for block in blocks(model):
         router = router_of(block)
         if router is not None and dtype != torch.float32:
-            fully_shard(router, mesh=ranks.mesh, mp_policy=exact)  # near ties decide which experts
+            # rounding could change the chosen experts at near ties
+            fully_shard(router, mesh=ranks.mesh, mp_policy=exact)
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
     for block in vision_blocks(model):
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
@@ -71,7 +72,7 @@ def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch
 
 
 def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -> None:
-    """Give the shards memory, and compute the buffers, which no file holds.
+    """Allocate the shards, and compute the buffers, which no file contains.
 
     Raises:
         TrainingError: a buffer that the model's own initialisation does not set.
@@ -90,7 +91,8 @@ def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -
 
 
 def local_rows(tensor: torch.Tensor) -> slice:
-    """Which rows of the whole tensor this rank holds; FSDP shards the first dimension, over one mesh axis."""
+    """Return the rows of the whole tensor that this rank holds; FSDP shards the first dimension, over one
+    mesh axis."""
     size, start = len(tensor) if tensor.ndim else 1, 0
     if isinstance(tensor, DTensor):
         for axis, placement in enumerate(tensor.placements):
@@ -104,14 +106,14 @@ def local_rows(tensor: torch.Tensor) -> slice:
 
 
 def _unset(dtype: torch.dtype) -> float | int | bool:
-    """What a buffer holds until it is computed."""
+    """Return the placeholder value of a buffer that has not been computed."""
     if dtype.is_floating_point:
         return float("nan")
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
 def _buffers(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor, nn.Module, PreTrainedModel]]:
-    """Every buffer: its name, itself, its module, and the innermost model that the module belongs to."""
+    """Yield every buffer: its name, tensor, module, and the innermost model that contains the module."""
     owners: dict[str, PreTrainedModel] = {}
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):

@@ -113,7 +113,8 @@ class Publisher:
             EngineError: no engine took it, or one holds other weights than were published, and is left
                 paused. The version stays recorded; a resumed run publishes the weights again under a later
                 one.
-            TrainingError: the folder cannot be written; nothing is recorded, the old version stays served.
+            TrainingError: the folder cannot be written; nothing is recorded, and the old version stays
+                served.
         """
         started = time.monotonic()
         path = version_folder(self._weights, version)
@@ -166,7 +167,7 @@ class Publisher:
         self._loop.close()
 
     def _comparison(self, path: Path) -> EngineComparison | None:
-        """The comparison with a version's folder, of every engine or of those not compared yet."""
+        """Return the comparison with a version's folder, of all engines or of those not compared yet."""
         known = self._verified if self._config.verify == "first" else set()
         if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
             return None
@@ -187,7 +188,7 @@ class Publisher:
         )
 
     def _record(self, version: int, step: int, path: Path) -> None:
-        """Record it as the current version, to which engines that come back are updated from now on."""
+        """Record the current version, to which engines that come back are updated from now on."""
         if self._store is not None:
             self._store.publish_version(version, step=step, path=str(path))
 
@@ -198,7 +199,8 @@ class Publisher:
             self._old_adapters.forget(forgotten)
         try:
             busy = await fleet.each(lambda engine: engine.busy_s())
-        except EngineError as error:  # the version is served: an engine that is lost now is for the next one
+        # the version is already served; an engine lost now is handled by the next publication
+        except EngineError as error:
             log.warning("no engine answers after version %d was published: %s", fleet.version, error)
             return None
         known = [seconds for seconds in busy if seconds is not None]
@@ -213,7 +215,7 @@ class Publisher:
             self._loop.run(change(self._engines, kinds))
 
     def _wake_anyway(self, kinds: Sequence[MemoryKind]) -> None:
-        """After an error, which says more than one of this."""
+        """Wake the engines after an error; another error here is only logged."""
         try:
             self._sleep_or_wake(wake, kinds)
         except EngineError as error:

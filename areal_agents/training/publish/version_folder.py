@@ -27,7 +27,7 @@ from areal_agents.training.model.safetensors_files import Checkpoint
 
 log = logging.getLogger(__name__)
 
-WAITING_BYTES = 512_000_000  # of gathered weights that may wait for the disk
+WAITING_BYTES = 512_000_000  # gathered weights that may wait for the disk, in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def write_version(
         writes: see `write_policy`, as for what is raised.
     """
     path = version_folder(folder, version)
-    # Later ones are of a run that was here earlier.
+    # Folders of later versions were left by an earlier process run.
     earlier = [old for v, old in version_folders(folder).items() if v < version] if writes else []
     before = earlier[-1] if earlier else None
     if adapter:
@@ -83,11 +83,11 @@ def write_policy(
 
     Args:
         like: the folder of the model that the run began with, for the other files.
-        writes: whether this rank does, and gets an answer; the others only take part.
+        writes: whether this rank writes and gets a result; the others only take part in gathering.
         before: the folder that the density is measured against.
 
     Raises:
-        TrainingError: the disk refuses; nothing is left behind.
+        TrainingError: the folder cannot be written; unfinished files are removed.
     """
     weights = whole_weights(policy.model, policy.lora)
     if not writes:
@@ -159,7 +159,8 @@ def version_folders(folder: Path) -> dict[int, Path]:
 def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
     """Remove all but the last `keep` versions up to `version`; return those removed.
 
-    One that the disk does not let go, as a network's may while an engine reads it, is tried again next time.
+    A folder that cannot be removed, for example on a network disk while an engine reads it, is tried again
+    next time.
     """
     folders = {v: path for v, path in version_folders(folder).items() if v <= version}
     forgotten = []
@@ -229,7 +230,8 @@ class Density:
         if before is not None:
             try:
                 self._before = Checkpoint(before)
-            except TrainingError:  # removed by hand, or of another kind: there is nothing to compare with
+            # removed by hand or not a model folder, so there is nothing to compare with
+            except TrainingError:
                 self._before = None
 
     def add(self, name: str, tensor: Tensor) -> None:

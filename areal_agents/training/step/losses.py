@@ -52,7 +52,7 @@ def policy_share(
     if isinstance(teacher, HeldTeacher):
         targets = teacher.targets(batch)
     elif scores.teacher is not None:
-        targets = TopTargets(scores.teacher.ids[work.places], scores.teacher.logprobs[work.places])
+        targets = TopTargets(scores.teacher.ids[work.indices], scores.teacher.logprobs[work.indices])
     current, entropy, divergence = policy(
         batch, entropy_gradient=algorithm.entropy_coefficient > 0, teacher=targets
     )
@@ -62,7 +62,7 @@ def policy_share(
         return values if sampled is None else values[sampled]
 
     def share(whole: Tensor | None) -> Tensor | None:
-        return None if whole is None else of_policy(whole[work.places])
+        return None if whole is None else of_policy(whole[work.indices])
 
     proximal = share(scores.proximal)
     loss, statistics = policy_loss(
@@ -70,7 +70,7 @@ def policy_share(
         Objective.of(algorithm),
         proximal=of_policy(current).detach() if proximal is None else proximal,
         behavior=of_policy(batch.behavior_logprobs),
-        advantages=of_policy(advantages[work.places]),
+        advantages=of_policy(advantages[work.indices]),
         loss_weights=of_policy(batch.loss_weights),
         sequence_ids=of_policy(batch.sample_index),
         turn_ids=of_policy(batch.turn_ids),
@@ -96,11 +96,11 @@ def value_share(
 ) -> tuple[Tensor, Tensor]:
     """The critic's loss, and [2] float64: the loss without its coefficient, and the clipped tokens."""
     assert scores.values is not None and scores.value_targets is not None
-    trained, places = work.batch.trained, work.places[work.batch.trained]
+    trained, indices = work.batch.trained, work.indices[work.batch.trained]
     loss, clipped = value_loss(
         critic(work.batch)[trained],
-        old_values=scores.values[places],
-        targets=scores.value_targets[places],
+        old_values=scores.values[indices],
+        targets=scores.value_targets[indices],
         loss_weights=work.batch.loss_weights[trained],
         clip=estimator.value_clip,
     )

@@ -17,8 +17,8 @@ from areal_agents.training.config import TrainerConfig
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
-_BLOCKS = ("layers", "blocks")  # of the language model, and of a vision tower
-_WRAPPER = "_checkpoint_wrapped_module."  # activation checkpointing puts it into names
+_BLOCKS = ("layers", "blocks")  # names of block lists in language models and vision towers
+_WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation checkpointing
 
 
 def make_optimizer(
@@ -61,8 +61,8 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Step with the gradients that there are."""
-        assert closure is None, "no part takes a closure"
+        """Make one step with the current gradients."""
+        assert closure is None, "closures are not supported"
         for part in self.parts:
             if self.offload:
                 self._move(part, None)
@@ -71,7 +71,8 @@ class JointOptimizer(torch.optim.Optimizer):
                 self._move(part, torch.device("cpu"))
 
     def _move(self, part: torch.optim.Optimizer, device: torch.device | None) -> None:
-        """To `device`; None: to where the parameter is. Counters (no dimension) stay on the CPU."""
+        """Move state to `device`, or to the device of its parameter. Counters (no dimension) stay on the
+        CPU."""
         for group in part.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
@@ -178,7 +179,7 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
 
 
 def _by_block(named: Named) -> list[Named]:
-    """The parameters of each block, and those of none, in the order of the model."""
+    """Group the parameters by block, with those outside of blocks, in the order of the model."""
     out: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         out.setdefault(_block(name), []).append((name, parameter))
@@ -188,7 +189,7 @@ def _by_block(named: Named) -> list[Named]:
 def _block(name: str) -> str:
     """The name of the block that a parameter is in, empty outside of the blocks."""
     parts = name.split(".")
-    for place, part in enumerate(parts[:-1]):
-        if part in _BLOCKS and parts[place + 1].isdigit():
-            return ".".join(parts[: place + 2])
+    for index, part in enumerate(parts[:-1]):
+        if part in _BLOCKS and parts[index + 1].isdigit():
+            return ".".join(parts[: index + 2])
     return ""

@@ -1,10 +1,10 @@
 """Lays out a batch for its passes: minibatches, this rank's micro-batches, and the position of each token.
 
 The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. They are
-the trained tokens, those that are there for the ratios of whole paths (`TrainingSample.prefix_mask`), and the
-observations (`TrainingSample.observation_mask`).
-What a pass says of them is one array [M], whole and equal on every rank, so everything that is
-computed from it is equal too. A micro-batch takes its share by the places of its tokens.
+the trained tokens, those that are only needed for the ratios of whole paths (`TrainingSample.prefix_mask`),
+and the observations (`TrainingSample.observation_mask`).
+The result of a pass is one array [M], complete and equal on every rank, so everything that is computed from
+it is equal too. A micro-batch takes its share by the indices of its tokens.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlannedMicroBatch:
-    """One micro-batch of this rank; `places` [N] int64 are the places of its scored tokens in the batch."""
+    """One micro-batch of this rank; `indices` [N] int64 are the indices of its scored tokens in the batch."""
 
     batch: MicroBatch
-    places: Tensor
+    indices: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """What one optimizer step is made on.
+    """The data of one optimizer step.
 
     Attributes:
-        samples: over all ranks.
-        tokens: the places of its tokens.
-        work: this rank's share, as many micro-batches as on every rank.
+        samples: the number of samples over all ranks.
+        tokens: the indices of its scored tokens.
+        work: this rank's micro-batches; every rank has the same number.
     """
 
     samples: tuple[TrainingSample, ...]
@@ -58,14 +58,14 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the passes over a batch cost, over all ranks.
+    """The cost of the passes over a batch, over all ranks.
 
     Attributes:
         microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
             would be without shared prefixes.
         scored_tokens: with a logprob.
         fill: model tokens / token capacity of the micro-batches that train something.
-        imbalance: FLOPs of the busiest rank / mean − 1, where a minibatch ends for all at once.
+        imbalance: FLOPs of the busiest rank / mean − 1, summed by minibatch, at whose end all ranks wait.
         rank_tokens: model tokens by data rank.
         forward_flops: of one forward pass over the batch.
     """
@@ -103,7 +103,7 @@ class BatchPlan:
 
 
 def by_sample(values: Tensor, samples: Sequence[TrainingSample]) -> list[Floats]:
-    """Values of the scored tokens of these samples, one after the other, as an array [N_s] per sample."""
+    """Split values of the scored tokens of consecutive samples into an array [N_s] per sample."""
     counts = [int(sample.scored_mask.sum()) for sample in samples]
     return np.split(values.float().cpu().numpy(), np.cumsum(counts)[:-1])
 
@@ -132,7 +132,8 @@ def lay_out(
     if not data.samples:
         raise ValueError("expected at least one sample to train on, got none")
     count = algorithm.minibatches
-    if isinstance(algorithm.policy_loss, DpoLoss):  # whole groups, since a pair lies within one
+    # minibatches of whole groups, since both episodes of a pair are in one group
+    if isinstance(algorithm.policy_loss, DpoLoss):
         count = min(count, len({sample.group_id for sample in data.samples}))
     parts = split_minibatches(data.samples, count, seed=seed)
     packed = [
@@ -175,7 +176,7 @@ def _loss_weights(
     part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
 ) -> list[Floats]:
     """c_t of the policy's loss at each scored token, 0 where it is not trained."""
-    if isinstance(algorithm.policy_loss, DpoLoss):  # its coefficients are already those of a mean over pairs
+    if isinstance(algorithm.policy_loss, DpoLoss):  # the coefficients already include the mean over pairs
         return [sample.loss_mask[sample.scored_mask].astype(np.float32) for sample in part]
     weights = algorithm.loss_normalization.weights(part)
     if downweight_at is None:
@@ -197,23 +198,24 @@ def _minibatch(
             from areal_agents.training.model.context_parallel import local_share
 
             batch = local_share(batch, ranks.context_rank, ranks.context_count, ranks.context_group)
-        places = torch.from_numpy(_places(batch, part, starts))
-        work.append(PlannedMicroBatch(batch.to(ranks.device), places.to(ranks.device)))
+        indices = torch.from_numpy(_token_indices(batch, part, starts))
+        work.append(PlannedMicroBatch(batch.to(ranks.device), indices.to(ranks.device)))
     return Minibatch(tuple(part), slice(start, start + sum(counts)), tuple(work))
 
 
-def _places(
+def _token_indices(
     batch: MicroBatch, part: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """[N] the place of each scored token: its sample's start, and the scored tokens before it there."""
+    """Return [N] the index of each scored token: its sample's start plus the scored tokens before it in the
+    sample."""
     owners = batch.sample_index.numpy()
     positions = batch.position_ids[batch.predictor_rows].numpy() + 1
-    places = np.empty(len(owners), np.int64)
+    indices = np.empty(len(owners), np.int64)
     for owner in np.unique(owners):
         own = owners == owner
         before = np.cumsum(part[owner].scored_mask) - 1
-        places[own] = starts[owner] + before[positions[own]]
-    return places
+        indices[own] = starts[owner] + before[positions[own]]
+    return indices
 
 
 def _load(

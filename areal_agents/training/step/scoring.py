@@ -34,15 +34,15 @@ from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfT
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scores:
-    """What is known of the M scored tokens of a batch before the first optimizer step.
+    """The scores of the M scored tokens of a batch before the first optimizer step.
 
     Attributes:
         advantages: [M] float32.
-        proximal: [M], None where the current logprobs serve: a single minibatch needs no other.
+        proximal: [M] proximal logprobs; None if the current ones are used, as with a single minibatch.
         reference: [M] logprobs of the reference policy.
-        values, value_targets: [M], the critic's values and what they should have been.
+        values, value_targets: [M], the critic's values and their targets.
         keep: [M] bool, the tokens that a trust region keeps; None: all.
-        penalty: [M] float32, what a trust region charges, see `TokenChoice`; None: nothing.
+        penalty: [M] float32, the penalty of a trust region, see `TokenChoice`; None: no penalty.
         teacher: [M, k] of a teacher queried before the step; None for one that runs with the policy.
     """
 
@@ -57,7 +57,7 @@ class Scores:
 
 
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
-    """Whether the proximal logprobs take a pass of their own.
+    """Whether the proximal logprobs need a pass of their own.
 
     With one minibatch they are the current ones. A trust region and a penalty in the reward need them
     before; SFT, DPO and distillation have no ratio; the behavior policy's logprobs are recorded.
@@ -69,7 +69,7 @@ def needs_proximal(algorithm: AlgorithmConfig) -> bool:
 
 
 def passes(algorithm: AlgorithmConfig) -> int:
-    """What training a batch costs in forward passes of the policy over it, for its FLOPs.
+    """Return the cost of training a batch, in forward passes of the policy, for its FLOPs.
 
     A backward pass counts as two; a pass of the reference or the critic as one of the policy.
     """
@@ -90,16 +90,15 @@ def score(
     ranks: Ranks,
     check_stop: Callable[[], None],
 ) -> Tensor:
-    """[tokens] float32: what `forward` ([N] of a micro-batch) says of each token that it has a place for.
-
-    Whole on every rank; 0 at places that no micro-batch has. Collective.
+    """Return [tokens] float32, the results of `forward` ([N] for a micro-batch) at the indices of its tokens.
+    Complete on every rank; 0 at indices that no micro-batch has. Collective.
     """
     scores = torch.zeros(tokens, dtype=torch.float32, device=ranks.device)
     with torch.no_grad():
         for one in work:
             check_stop()
-            scores[one.places] = forward(one.batch).float()
-    return ranks.sum(scores)  # every place is answered for by one rank, the others have 0
+            scores[one.indices] = forward(one.batch).float()
+    return ranks.sum(scores)  # one rank has the value of each index, the others have 0
 
 
 def score_batch(
@@ -121,7 +120,7 @@ def score_batch(
     Args:
         check_stop: raises on every rank if one of them should stop; called before every micro-batch.
         stopping: whether this rank should stop; called while waiting for a teacher's engine.
-        seed: of what a trust region samples at random; the same on every rank.
+        seed: the seed of a trust region's random choices; the same on every rank.
     """
 
     def over(forward: Callable[[MicroBatch], Tensor]) -> Tensor:
@@ -181,7 +180,7 @@ def _teacher_targets(
     logprobs = torch.zeros((plan.tokens, teacher.top), dtype=torch.float32, device=ranks.device)
     for work in plan.with_demonstrations:
         check_stop()
-        ids[work.places], logprobs[work.places] = policy.top_logprobs(work.batch, teacher.top)
+        ids[work.indices], logprobs[work.indices] = policy.top_logprobs(work.batch, teacher.top)
     release(policy)
     return TopTargets(ranks.sum(ids), ranks.sum(logprobs))
 
@@ -194,7 +193,7 @@ def release(policy: Policy) -> None:
 
 
 def scored(samples: Sequence[TrainingSample], name: str, device: torch.device) -> Tensor:
-    """[M] float32, what the array `name` of the samples says of each scored token."""
+    """Return [M] float32, the values of the samples' array `name` at the scored tokens."""
     arrays = [getattr(sample, name)[sample.scored_mask] for sample in samples]
     return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
 
@@ -207,7 +206,7 @@ def _credit(
     values: Tensor | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages [M] and value targets [M]."""
+    """Return advantages [M] and value targets [M]."""
     if not algorithm.needs_token_credit:
         return scored(plan.data.samples, "advantages", device), None
     penalties = None
@@ -231,7 +230,7 @@ def _credit(
 def _choice(
     plan: BatchPlan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
 ) -> TokenChoice:
-    """What a trust region decides of the M tokens, for each minibatch over all of its trained tokens."""
+    """Return the choice of a trust region for the M tokens, made per minibatch over its trained tokens."""
     region = algorithm.trust_region
     if isinstance(region, NoTrustRegion):
         return TokenChoice()

@@ -40,12 +40,12 @@ __all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", 
 
 
 class Stopped(Exception):
-    """A stop was requested before the first optimizer step of a batch: the weights are as they were."""
+    """A stop was requested before the first optimizer step of a batch; the weights are unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How a batch is divided and stepped, whatever the algorithm; the names are as in the config.
+    """The options of a step that do not depend on the algorithm; the names are those of the configuration.
 
     With `downweight_stale` (`rollout.on_stale: downweight`) older tokens count less.
     """
@@ -71,12 +71,12 @@ def train_batch(
     teacher: Teacher | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Train on a batch, which every rank has whole.
+    """Train on a batch, all of which every rank has.
 
     Args:
         version: the version of the weights as they are now.
         seed: of the order of minibatches, and of what a trust region samples at random.
-        critic, reference, teacher: each exactly if the algorithm needs one.
+        critic, reference, teacher: given if and only if the algorithm needs them.
         stopping: called before every micro-batch of every pass; all ranks stop as soon as one of them
             should.
 
@@ -84,7 +84,7 @@ def train_batch(
         Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
             be trained on these models; their weights are whole.
         TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
-        TeacherError: the teacher's engine cannot be learned from; the weights are as they were.
+        TeacherError: the teacher's engine cannot be used; the weights are unchanged.
         ValueError: no samples, or a critic, reference or teacher that the algorithm needs or has no use for.
     """
     _check(algorithm, ranks, critic, reference, teacher)
@@ -171,13 +171,13 @@ class _Batch:
     def check_stop(self) -> None:
         """Raise Stopped on all ranks if one of them should stop.
 
-        Once a step of the batch is made the batch is finished: half of it could not be resumed from.
+        After its first optimizer step a batch is finished, because a run cannot be resumed within a batch.
         """
         if not self.learners[0].norms and self.ranks.any(self.stopping()):
             raise Stopped("stopped before the first optimizer step of a batch")
 
     def advantages(self, plan: BatchPlan, minibatch: Minibatch, scores: Scores) -> Tensor:
-        """[M] of the batch, or for DPO its coefficients under the weights as they are now."""
+        """Return the advantages [M], or for DPO the coefficients under the current weights."""
         if not isinstance(self.algorithm.policy_loss, DpoLoss):
             return scores.advantages
         with self.clock.part("pairs"):
@@ -194,11 +194,11 @@ class _Batch:
         return advantages
 
     def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
-        """The gradients of a minibatch; ranks exchange them once, after the last micro-batch."""
+        """Accumulate the gradients of a minibatch; ranks reduce them once, after the last micro-batch."""
         scale = self.ranks.count  # FSDP averages over the ranks, and the loss is a sum
-        for place, work in enumerate(minibatch.work):
+        for index, work in enumerate(minibatch.work):
             self.check_stop()
-            last = place == len(minibatch.work) - 1
+            last = index == len(minibatch.work) - 1
             loss, statistics, observed = policy_share(
                 self.policy,
                 work,
@@ -219,7 +219,7 @@ class _Batch:
                 self.value_sums += sums
 
     def result(self, plan: BatchPlan, scores: Scores) -> StepResult:
-        """The result of the batch, over all ranks. Collective."""
+        """Return the result of the batch, over all ranks. Collective."""
         policy, load = self.learners[0], plan.load
         critic = observation = None
         if self.critic is not None:

@@ -199,7 +199,7 @@ class EngineTeacher:
         try:
             self._check(await _answered(engine.model_info))  # it may have been started again
 
-            async def one(place: int, sample: TrainingSample) -> PromptScores:
+            async def one(index: int, sample: TrainingSample) -> PromptScores:
                 scored = np.flatnonzero(sample.scored_mask)
                 if (sample.temperatures[scored] != 1).any():
                     raise TeacherError(
@@ -211,12 +211,12 @@ class EngineTeacher:
                 async with free:
                     return await _answered(
                         lambda: engine.score(
-                            f"teacher-{time.time_ns()}-{place}", ids, start=int(scored[0]), top=self.top
+                            f"teacher-{time.time_ns()}-{index}", ids, start=int(scored[0]), top=self.top
                         )
                     )
 
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(place, sample)) for place, sample in enumerate(samples)]
+                tasks = [group.create_task(one(index, sample)) for index, sample in enumerate(samples)]
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         finally:
@@ -242,8 +242,8 @@ def _at_scored(
     sample: TrainingSample, scores: PromptScores
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """The rows of a sequence's scores that belong to its scored tokens."""
-    places = np.flatnonzero(sample.scored_mask)
-    rows = places - places[0]
+    positions = np.flatnonzero(sample.scored_mask)
+    rows = positions - positions[0]
     return scores.top_ids[rows], scores.top_logprobs[rows]
 
 

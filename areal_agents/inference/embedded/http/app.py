@@ -36,7 +36,7 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 def create_app(service: EngineService, *, incremental_streaming: bool = False) -> Starlette:
     """The application; it starts and stops `service` with its lifespan.
 
-    Streamed chunks hold all tokens so far, or with `incremental_streaming` those that are new.
+    Streamed chunks contain all tokens so far, or with `incremental_streaming` only the new ones.
     """
 
     @asynccontextmanager
@@ -100,7 +100,7 @@ def _error(message: str, status: int) -> Response:
 
 
 def _weights(service: EngineService, handler: Callable[[Body], Awaitable[Any]]) -> Handler:
-    """A handler of WeightRoutes; an engine that has failed says so."""
+    """Wrap a handler of WeightRoutes; an engine that has failed answers with its error."""
 
     async def route(_: HttpRequest, body: dict[str, Any]) -> Response:
         service.check()
@@ -110,7 +110,7 @@ def _weights(service: EngineService, handler: Callable[[Body], Awaitable[Any]]) 
 
 
 def _most_bytes(path: str, service: EngineService) -> int:
-    """The longest body: tensors come in base64, perhaps all of the model's at once, and in float32."""
+    """Return the maximum size of a body: all tensors of the model in base64, in float32."""
     return MAX_BODY_BYTES + (3 * service.weight_bytes if path == "/update_weights_from_tensor" else 0)
 
 
@@ -146,7 +146,7 @@ async def _body(http: HttpRequest, most_bytes: int) -> dict[str, Any]:
 
 
 class Routes:
-    """The handlers, about ten lines each."""
+    """The route handlers."""
 
     def __init__(self, service: EngineService, incremental_streaming: bool) -> None:
         self._service = service
@@ -174,7 +174,7 @@ class Routes:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
-                task.cancel()  # the others of a batch in which one was refused
+                task.cancel()  # cancel the rest of the batch if one request was refused
 
     async def _run(self, generation: GenerationRequest, matcher: TokenMatcher | None) -> dict[str, Any]:
         started = time.perf_counter()
@@ -197,7 +197,7 @@ class Routes:
         )
 
     def _stream(self, generation: GenerationRequest, matcher: TokenMatcher | None) -> AsyncIterator[bytes]:
-        """Submit, and give the server-sent events."""
+        """Submit a request and yield its server-sent events."""
         request = self._request(generation, matcher, streaming=True)
         writer = EventWriter(request, generation, self._service.detokenizer, incremental=self._incremental)
         return _events(writer, self._service.stream(request))
@@ -258,7 +258,7 @@ async def _events(writer: EventWriter, steps: AsyncGenerator[None, None]) -> Asy
                 if (chunk := writer.step()) is not None:
                     yield chunk
         yield writer.last()
-    except EngineUnavailable as error:  # the answer has begun: its status cannot say so any more
+    except EngineUnavailable as error:  # the response has started, so its status cannot report the error
         yield event({"error": {"message": str(error), "code": 503}})
     yield DONE
 
@@ -266,9 +266,10 @@ async def _events(writer: EventWriter, steps: AsyncGenerator[None, None]) -> Asy
 async def _unless_disconnected(
     http: HttpRequest, work: Awaitable[list[dict[str, Any]]]
 ) -> list[dict[str, Any]] | None:
-    """The result of `work`, or None after cancelling it because the client hung up."""
+    """Return the result of `work`, or None after cancelling it because the client disconnected."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(http.receive())  # the body was read: the next message is the disconnect
+    # the body has been read, so the next message is the disconnect
+    gone = asyncio.ensure_future(http.receive())
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if task.done():

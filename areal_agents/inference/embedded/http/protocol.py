@@ -31,7 +31,7 @@ _SAMPLING_FIELDS = {
     "spaces_between_special_tokens", "no_stop_trim", "n", "repetition_penalty", "min_new_tokens",
     "json_schema", "regex", "ebnf", "structural_tag",
 }  # fmt: skip
-# Known to SGLang and accepted here at the one value that changes nothing.
+# Parameters of SGLang that are accepted here only with the value that has no effect.
 _NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0}
 
 
@@ -54,7 +54,7 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What requests are checked against."""
+    """The limits that requests are checked against."""
 
     vocab_size: int
     max_context: int
@@ -62,7 +62,7 @@ class RequestLimits:
 
 
 def parse_generate(body: Any, limits: RequestLimits) -> tuple[list[GenerationRequest], bool, bool]:
-    """Parse a body into (prompts, is it a batch, is it streamed); RequestError says what is wrong."""
+    """Parse a body into (prompts, is_batch, is_streamed); raises RequestError if it is invalid."""
     if not isinstance(body, dict):
         raise RequestError(f"expected a JSON object, got {type(body).__name__}")
     _check_fields(body, _GENERATE_FIELDS, "field")
@@ -81,7 +81,7 @@ def parse_generate(body: Any, limits: RequestLimits) -> tuple[list[GenerationReq
     if stream and batch:
         raise RequestError("stream takes a single prompt")
     if _flag(body, _FLAT, default=False) != _flag(body, _FLAT_B64, default=False):
-        raise RequestError(f"the embedded engine knows {_FLAT} and {_FLAT_B64} only together")
+        raise RequestError(f"the embedded engine supports {_FLAT} and {_FLAT_B64} only together")
     generations = [
         _generation(body, prompt, rid, sampling, limits)
         for prompt, rid, sampling in zip(prompts, rids, params, strict=True)
@@ -104,7 +104,7 @@ def _generation(
     top = _integer(body, "top_logprobs_num", 0, low=0)
     if top > limits.vocab_size:
         raise RequestError(f"top_logprobs_num {top} exceeds the vocabulary of {limits.vocab_size}")
-    # A request that computes its prompt only has nothing to sample: its parameters are merely checked.
+    # A request that only computes its prompt samples nothing: its sampling parameters are only validated.
     sampling = _sampling(params, max_new_tokens=count or 1, top_logprobs=top if count else 0)
     if len(ids) + count > limits.max_context:
         raise RequestError(
@@ -187,7 +187,7 @@ def _sampling(params: dict[str, Any], *, max_new_tokens: int, top_logprobs: int)
 
 
 def _grammar(params: dict[str, Any]) -> Grammar | None:
-    """The grammar that is given, if any; an empty text is none, as for SGLang."""
+    """Return the grammar of the request, if any; an empty string means none, as in SGLang."""
     given: list[GrammarKind] = [kind for kind in get_args(GrammarKind) if params.get(kind)]
     if not given:
         return None
@@ -246,7 +246,7 @@ def make_request(
     matcher: TokenMatcher | None,
     notify: Callable[[Request], None],
 ) -> Request:
-    """The scheduler's request for a parsed generation; `seed` is used where it brings none."""
+    """Make the scheduler's request for a parsed generation; `seed` is used if it has none."""
     sampling = generation.sampling
     return Request(
         rid=generation.rid,
@@ -272,9 +272,9 @@ def answer(
     latency_s: float,
     first: int = 0,
 ) -> dict[str, Any]:
-    """The JSON answer for what `request` has so far; finish_reason is null until it has finished.
+    """Return the JSON answer with the tokens so far; finish_reason is null until the request has finished.
 
-    `first` tokens are left out, because they were sent; `text` is the text of the others.
+    The first `first` tokens are omitted because they were already sent; `text` is the text of the others.
     """
     ids = progress.ids[first:].tolist()
     meta: dict[str, Any] = {
@@ -312,7 +312,8 @@ def _finish_reason(finish: Finish, count: int) -> dict[str, Any]:
 
 
 def _input_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
-    """The prompt's tokens from position `input_logprobs_from` on; the first has null, as SGLang's."""
+    """Return the prompt's tokens from position `input_logprobs_from` on; the first logprob is null, as in
+    SGLang."""
     start = request.input_logprobs_from
     assert request.input_logprobs is not None
     values: list[float | None] = [None, *request.input_logprobs[start + 1 :].tolist()]
@@ -320,7 +321,7 @@ def _input_logprobs(request: Request) -> list[tuple[float | None, int, None]]:
 
 
 def _input_top(request: Request) -> dict[str, Any]:
-    """The most likely tokens at the same positions, as [logprob, id, null]."""
+    """Return the most likely tokens at the same positions, as [logprob, id, null]."""
     ids, logprobs = _input_top_arrays(request)
     rows: list[list[tuple[float, int, None]] | None] = [
         list(zip(values, tokens, repeat(None)))  # noqa: B905
@@ -330,7 +331,7 @@ def _input_top(request: Request) -> dict[str, Any]:
 
 
 def _flat_input_top(request: Request) -> dict[str, Any]:
-    """The same as little-endian arrays in base64, which is many times faster to write and to read."""
+    """Return the same as little-endian arrays in base64, which is many times faster to write and to parse."""
     ids, logprobs = _input_top_arrays(request)
     return {
         "input_top_logprobs_val_flat_b64": base64.b64encode(logprobs.astype("<f4").tobytes()).decode(),
@@ -343,14 +344,14 @@ def _flat_input_top(request: Request) -> dict[str, Any]:
 
 
 def _input_top_arrays(request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and logprobs [N, input_top] at the N positions after `input_logprobs_from`."""
+    """Return ids and logprobs [N, input_top] at the N positions after `input_logprobs_from`."""
     assert request.input_top_ids is not None and request.input_top_logprobs is not None
     start = request.input_logprobs_from + 1
     return request.input_top_ids[start:], request.input_top_logprobs[start:]
 
 
 def text_of(progress: RequestProgress, generation: GenerationRequest, detokenizer: Detokenizer) -> str:
-    """The completion's text, without the stop token or string that ended it."""
+    """Return the completion's text, without the stop token or string that ended it."""
     ids, finish = progress.ids, progress.finish
     matched = finish.matched if finish is not None and generation.trim_stop else None
     if isinstance(matched, int):

@@ -15,7 +15,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 class EventWriter:
-    """Writes the chunks of one request. With `incremental`, joined they are what the last would hold."""
+    """Writes the chunks of one request: with `incremental` only the new tokens, else all tokens so far."""
 
     def __init__(
         self, request: Request, generation: GenerationRequest, detokenizer: Detokenizer, *, incremental: bool
@@ -29,7 +29,7 @@ class EventWriter:
         self._sent = 0
 
     def step(self) -> bytes | None:
-        """A chunk for a request that is still running; None where it has nothing new."""
+        """Return a chunk of a running request; None if it has no new tokens."""
         progress = self._request.progress
         if progress is None or progress.finish is not None or len(progress.ids) == self._sent:
             return None
@@ -38,7 +38,7 @@ class EventWriter:
         return self._chunk(progress, text_of(progress, self._generation, self._detokenizer))
 
     def last(self) -> bytes:
-        """The chunk of a finished request, which tells why and under which weights."""
+        """Return the chunk of a finished request, with its finish reason and weight version."""
         progress = self._request.progress
         assert progress is not None and progress.finish is not None, "a finished request was published"
         text = text_of(progress, self._generation, self._detokenizer)
@@ -58,5 +58,5 @@ class EventWriter:
 
 
 def event(content: Any) -> bytes:
-    """One server-sent event."""
+    """Format one server-sent event."""
     return b"data: " + orjson.dumps(content) + b"\n\n"

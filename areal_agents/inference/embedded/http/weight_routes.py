@@ -17,7 +17,7 @@ Answer = dict[str, Any]
 
 
 class WeightRoutes:
-    """The handlers: each takes a JSON object and gives one."""
+    """The route handlers: each takes a JSON object and returns one."""
 
     def __init__(self, models: ServedModels, updates: WeightUpdates, groups: WeightGroups) -> None:
         self._models = models
@@ -42,7 +42,7 @@ class WeightRoutes:
         if not isinstance(payloads, list):
             raise RequestError("serialized_named_tensors must be a list of base64 strings")
         if body.get("load_format") is not None:
-            raise RequestError(f"load_format {body['load_format']!r} is not known here; leave it out")
+            raise RequestError(f"load_format {body['load_format']!r} is not supported; leave it out")
         await self._updates.add_tensors(payloads, _version(body), flush_cache=_flush(body))
         return _done("Success")
 
@@ -54,7 +54,7 @@ class WeightRoutes:
                 tuple(body["names"]), tuple(body["dtypes"]), tuple(tuple(shape) for shape in body["shapes"])
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"names, dtypes and shapes make no bucket: {error}") from error
+            raise RequestError(f"names, dtypes and shapes do not describe a bucket: {error}") from error
         group, version = _text(body, "group_name"), _version(body)
         await self._updates.receive(bucket, group, version, flush_cache=_flush(body))
         return _done("Succeeded to update parameter online.")
@@ -114,7 +114,7 @@ def _done(message: str) -> Answer:
 def _text(body: Body, name: str) -> str:
     value = body.get(name)
     if not isinstance(value, str) or not value:
-        raise RequestError(f"{name} must be a string that is not empty, got {value!r}")
+        raise RequestError(f"{name} must be a non-empty string, got {value!r}")
     return value
 
 

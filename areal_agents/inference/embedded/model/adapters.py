@@ -1,7 +1,8 @@
 """LoRA adapters in the format of peft, merged into copies of the matrices that they change.
 
 W + scale · B A (arXiv 2106.09685, §4.1), scale = lora_alpha / r, or / √r where the folder says so (rank-
-stabilised, arXiv 2312.03732). An adapter that is more than that is refused by name.
+stabilised, arXiv 2312.03732). An adapter with any other feature is refused with an error that names the
+feature.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.weights import Weights, expected_shapes
 
 PREFIX = "base_model.model."
-PLAIN: Mapping[str, tuple[Any, ...]] = {  # what may stand in adapter_config.json, where only this is computed
+PLAIN: Mapping[str, tuple[Any, ...]] = {  # the values of adapter_config.json that this computation supports
     "peft_type": ("LORA",),
     "bias": ("none", None),
     "use_dora": (False, None),
@@ -35,20 +36,21 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {  # what may stand in adapter_config.jso
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """Factors A [r, in] and B [out, r] by the weight [out, in] to which scale · B A is added."""
+    """The factors A [r, in] and B [out, r] by the name of the weight [out, in] to which scale · B A is
+    added."""
 
     factors: Mapping[str, tuple[Tensor, Tensor]]
     scale: float
 
 
 def read_adapter(folder: Path, arch: Architecture) -> Adapter:
-    """Read a peft folder; RequestError if it is incomplete or no plain LoRA of this model's layers."""
+    """Read a peft folder; RequestError if it is incomplete or not a plain LoRA of this model's layers."""
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         tensors = load_file(folder / "adapter_model.safetensors")
         rank, alpha = int(config["r"]), float(config["lora_alpha"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-        raise RequestError(f"{folder} is no readable LoRA adapter: {error!r}") from error
+        raise RequestError(f"{folder} cannot be read as a LoRA adapter: {error!r}") from error
     for name, accepted in PLAIN.items():
         if name in config and config[name] not in accepted:
             raise RequestError(f"{folder}: {name} {config[name]!r} is not computed here, only plain LoRA is")
@@ -57,14 +59,14 @@ def read_adapter(folder: Path, arch: Architecture) -> Adapter:
 
 
 def merge(base: Weights, adapter: Adapter, arch: Architecture) -> Weights:
-    """`base` with the adapter added; matrices that it does not change are shared, not copied."""
+    """Return `base` with the adapter added; matrices that it does not change are shared, not copied."""
     changed: dict[str, Tensor] = {}
     for layer, suffix, field, rows in _targets(arch):
         factors = adapter.factors.get(f"model.layers.{layer}.{suffix}.weight")
         if factors is None:
             continue
         if field not in changed:
-            changed[field] = getattr(base, field).clone()  # lies in memory as the original does
+            changed[field] = getattr(base, field).clone()  # has the same memory layout as the original
         a, b = factors
         part = changed[field][layer, rows]
         part += (adapter.scale * (b.float() @ a.float())).to(part.device, part.dtype)
@@ -72,7 +74,7 @@ def merge(base: Weights, adapter: Adapter, arch: Architecture) -> Weights:
 
 
 def _targets(arch: Architecture) -> Iterator[tuple[int, str, str, slice]]:
-    """(layer, module, field of Weights, its rows there) of every matrix that can have an adapter."""
+    """Yield (layer, module, field of Weights, rows in it) for every matrix that can have an adapter."""
     q, kv, f = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.feed_forward
     parts = (
         ("self_attn.q_proj", "qkv", slice(0, q)),

@@ -1,6 +1,7 @@
 """The architecture of a decoder, read from a Hugging Face config.json: what the forward pass needs.
 
-A model that passes here is computed exactly; everything else is refused by name, never approximated.
+A model that passes these checks is computed exactly; any other is refused with an error that names the
+unsupported feature.
 """
 
 from __future__ import annotations

@@ -13,14 +13,14 @@ from areal_agents.inference.embedded.model.runner import Runner
 from areal_agents.inference.embedded.model.weights import Weights
 from areal_agents.inference.engine import MemoryKind
 
-BASE = 0  # the number of the model without an adapter
+BASE = 0  # the number of the base model
 
 
 class ModelSet:
     """Models by number. The weights that `runner` was given are the base's until `replace`.
 
     Attributes:
-        without: what was released and is not there again; nothing is computed until it is empty.
+        without: the kinds of memory that are released; nothing is computed until it is empty.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -31,15 +31,15 @@ class ModelSet:
         self._retiring: dict[int, Callable[[], None]] = {}
 
     def replace(self, models: Mapping[int, Weights]) -> None:
-        """Serve `models`, placed weights by number, BASE among them, instead of what there was. Retired ones
-        stay as they are while something uses them."""
+        """Replace the served models by `models`, placed weights by number, including BASE. Retired models are
+        kept while requests use them."""
         retiring = {n: weights for n, weights in self._weights.items() if n in self._retiring}
         self._weights = {**retiring, **models}
         self._load(BASE)
         self.without.discard("weights")
 
     def add(self, number: int, weights: Weights) -> None:
-        """Serve one more; its number was never used before."""
+        """Add a model, whose number must never have been used before."""
         self._weights[number] = weights
 
     def retire(self, number: int, dropped: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class ModelSet:
 
     @property
     def is_retiring(self) -> bool:
-        """Whether a retired model is still there."""
+        """Whether a retired model has not been dropped yet."""
         return bool(self._retiring)
 
     def drop_retired(self, used: set[int]) -> None:
@@ -60,7 +60,7 @@ class ModelSet:
             self._retiring.pop(number)()
 
     def take_turn(self, numbers: np.ndarray) -> int:
-        """The model whose turn it is of those that `numbers` holds; the runner computes with it."""
+        """Return the next model, in turn, of those in `numbers`; the runner computes with it."""
         if len(self._weights) > 1:
             waiting = np.unique(numbers)
             later = waiting[waiting > self._loaded]
@@ -70,7 +70,7 @@ class ModelSet:
         return self._loaded
 
     def release(self, kinds: set[MemoryKind]) -> None:
-        """Give back memory while nothing runs."""
+        """Release memory while nothing runs."""
         if "kv_cache" in kinds:
             self._runner.free_cache()
         if "weights" in kinds:
@@ -79,7 +79,7 @@ class ModelSet:
         self.without |= kinds
 
     def take_back_cache(self) -> None:
-        """Have memory for keys and values again after `release`."""
+        """Allocate memory for keys and values again after `release`."""
         if "kv_cache" in self.without:
             self._runner.make_cache()
             self.without.discard("kv_cache")

@@ -50,7 +50,7 @@ class NumbaRunner:
             arch.feed_forward,
         )
         self._work = [np.zeros((max_rows, width), np.float32) for width in widths]
-        most = kernels.BLOCK * arch.heads // arch.kv_heads  # queries that are computed together
+        most = kernels.BLOCK * arch.heads // arch.kv_heads  # number of query rows that are computed together
         self._queries = np.zeros((threads, most * arch.head_dim), np.float32)
         # Not a power of two: rows would fall on the same few lines of the cache.
         self._scores = np.zeros((threads, most, tiles * kernels.TILE + 16), np.float32)
@@ -109,8 +109,8 @@ class NumbaRunner:
         return torch.from_numpy(self._logits[: len(rows.outputs)])
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
-        """See Runner.sample. Each row takes the way that its own parameters ask for, so that what shares the
-        batch does not matter: truncated rows are torch's, all others the kernel's."""
+        """See Runner.sample. The method for a row depends only on its own parameters, never on the rest of
+        the batch: torch samples truncated rows, the kernel all others."""
         tokens = np.empty(len(logits), np.int32)
         logprobs = np.empty(len(logits), np.float32)
         limited = batch.limited
@@ -131,9 +131,10 @@ class NumbaRunner:
         kernels.copy_prefix(self._values, source, target, tiles)
 
     def _cuts(self, rows: Rows) -> list[int]:
-        """Row indices at which the batch is cut: segment boundaries, about equal parts, more than threads.
+        """Return the row indices at which the batch is split: at segment boundaries, into about equal parts,
+        more than there are threads.
 
-        A thread that loses its core for a while then holds up a part, not half of the batch.
+        A thread that is descheduled for a while then delays one part, not half of the batch.
         """
         total = len(rows.tokens)
         parts = min(PARTS_PER_THREAD * self._threads, total // MIN_ROWS) if self._threads > 1 else 1
@@ -172,5 +173,5 @@ class NumbaRunner:
 
 
 def _lying(tensor: Tensor, *, turned: bool) -> Tensor:
-    """`tensor` itself if it lies in memory as wanted, else a copy that does."""
+    """Return `tensor` if it has the wanted memory layout, else a copy that has."""
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if turned else tensor.contiguous()

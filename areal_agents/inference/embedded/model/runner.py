@@ -24,7 +24,7 @@ class Rows:
         prefix_slots, prefix_lengths: [N] another slot whose first positions hold the same keys and values,
             and how many do. Read there they give the same result, faster where many slots share them.
         segment_starts: [S + 1] first row of each segment, then N.
-        outputs: [M] ascending rows whose logits are wanted.
+        outputs: [M] the rows, ascending, whose logits are returned.
     """
 
     tokens: Int32
@@ -41,12 +41,12 @@ class Runner(Protocol):
 
     @property
     def kind(self) -> Literal["numba", "torch"]:
-        """What computes."""
+        """The name of the kernels."""
         ...
 
     def place(self, weights: Weights) -> Weights:
-        """The same weights in the type and layout that this runner computes with. It takes long, any thread
-        may call it, and what is placed already is shared, not copied."""
+        """Convert weights to the type and layout that this runner computes with. It is slow, any thread may
+        call it, and weights that are already placed are shared, not copied."""
         ...
 
     def load(self, weights: Weights) -> None:
@@ -54,15 +54,15 @@ class Runner(Protocol):
         ...
 
     def unload(self) -> None:
-        """Let go of the weights; `load` comes before the next `forward`."""
+        """Free the weights; call `load` before the next `forward`."""
         ...
 
     def free_cache(self) -> None:
-        """Let go of all keys and values and of their memory; `make_cache` comes before the next `forward`."""
+        """Free the memory of all keys and values; call `make_cache` before the next `forward`."""
         ...
 
     def make_cache(self) -> None:
-        """Take memory for keys and values."""
+        """Allocate memory for keys and values."""
         ...
 
     def forward(self, rows: Rows) -> Tensor:

@@ -40,7 +40,8 @@ class _Prepared:
 
 
 class ServedModels:
-    """Used in the event loop. `weights` are the base model's, placed; None while their memory is released."""
+    """The served models; used in the event loop. `weights` are those of the base model, placed; None while
+    their memory is released."""
 
     def __init__(
         self, thread: EngineThread, runner: Runner, arch: Architecture, weights: Weights, *, model_path: str
@@ -56,7 +57,7 @@ class ServedModels:
         self._changing = asyncio.Lock()
 
     def number(self, adapter: str) -> int:
-        """The model that an adapter's name represents, "" for the base; RequestError if it is not loaded."""
+        """Return the model number of an adapter's name, "" for the base; RequestError if it is not loaded."""
         if not adapter:
             return BASE
         if adapter not in self._adapters:
@@ -68,11 +69,12 @@ class ServedModels:
     async def prepare(self, path: str) -> None:
         """Read and place the folder at `path` for the next `update_from_disk` of the same."""
         async with self._changing:
-            self._prepared = None  # before the new ones: never three sets in memory
+            # freed before the new weights are read, so that three sets are never in memory
+            self._prepared = None
             self._prepared = await asyncio.to_thread(self._read, path)
 
     async def update_from_disk(self, path: str, version: str | None, *, flush_cache: bool) -> None:
-        """Serve the folder at `path`; prepared or not, only the swap stops generation."""
+        """Serve the folder at `path`; generation stops only for the swap, whether it was prepared or not."""
         async with self._changing:
             prepared, self._prepared = self._prepared, None
             if prepared is None or not await asyncio.to_thread(_is_still, prepared, path):
@@ -81,7 +83,7 @@ class ServedModels:
             self.model_path = path
 
     async def update(self, make: Callable[[], Weights], version: str | None, *, flush_cache: bool) -> None:
-        """Serve what `make` assembles; it is called in a thread."""
+        """Serve the weights that `make` assembles; it is called in a thread."""
         async with self._changing:
             self._prepared = None
             weights = await asyncio.to_thread(lambda: self._runner.place(make()))
@@ -101,7 +103,7 @@ class ServedModels:
             self._adapters[name] = number, adapter
 
     async def unload_adapter(self, name: str) -> None:
-        """Take no more requests for `name`, and drop it when those that it has have ended."""
+        """Refuse new requests for `name`, and drop it when its running requests have ended."""
         dropped: Future[None] = Future()
         async with self._changing:
             number = self.number(name)
@@ -116,15 +118,17 @@ class ServedModels:
         return await asyncio.to_thread(hash_weights, self._base(), self._arch)
 
     async def release_memory(self, kinds: set[MemoryKind]) -> None:
-        """Give back memory; sampling stops until it is there again."""
+        """Release memory; sampling stops until it is allocated again."""
         async with self._changing:
             if not await self._call(lambda scheduler: scheduler.release(kinds)):
-                raise RequestError("memory is released while nothing runs: pause with retract or abort first")
+                raise RequestError(
+                    "memory can be released only while nothing runs: pause with retract or abort first"
+                )
             if "weights" in kinds:
                 self._weights = self._prepared = None
 
     async def resume_memory(self, kinds: set[MemoryKind]) -> None:
-        """Take memory again. Weights come with the next update; until then nothing is sampled."""
+        """Allocate memory again. The next update brings the weights; nothing is sampled until then."""
         if "kv_cache" in kinds:
             await self._call(lambda scheduler: scheduler.models.take_back_cache())
 
@@ -149,7 +153,7 @@ class ServedModels:
         )
         old = [] if self._weights is None else self._weights.tensors()
         self._weights = weights
-        asyncio.get_running_loop().run_in_executor(None, _let_go, old)  # generation does not wait for it
+        asyncio.get_running_loop().run_in_executor(None, _let_go, old)  # generation continues meanwhile
 
     def _merge_all(self, base: Weights) -> dict[int, Weights]:
         return {number: self._merge(base, adapter) for number, adapter in self._adapters.values()}
@@ -175,7 +179,7 @@ def _exchange(
 
 
 def _let_go(tensors: list[Tensor]) -> None:
-    """Drop tensors one by one: giving memory back takes a while, and the interpreter's lock with it."""
+    """Drop tensors one by one, because freeing memory is slow and holds the interpreter's lock."""
     while tensors:
         tensors.pop()
 

@@ -37,16 +37,16 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, in the type that they have."""
+        """The total size in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors())
 
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """Return all tensors."""
         return [getattr(self, name) for name in self.__dataclass_fields__]
 
 
 def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor name that a checkpoint of `arch` must hold, and its shape."""
+    """Return the name and shape of every tensor that a checkpoint of `arch` must contain."""
     h, f, d = arch.hidden, arch.feed_forward, arch.head_dim
     q, kv = arch.heads * d, arch.kv_heads * d
     shapes: dict[str, tuple[int, ...]] = {
@@ -76,7 +76,7 @@ def expected_shapes(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def is_derived(name: str, arch: Architecture) -> bool:
-    """Whether checkpoints may hold this beside the weights, although it follows from them."""
+    """Whether checkpoints may contain this tensor although it is computed from the configuration."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and arch.tied_embeddings)
 
 
@@ -115,7 +115,7 @@ def random_weights(arch: Architecture, seed: int) -> Weights:
 
 
 def stamp_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """What tells a folder's weight files from later ones of the same names. ConfigError as load_weights."""
+    """Return a stamp that changes when a folder's weight files are replaced. ConfigError as load_weights."""
     return tuple((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in _weight_files(folder))
 
 
@@ -148,7 +148,7 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
 def assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:
     """Stack the layers of a complete checkpoint's tensors, float32.
 
-    All of it is copied: files that tensors are mapped from may change, and buffers be larger than they are.
+    All tensors are copied, because mapped files may change and tensors may be views of larger buffers.
     """
 
     layers = range(arch.layers)

@@ -36,7 +36,7 @@ class SlotSampling:
         self._presence = np.zeros(slots, np.float32)
 
     def assign(self, slot: int, request: Request) -> None:
-        """Load the parameters of `request`, with the logprobs that it has already."""
+        """Load the parameters of `request` and its logprobs so far."""
         params = request.sampling
         self.prompt_length[slot] = len(request.prompt)
         self.limit[slot] = len(request.prompt) + params.max_new_tokens
@@ -54,7 +54,7 @@ class SlotSampling:
         self._stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def batch(self, slots: np.ndarray, lengths: np.ndarray) -> SamplingBatch:
-        """The parameters of `slots` [M] whose sequences are `lengths` [M] tokens long."""
+        """Return the parameters of `slots` [M] whose sequences have `lengths` [M] tokens."""
         return SamplingBatch(
             temperature=self._temperature[slots],
             top_p=self._top_p[slots],
@@ -65,11 +65,11 @@ class SlotSampling:
         )
 
     def stops(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """[M] whether each token ends its request."""
+        """Return [M] whether each token ends its request."""
         return (self._stop_ids[slots] == tokens[:, None]).any(axis=1)
 
     def penalised(self, slots: np.ndarray, logits: Tensor, table: SlotTable) -> Tensor:
-        """Logits [M, V] less frequency · count + presence · (count > 0), counted over each output."""
+        """Return logits [M, V] minus frequency · count + presence · (count > 0), counted over each output."""
         rows = np.flatnonzero((self._frequency[slots] != 0.0) | (self._presence[slots] != 0.0))
         if not len(rows):
             return logits

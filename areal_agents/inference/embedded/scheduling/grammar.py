@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 256 * 1024 * 1024
 COMPILE_THREADS = 2
-MAX_WHITESPACE = 64  # between two parts of a JSON text, lest a small model writes nothing else
-ANY_JSON = "$$ANY$$"  # SGLang's word for any JSON value
-MESSAGE_LIMIT = 300  # characters of the compiler's text that are passed on
+MAX_WHITESPACE = 64  # limits whitespace between parts of JSON, which a small model could repeat endlessly
+ANY_JSON = "$$ANY$$"  # SGLang's schema for any JSON value
+MESSAGE_LIMIT = 300  # characters of the compiler's message that are kept
 
 
 class Grammars:
@@ -56,7 +56,7 @@ class Grammars:
         self._loading = Lock()
 
     def matcher(self, grammar: Grammar, stop_token_ids: tuple[int, ...]) -> TokenMatcher:
-        """A fresh matcher, at the start of `grammar`; the stop tokens end the output where it is complete.
+        """Return a new matcher at the start of `grammar`; stop tokens may end the output once it is complete.
 
         RequestError if the grammar is malformed or too large, has a part that would not be enforced, or if no
         token can begin it.
@@ -64,7 +64,8 @@ class Grammars:
         stop_ids = sorted({*self._eos_ids, *stop_token_ids})
         if not stop_ids:
             raise RequestError(
-                f"{grammar.kind} needs a token that ends the output: the model has none, give stop_token_ids"
+                f"{grammar.kind} needs a token that ends the output, and the model has none: give "
+                "stop_token_ids"
             )
         if stop_ids[-1] >= self._vocab_size:
             raise RequestError(f"stop token {stop_ids[-1]} is outside the vocabulary of {self._vocab_size}")
@@ -89,9 +90,9 @@ class Grammars:
         return matcher
 
     def _loaded(self, kind: str, stop_ids: list[int]) -> GrammarCompiler:
-        """The compiler, made when it is first needed: it reads the whole vocabulary.
+        """Return the compiler, created on first use because it reads the whole vocabulary.
 
-        The vocabulary must name stop tokens of its own; every matcher sets its request's in their place.
+        The vocabulary must have stop tokens; every matcher replaces them by those of its request.
         """
         if self._compiler is None:
             if self._tokenizer is None:
@@ -122,7 +123,7 @@ class TokenMatcher:
     """The state of one output in its grammar. Once submitted, only the scheduler's thread uses it.
 
     Args:
-        matcher: of xgrammar.
+        matcher: the matcher of xgrammar.
         vocab_size: V, the width of the logits.
         excluded: [V] tokens that are not allowed anywhere, or None.
     """
@@ -137,7 +138,7 @@ class TokenMatcher:
         self.stuck = False  # whether the output cannot continue
 
     def allowed(self) -> np.ndarray:
-        """[V] whether each token may come next; stop tokens may where the grammar is complete."""
+        """Return [V] whether each token may come next; stop tokens may if the grammar is complete."""
         self._matcher.fill_next_token_bitmask(self._mask)
         mask = np.unpackbits(self._mask.view(np.uint8)[0], count=self._vocab_size, bitorder="little") != 0
         return mask if self._excluded is None else mask & ~self._excluded
@@ -153,7 +154,8 @@ class TokenMatcher:
                 logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), float("-inf"))
 
     def accept(self, token: int) -> None:
-        """Append `token`. An excluded token, which sampling can hit once in 10^16 times, leaves it stuck."""
+        """Append `token`. After an excluded token, which sampling can return once in 10^16 times, no token
+        fits."""
         self.stuck = not self._matcher.accept_token(token)
 
     @property
@@ -169,8 +171,8 @@ def _is_any_json(grammar: Grammar) -> bool:
 def _refuse_ignored(grammar: Grammar) -> None:
     """ValueError if the grammar has a part that the compiler silently ignores.
 
-    The schemas within a structural tag are not checked: they are those of tools, whose arguments are not
-    promised to be valid.
+    The schemas within a structural tag are not checked: they belong to tools, whose arguments are not
+    guaranteed to be valid.
     """
     reason = None
     if grammar.kind == "json_schema":
@@ -202,17 +204,17 @@ def _compile(compiler: GrammarCompiler, grammar: Grammar) -> CompiledGrammar:
 
 
 def _first_line(error: Exception) -> str:
-    """The compiler's message without the place in its source code."""
+    """Return the compiler's message without its source location."""
     line = " ".join(str(error).split())
     line = line.split(": ", 1)[-1] if line.startswith("[") else line
     return line if len(line) <= MESSAGE_LIMIT else line[: MESSAGE_LIMIT - 1] + "…"
 
 
-MOST_CHARACTERS = 256 * 1024  # of the grammar's text
-MOST_DEPTH = 128  # JSON values within JSON values
-MOST_VALUES = 5_000  # of all enums
-MOST_SCHEMAS = 5_000  # properties, prefixItems and branches, all together
-MOST_GROUPS = 2_000  # of one pattern, nested or not
+MOST_CHARACTERS = 256 * 1024  # length of the grammar in characters
+MOST_DEPTH = 128  # nesting depth of JSON values
+MOST_VALUES = 5_000  # total number of enum values
+MOST_SCHEMAS = 5_000  # total number of properties, prefixItems and branches
+MOST_GROUPS = 2_000  # groups of one pattern, nested or not
 MOST_REPEATS = 1_000  # a repetition count
 MOST_OF = {  # by keyword
     **dict.fromkeys(("maxLength", "minLength"), 10_000),
@@ -225,7 +227,7 @@ _REPEATS = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 
 
 def refuse_too_large(grammar: Grammar) -> None:
-    """ValueError that names the limit, for a grammar that could take too long to compile."""
+    """Raise ValueError, naming the limit, if a grammar could take too long to compile."""
     if len(grammar.text) > MOST_CHARACTERS:
         raise ValueError(f"it has {len(grammar.text)} characters, at most {MOST_CHARACTERS} are supported")
     if grammar.kind in ("regex", "ebnf"):
@@ -254,7 +256,7 @@ def refuse_too_large(grammar: Grammar) -> None:
 
 
 def refuse_compiled(size_bytes: int) -> None:
-    """ValueError for a compiled grammar that takes too much memory."""
+    """Raise ValueError if a compiled grammar takes too much memory."""
     if size_bytes > MOST_COMPILED_BYTES:
         raise ValueError(f"it takes {size_bytes} bytes compiled, at most {MOST_COMPILED_BYTES} are supported")
 
@@ -268,7 +270,7 @@ def _refuse_pattern(pattern: str) -> None:
 
 
 def _depth(text: str) -> int:
-    """The deepest nesting of arrays and objects in a JSON text."""
+    """Return the maximum nesting depth of arrays and objects in a JSON string."""
     depth = deepest = 0
     for bracket in re.findall(r"[\[\]{}]", _STRING.sub("", text)):
         depth += 1 if bracket in "[{" else -1
@@ -277,7 +279,7 @@ def _depth(text: str) -> int:
 
 
 def objects_of(tree: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value except those within the data of a schema, such as `enum`."""
+    """Yield all objects of a JSON value except those within the data of a schema, such as `enum`."""
     left = [tree]
     while left:
         found = left.pop()

@@ -1,4 +1,4 @@
-"""A generation as the scheduler sees it, from submission to its last token."""
+"""The scheduler's record of a generation, from submission to its last token."""
 
 from __future__ import annotations
 
@@ -69,14 +69,12 @@ class Request:
     sampling: SamplingParams
     seed: int
     notify: Callable[[Request], None]
-    input_logprobs_from: int = (
-        -1
-    )  # the logprobs of the prompt's tokens after this position are wanted; -1: none
-    input_top: int = 0  # how many of the most likely tokens are wanted at each of these positions
+    input_logprobs_from: int = -1  # prompt logprobs are requested after this position; -1: none
+    input_top: int = 0  # number of most likely tokens requested at each of these positions
     prompt_only: bool = False  # nothing is sampled: the request ends when its prompt has been computed
     streaming: bool = False
-    matcher: TokenMatcher | None = None  # what the output must match
-    adapter: str = ""  # its name on the wire; none: the base model
+    matcher: TokenMatcher | None = None  # constrains the output
+    adapter: str = ""  # name of the adapter on the wire; "": the base model
     model: int = 0  # the number of the model that computes it, see Scheduler
     output_ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     output_logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
@@ -92,7 +90,7 @@ class Request:
     progress: RequestProgress | None = None
 
     def publish(self) -> None:
-        """Show what there is now, whole, and notify."""
+        """Publish a consistent snapshot of the progress, and notify."""
         ranked = self.output_ranked[: len(self.output_ids)]
         spans = tuple(self.spans)
         self.progress = RequestProgress(

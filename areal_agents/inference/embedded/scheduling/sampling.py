@@ -1,8 +1,8 @@
 """Samples tokens: one uniform number per token, by inversion of the (truncated) distribution.
 
 The number is a hash of (the request's seed, the token's position), so that a seeded request samples the same
-tokens whatever shares its batch, before and after a pause, and in one piece or in several: what was sampled
-so far may come back as the end of a prompt. Logprobs are those of the distribution after
+tokens whatever else is in its batch, before and after a pause, and also if it is continued by another request
+whose prompt ends with the tokens sampled so far. Logprobs are those of the distribution after
 temperature and before top-k, top-p and min-p, as SGLang reports them; greedy rows use temperature 1.
 """
 

@@ -5,7 +5,7 @@ in one forward pass, and samples for the slots whose last token was among them. 
 thing here: a slot whose `valid` trails its `length`.
 
 Invariant: a token is sampled only when the keys and values of everything before it are valid under the
-current weights, or the slot went on over an in-place swap.
+current weights, or the slot continued over an in-place swap.
 
 A step computes the slots of one model only, the base or an adapter's; models take turns.
 """
@@ -78,7 +78,7 @@ class Scheduler:
 
     @property
     def load(self) -> dict[str, int]:
-        """Counts of running and waiting requests."""
+        """The numbers of running and waiting requests."""
         return {"running": len(self._running), "waiting": len(self._waiting)}
 
     def add(self, request: Request) -> None:
@@ -111,7 +111,8 @@ class Scheduler:
         self.paused = None
 
     def when_idle(self, action: Callable[[], None]) -> None:
-        """Run `action` between steps: at once while paused, else when what runs now has finished.
+        """Run `action` between steps: at once while paused, otherwise when the running requests have
+        finished.
 
         New requests are held until then.
         """
@@ -124,7 +125,7 @@ class Scheduler:
             request.mark_version(version, int(self._table.length[slot]) - len(request.prompt))
 
     def weights_changed(self) -> None:
-        """Nothing computed before may be reused."""
+        """Invalidate all cached keys and values after a change of weights."""
         self._table.invalidate()
 
     def replace_models(self, models: Mapping[int, Weights]) -> None:
@@ -138,7 +139,7 @@ class Scheduler:
         self._drop_retired()
 
     def release(self, kinds: set[MemoryKind]) -> bool:
-        """Give back memory, and sample nothing until it is there again; False while requests run."""
+        """Release memory, and sample nothing until it is allocated again; return False while requests run."""
         if self._running:
             return False
         if "kv_cache" in kinds:
@@ -154,7 +155,7 @@ class Scheduler:
         return True
 
     def step(self) -> None:
-        """Admit, compute one batch, sample, and hand over what finished."""
+        """Admit requests, compute one batch, sample, and deliver finished requests."""
         if self._when_idle and (self.paused is not None or not self._running):
             while self._when_idle:
                 self._when_idle.popleft()()
@@ -355,7 +356,7 @@ class Scheduler:
             matcher = self._running[slot].matcher
             if matcher is not None and matcher.stuck:
                 return Finish("abort", message="no token of the vocabulary fits the grammar here")
-            return Finish("abort", message="the model's logits are not finite")
+            return Finish("abort", message="the model's logits are not finite; check its weights")
         if stopped:
             return Finish("stop", matched=token)
         matched = self._matched_stop(slot)
@@ -392,7 +393,7 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _leave(self, slot: int) -> Request:
-        """Take a request out of its slot with what it has sampled."""
+        """Remove a request from its slot, keeping its sampled tokens."""
         request = self._running.pop(slot)
         self._watched.discard(slot)
         self._scored.discard(slot)

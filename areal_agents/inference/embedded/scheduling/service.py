@@ -34,7 +34,7 @@ COMPILE_LIMIT_S = 60.0
 
 
 class EngineService:
-    """What the routes call. Everything here runs in the event loop except `_deliver` and `_fail`."""
+    """The interface for the routes. All methods run in the event loop except `_deliver` and `_fail`."""
 
     def __init__(
         self,
@@ -75,17 +75,17 @@ class EngineService:
         self._thread.start()
 
     def stop(self) -> None:
-        """Abort what runs and end the threads."""
+        """Abort running requests and end the threads."""
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._thread.stop()
 
     def check(self) -> None:
-        """EngineUnavailable if the engine's thread has died."""
+        """Raise EngineUnavailable if the engine's thread has failed."""
         if self.failure is not None:
             raise EngineUnavailable(f"the engine has failed: {self.failure!r}")
 
     def next_seed(self) -> int:
-        """A seed for a request that brings none."""
+        """Return a seed for a request without one."""
         return next(self._seeds)
 
     async def run(self, request: Request) -> None:
@@ -98,7 +98,7 @@ class EngineService:
             raise
 
     async def matcher(self, sampling: SamplingParams) -> TokenMatcher | None:
-        """What an output has to match, compiled; RequestError if it cannot be."""
+        """Return a matcher for the grammar of a request; raises RequestError if it cannot be compiled."""
         if sampling.grammar is None:
             return None
         compiling = asyncio.get_running_loop().run_in_executor(
@@ -112,7 +112,7 @@ class EngineService:
             ) from error
 
     def stream(self, request: Request) -> AsyncGenerator[None, None]:
-        """Submit, and yield whenever `request` has new tokens, the last time when it has finished."""
+        """Submit `request` and yield whenever it has new tokens, and finally when it has finished."""
         future = self._submit(request)
         event = self._streams[request.rid] = asyncio.Event()
         future.add_done_callback(lambda _: event.set())
@@ -149,7 +149,7 @@ class EngineService:
         await self._call(lambda scheduler: scheduler.resume())
 
     async def use_version(self, version: str) -> None:
-        """Name the weights in use."""
+        """Set the version of the weights in use."""
         await self._call(lambda scheduler: scheduler.use_version(version))
 
     async def flush_cache(self) -> bool:
@@ -212,4 +212,5 @@ class EngineService:
             if not future.done():
                 future.set_exception(EngineUnavailable(f"the engine has failed: {self.failure!r}"))
         self._active.clear()
-        signal.raise_signal(signal.SIGTERM)  # an engine that cannot compute ends, and `serve` says why
+        # an engine that cannot compute exits, and `serve` raises the reason
+        signal.raise_signal(signal.SIGTERM)

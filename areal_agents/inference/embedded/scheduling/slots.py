@@ -1,7 +1,7 @@
 """The tokens whose keys and values each slot holds, and the choice of a slot for a new request.
 
 Invariant: positions 0..valid[s] of slot s hold keys and values of tokens[s, :valid[s]] under the current
-weights of model[s] (an adapter's or the base's), unless `mixed[s]` (it went on over a swap in place). A
+weights of model[s] (an adapter's or the base's), unless `mixed[s]` (it continued over an in-place swap). A
 mixed slot is never a source of reuse, and no model reuses what another computed.
 The first prefix_length[s] of them are bit for bit those of slot prefix_slot[s] too.
 """
@@ -14,12 +14,12 @@ import numpy as np
 
 from areal_agents.core.completion import TokenIds
 
-WORTH_WAITING = 32  # positions that must be coming before a request waits for them
+WORTH_WAITING = 32  # number of positions that must be in progress before a request waits for them
 
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """Where a request goes: `reused` positions are valid once they are copied from slot `source`."""
+    """The slot of a request: `reused` positions are valid once they are copied from slot `source`."""
 
     slot: int
     reused: int
@@ -47,8 +47,8 @@ class SlotTable:
         return int(len(self.busy) - np.count_nonzero(self.busy))
 
     def take(self, ids: TokenIds, *, max_reuse: int, model: int = 0) -> SlotAssignment | None:
-        """Own a slot for `ids` [P] under `model`, reusing at most `max_reuse` leading positions; a free slot
-        must exist.
+        """Assign a slot to `ids` [P] under `model`, reusing at most `max_reuse` leading positions; a free
+        slot must exist.
 
         A free slot that `ids` continues to its end is taken as it is. Otherwise the longest common prefix is
         copied into the slot that was used longest ago, so that no other history is lost to it. None, and
@@ -76,14 +76,14 @@ class SlotTable:
         return SlotAssignment(slot=slot, reused=reused, source=best)
 
     def release(self, slot: int) -> None:
-        """Give a slot back; what is valid in it stays for reuse, unless it is mixed."""
+        """Free a slot; its valid positions stay for reuse, unless it is mixed."""
         self.busy[slot] = False
         if self.mixed[slot]:
             self.valid[slot] = 0
         self._touch(slot)
 
     def invalidate(self) -> None:
-        """The weights changed: nothing idle may be reused, and what runs on becomes mixed."""
+        """Note a change of weights: idle slots are not reused, and slots that continue become mixed."""
         self.valid[~self.busy] = 0
         self.mixed[self.busy] = True
 

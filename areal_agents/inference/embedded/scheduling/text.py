@@ -57,11 +57,11 @@ class TextStream:
         self._detokenizer = detokenizer
         self._skip_special_tokens = skip_special_tokens
         self._start = 0  # first id that the next text may depend on
-        self._shown = 0  # ids whose text was given
-        self.length = 0  # characters given
+        self._shown = 0  # number of ids whose text was returned
+        self.length = 0  # number of characters returned
 
     def feed(self, ids: np.ndarray) -> str:
-        """What the output `ids` [N] says beyond what was given."""
+        """Return the text of the output `ids` [N] that was not returned before."""
         before, now = self._text(ids[self._start : self._shown]), self._text(ids[self._start :])
         if now.endswith("\ufffd") or len(now) <= len(before):
             return ""

@@ -1,4 +1,4 @@
-"""The scheduler's own thread. The scheduler is reached only through it.
+"""Runs the scheduler in a thread of its own, through which alone it is called.
 
 Callers hand over functions that run between two steps; finished requests come back in batches through
 `deliver`, one call per step however many have finished.
@@ -59,7 +59,7 @@ class EngineThread:
         self._thread.join()
 
     def notify(self, request: Request) -> None:
-        """For `Request.notify`: have `request` delivered after this step."""
+        """Deliver `request` after this step; used as `Request.notify`."""
         self._outbox.append(request)
 
     def submit(self, action: Callable[[Scheduler], None]) -> None:
@@ -116,7 +116,7 @@ class EngineThread:
 
 def _resolve(future: Future[T], action: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
-        return  # its caller has gone; from here on it cannot be cancelled
+        return  # the caller has cancelled; otherwise the future can no longer be cancelled
     try:
         future.set_result(action())
     except Exception as error:

@@ -24,10 +24,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class IncomingWeights:
-    """One update from its begin to its end.
+    """One weight update, from its beginning to its end.
 
     `version` and `flush_cache` are those of the piece with a version; `is_used` tells whether any piece was
-    announced, be it that it did not come.
+    announced, even if it did not arrive.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -39,21 +39,22 @@ class IncomingWeights:
         self._tensors: dict[str, Tensor] = {}
 
     def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
-        """RequestError if one of these is no weight of the model, has another shape, or was there before."""
+        """Raise RequestError if one of these is not a weight of the model, has another shape, or was sent
+        before."""
         seen = set(self._tensors)
         for name, shape in zip(names, shapes, strict=True):
             if is_derived(name, self._arch):
                 continue
             if name not in self._shapes:
-                raise RequestError(f"{name} is no weight of this {self._arch.model_type} model")
+                raise RequestError(f"{name} is not a weight of this {self._arch.model_type} model")
             if tuple(shape) != self._shapes[name]:
                 raise RequestError(f"{name} has shape {list(shape)}, expected {list(self._shapes[name])}")
             if name in seen:
-                raise RequestError(f"{name} came twice in one update")
+                raise RequestError(f"{name} was sent twice in one update")
             seen.add(name)
 
     def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
-        """Take a piece, whole or not at all; RequestError as for `check`, or for another type of numbers."""
+        """Add a piece, completely or not at all; RequestError as for `check`, or for an unsupported dtype."""
         self.check([name for name, _ in named], [tensor.shape for _, tensor in named])
         for name, tensor in named:
             if tensor.dtype not in DTYPES.values():
@@ -63,12 +64,12 @@ class IncomingWeights:
         }
 
     def note(self, version: str | None, *, flush_cache: bool) -> None:
-        """What a piece says about the whole."""
+        """Record the version and flags that a piece sets for the whole update."""
         if version is not None or self.version is None:
             self.version, self.flush_cache = version, flush_cache
 
     def finish(self) -> Weights:
-        """The model's weights; RequestError if some have not come."""
+        """Return the model's weights; RequestError if some are missing."""
         if missing := sorted(self._shapes.keys() - self._tensors.keys()):
             raise RequestError(
                 f"the update lacks {len(missing)} of the model's {len(self._shapes)} weights, the first is "
@@ -83,15 +84,15 @@ def read_payload(payload: object) -> list[tuple[str, Tensor]]:
     try:
         raw = base64.b64decode(payload, validate=True)  # type: ignore[arg-type]
         named = _TensorUnpickler(io.BytesIO(raw)).load()
-    except Exception as error:  # bytes that are no pickle can raise anything
-        raise RequestError(f"serialized_named_tensors is no pickle of tensors in base64: {error}") from error
+    except Exception as error:  # unpickling invalid bytes can raise any exception
+        raise RequestError(f"serialized_named_tensors is not a base64 pickle of tensors: {error}") from error
     if not isinstance(named, list) or not all(_is_named(item) for item in named):
         raise RequestError("serialized_named_tensors must hold a list of (name, tensor)")
     return named
 
 
 def split_bucket(flat: Tensor, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
-    """The tensors that `flat` [bucket.nbytes], uint8, represents; see WeightBucket."""
+    """Split `flat` [bucket.nbytes], uint8, into its tensors; see WeightBucket."""
     named, start = [], 0
     for name, dtype, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True):
         stop = start + torch.Size(shape).numel() * DTYPES[dtype].itemsize
@@ -114,7 +115,7 @@ def _load_storage(raw: bytes) -> Any:
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Knows what a pickled CPU tensor names, and nothing that could run code."""
+    """Allows only the names in pickled CPU tensors, none of which can run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = {
@@ -126,4 +127,4 @@ class _TensorUnpickler(pickle.Unpickler):
         try:
             return known[module, name]
         except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it") from None
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a pickle of tensors") from None

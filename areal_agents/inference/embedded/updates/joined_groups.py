@@ -1,7 +1,7 @@
 """The process groups that this engine has joined, and what it receives through them.
 
-What waits for another process waits in a daemon thread, with a time limit: it holds up neither the event loop
-nor generation nor the end of this process.
+Calls that wait for another process run in a daemon thread with a time limit, so they block neither the event
+loop nor generation nor the exit of this process.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WeightGroups:
     async def join(self, group: WeightGroup) -> None:
         """Return when all members have joined; EngineError if they do not within the time limit."""
         if group.name in self._members:
-            raise RequestError(f"the weight group {group.name} is joined already; take a fresh name")
+            raise RequestError(f"the weight group {group.name} is already joined; use a new name")
         if group.backend == "nccl" and self._device.type != "cuda":
             raise RequestError("backend nccl needs an engine on a GPU; use gloo")
         made = await _in_thread(lambda: join_group(group, rank=group.rank_offset, timeout_s=self._timeout_s))
@@ -52,7 +52,7 @@ class WeightGroups:
         self._members[group.name] = _Member(made, device)
 
     async def receive(self, name: str, bucket: WeightBucket) -> Tensor:
-        """One broadcast of rank 0, uint8 [bucket.nbytes]; EngineError if it does not come."""
+        """Receive one broadcast of rank 0, uint8 [bucket.nbytes]; EngineError if it fails."""
         member = self._members.get(name)
         if member is None:
             raise RequestError(f"the weight group {name} was not joined; joined are {sorted(self._members)}")
@@ -65,11 +65,11 @@ class WeightGroups:
         async with member.turn:
             try:
                 return await _in_thread(receive)
-            except RuntimeError as error:  # what torch's backends raise
+            except RuntimeError as error:  # raised by torch's backends
                 raise EngineError(f"nothing was received from the weight group {name}: {error}") from error
 
     def leave(self, name: str) -> None:
-        """Leave a group; what waits in it runs into its time limit."""
+        """Leave a group; calls that still wait in it time out."""
         member = self._members.pop(name, None)
         if member is None:
             raise RequestError(f"the weight group {name} does not exist here")

@@ -1,6 +1,6 @@
 """Joins and leaves the process group through which a trainer broadcasts weights, for both of its ends.
 
-The steps are those of SGLang's server, because members meet under the keys that these steps write.
+The steps are the same as in SGLang's server, because all members must use the same keys in the store.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ def join_group(group: WeightGroup, *, rank: int, timeout_s: float) -> ProcessGro
 
 
 def leave_group(group: ProcessGroup) -> None:
-    """Leave; what waits in the group fails."""
+    """Leave the group; calls that still wait in it fail."""
     dist.destroy_process_group(group)

@@ -16,7 +16,7 @@ NOT_OPEN = "no weight-update session is open; call begin_weight_update() first"
 
 
 class WeightUpdates:
-    """At most one update is open. Whatever ends it, nothing of it is left."""
+    """The open update, of which there is at most one; its data is discarded however it ends."""
 
     def __init__(self, models: ServedModels, groups: WeightGroups, arch: Architecture) -> None:
         self._models = models
@@ -33,7 +33,7 @@ class WeightUpdates:
     async def add_tensors(
         self, payloads: Sequence[object], version: str | None, *, flush_cache: bool
     ) -> None:
-        """Take a piece of the open update; see incoming.read_payload."""
+        """Add a piece to the open update; see incoming.read_payload."""
         update = self._used()
         if len(payloads) != 1:
             raise RequestError(
@@ -46,7 +46,7 @@ class WeightUpdates:
     async def receive(
         self, bucket: WeightBucket, group: str, version: str | None, *, flush_cache: bool
     ) -> None:
-        """Take a piece of the open update from rank 0 of `group`."""
+        """Receive a piece of the open update from rank 0 of `group`."""
         update = self._used()
         update.check(bucket.names, bucket.shapes)
         flat = await self._groups.receive(group, bucket)
@@ -54,8 +54,8 @@ class WeightUpdates:
         update.note(version, flush_cache=flush_cache)
 
     async def end(self) -> None:
-        """Close the update and swap in what came; RequestError, and the old weights kept, unless it is
-        everything. One of which nothing was announced changes nothing."""
+        """Close the update and swap in its weights. If some are missing, it raises RequestError and keeps the
+        old weights; if none were announced, nothing changes."""
         update, self._open = self._current(), None
         if not update.is_used:
             return

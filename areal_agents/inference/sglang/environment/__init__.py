@@ -1,1 +1,1 @@
-"""Scripts that run in the environment that has SGLang. Nothing of this package imports them."""
+"""Scripts that run in SGLang's own Python environment. The rest of this package does not import them."""

@@ -1,6 +1,7 @@
-"""Prints, as one JSON object, what an environment has for serving SGLang. Run by its own Python.
+"""Prints the version of SGLang and the GPUs of an environment as a JSON object. Run by that environment's
+Python.
 
-{"sglang": version or null, "gpus": those that its torch sees, "error": why it is not usable, or null}
+{"sglang": version or null, "gpus": the number that torch sees, "error": why it cannot be used, or null}
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Look, and say what is there."""
+    """Print the findings."""
     found: dict[str, Any] = {"sglang": None, "gpus": 0, "error": None}
     try:
         found["sglang"] = importlib.metadata.version("sglang")

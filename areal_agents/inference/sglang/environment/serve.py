@@ -5,10 +5,10 @@
 Its arguments are SGLang's own. The server ends, with every process that it spawned, when standard input
 closes, which it does when its parent process dies.
 
-With a CPU build of torch some calls of SGLang fail that a CPU could answer: torchvision's compiled operators,
-of which only the schemas are requested; `sgl_kernel`, which has no CPU wheel; waiting for a GPU; and memory
-that is pinned for one. These get a stand-in here, and no installed file is changed. SGLang spawns processes
-that run this file again up to its last lines, and get the stand-ins that way.
+With a CPU build of torch some calls of SGLang fail although a CPU server does not need them: the schemas of
+torchvision's compiled operators; `sgl_kernel`, which has no CPU wheel; synchronisation with a GPU; and pinned
+memory. This file replaces them at run time and changes no installed file. The processes that SGLang spawns
+import this file, and so get the replacements as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 
 
 class _Kernels(types.ModuleType):
-    """A module whose functions exist and say, when they are called, that this machine does not have them."""
+    """A module whose functions all raise NotImplementedError when they are called."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -42,7 +42,7 @@ class _Kernels(types.ModuleType):
 
 
 def _write_slots(requests: Any, table: Any, starts: Any, ends: Any, slots: Any, _width: int) -> None:
-    """Note which cache slots the new tokens of each request got: the one kernel that a CPU server calls."""
+    """Record the cache slots of each request's new tokens; the only kernel that a CPU server calls."""
     taken = 0
     for request, start, end in zip(requests.tolist(), starts.tolist(), ends.tolist(), strict=True):
         count = end - start
@@ -59,7 +59,7 @@ def _without_pinning(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _NoRuntime:
-    """CUDA's registration of memory, of which a CPU needs none: every call succeeds."""
+    """A stand-in for the CUDA runtime, in which every call succeeds and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *_arguments: 0
@@ -77,13 +77,14 @@ def _declare_vision_operators() -> torch.library.Library:
 
 
 def _stand_in() -> torch.library.Library:
-    """Give SGLang what it lacks beside a CPU build; the declaration lasts as long as the returned object."""
+    """Install the replacements for a CPU build; the operators stay declared while the returned object
+    exists."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     kernels = _Kernels("sgl_kernel")
     kernels.assign_req_to_token_pool_cpu = _write_slots  # type: ignore[attr-defined]
     sys.modules["sgl_kernel"] = kernels
     sys.modules["sgl_kernel.mamba"] = _Kernels("sgl_kernel.mamba")
-    torch.cuda.synchronize = lambda device=None: None  # a CPU has nothing to wait for
+    torch.cuda.synchronize = lambda device=None: None  # nothing to wait for on a CPU
     for make in ("tensor", "empty", "zeros"):
         setattr(torch, make, _without_pinning(getattr(torch, make)))
     torch.cuda.cudart = lambda: _NoRuntime()
@@ -92,7 +93,7 @@ def _stand_in() -> torch.library.Library:
 
 
 def _end_with_starter(kill_process_tree: Callable[..., None]) -> None:
-    """End everything once the other end of standard input is gone."""
+    """End all processes of the server once standard input closes."""
 
     def watch() -> None:
         while os.read(0, 4096):
@@ -103,7 +104,7 @@ def _end_with_starter(kill_process_tree: Callable[..., None]) -> None:
 
 
 def main() -> None:
-    """Serve until SIGTERM; no process stays behind."""
+    """Serve until SIGTERM, then end all child processes."""
     from sglang.launch_server import run_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
