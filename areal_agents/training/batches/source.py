@@ -25,9 +25,10 @@ class BatchSource(Protocol):
     """The source of a run's batches."""
 
     def next(self, progress: TrainingProgress) -> Batch | None:
-        """The batch after `progress`; None if a stop is requested.
+        """Return the batch after `progress`; None if a stop is requested.
 
-        Raises the errors of `next_batch` and `next_recorded_batch`.\n"""
+        Raises the errors of `next_batch` and `next_recorded_batch`.
+        """
 
     def wait_for_swap(self) -> None:
         """Return when the weights of the batch in training may be swapped in, or if a stop is requested.
