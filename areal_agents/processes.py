@@ -15,7 +15,9 @@ import selectors
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 RUN_MARK = "AREAL_AGENTS_PROCESS"  # marks a process of a run; the value is its log file
 AGENT_MARK = "AREAL_AGENTS_AGENT_PROCESS"  # marks an agent's process, which a process of a run started
@@ -108,6 +110,16 @@ def read_line(fd: int, *, timeout_s: float) -> str:
     return read.partition(b"\n")[0].decode(errors="replace")
 
 
+@contextlib.contextmanager
+def exit_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit(0), so that context managers are closed before the process exits."""
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 def _marked(wanted: bytes) -> tuple[set[int], bool]:
     """Return the ids of the processes with `wanted` in their environment, and whether one has none yet."""
     found, starting = set(), False
@@ -131,3 +143,7 @@ def _is_starting(process: Path) -> bool:
     fields = (process / "stat").read_bytes().rpartition(b")")[2].split()
     (process / "exe").readlink()
     return fields[_STAT_ENV_END] == b"0"
+
+
+def _exit(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(0)

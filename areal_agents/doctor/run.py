@@ -44,12 +44,13 @@ from areal_agents.inference import SGLangEngine
 from areal_agents.proxy.app import create_app
 from areal_agents.proxy.calls.record import CallRecord
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, running
 

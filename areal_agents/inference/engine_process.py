@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,9 +22,10 @@ from typing import Any, Self
 import httpx
 
 from areal_agents.direct_http import direct_client
-from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.processes import end_process, signal_group
+from areal_agents.sockets import listen
 
 POLL_S = 0.05
 ANSWER_S = 5.0  # longest wait for one answer: SGLang's /health takes about a second
@@ -168,7 +168,7 @@ class EngineProcess(ServerProcess):
 
     def start(self) -> None:
         """See ServerProcess.start. ConfigError if its port is taken."""
-        listener = _listen(self._config.host, self._config.port)
+        listener = listen(self._config.host, self._config.port, setting="engine.port")
         host, port = listener.getsockname()[:2]
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         config = self._config.model_copy(
@@ -193,18 +193,6 @@ def running_engine(
     config = EmbeddedEngineConfig(model=str(model), **{"port": 0, "incremental_streaming": True, **options})
     with EngineProcess(config, log_path=log_path, start_timeout_s=start_timeout_s) as engine:
         yield engine.url
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"engine.port: cannot listen on {host}:{port}: {error.strerror}") from error
-    listener.listen(2048)
-    return listener
 
 
 def _answers(client: httpx.Client, url: str, *, timeout_s: float) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from areal_agents.errors import RequestError
 from areal_agents.proxy.errors import ClientGone
@@ -94,6 +95,12 @@ class Bodies:
         except orjson.JSONDecodeError as error:
             _refuse_constant(error.doc, error.pos)
             raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection; the request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _received(request: Request, max_bytes: int) -> bytearray:

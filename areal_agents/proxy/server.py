@@ -22,26 +22,26 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.inference import running_engine
+from areal_agents.processes import exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
+from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models, make_pool
 from areal_agents.proxy.http_limits import LimitedProtocol
-from areal_agents.proxy.listening import BACKLOG, exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import BACKLOG, url_of
 from areal_agents.store import Retention, Store, StoreConfig, store_path
 
 __all__ = [
     "build_server",
-    "listen",
     "make_renderer",
     "retention_of",
     "serve",
     "serve_app",
     "serve_with_engines",
-    "url_of",
 ]
 
 _logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from areal_agents.store.config import RetainConfig, StoreConfig
 from areal_agents.store.database import store_path
 from areal_agents.store.episodes import SealedStatus
 from areal_agents.store.errors import Conflict, NotFound, NoTurn, SessionTaken
-from areal_agents.store.retaining import Retention
+from areal_agents.store.retention_job import Retention
 from areal_agents.store.rewards import DEFAULT_REWARD_NAME
 from areal_agents.store.rows import (
     EpisodeRow,

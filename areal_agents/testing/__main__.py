@@ -13,9 +13,10 @@ import sys
 import threading
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.sockets import listen, url_of
 from areal_agents.testing.app import ScriptedApp
 from areal_agents.testing.script import filler
-from areal_agents.testing.server import ANNOUNCEMENT, build_server, listen, url_of
+from areal_agents.testing.server import ANNOUNCEMENT, build_server
 from areal_agents.testing.tokenizer import read_tokenizer
 
 

@@ -5,7 +5,6 @@ Both are stopped when their with-block is left.
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import threading
@@ -16,12 +15,12 @@ from typing import Any
 
 import uvicorn
 
-from areal_agents.errors import ConfigError, EngineUnavailable
+from areal_agents.errors import EngineUnavailable
 from areal_agents.processes import end_process, read_line
+from areal_agents.sockets import BACKLOG, listen, url_of
 from areal_agents.testing.app import ScriptedApp
 
 ANNOUNCEMENT = "scripted engine at "
-_BACKLOG = 2048
 _KEEP_ALIVE_S = 75
 _SHUTDOWN_S = 1
 _START_S = 120.0
@@ -78,27 +77,6 @@ def build_server(app: Any) -> uvicorn.Server:
             log_level="error",
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
-            backlog=_BACKLOG,
+            backlog=BACKLOG,
         )
     )
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket. Raise ConfigError if the port is taken or the host is not local."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free one"
-        ) from error
-    return listener
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the base URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -22,8 +22,9 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import ModelInfo, OnTokens
 from areal_agents.inference.pool import CurrentVersion, EnginePool, PoolLimits
+from areal_agents.sockets import listen, url_of
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, ServedCall
-from areal_agents.testing.server import build_server, listen, url_of
+from areal_agents.testing.server import build_server
 from areal_agents.testing.wire import version_spans
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"

@@ -233,7 +233,7 @@ async def test_a_poisoned_request_fails_alone(
                 took = await outcome(pool, f"good-{len(good)}", f"hello {n}", f"episode {n}")
                 assert isinstance(took, float)
                 good.append(took)
-        assert replica.rests == 0 and replica.is_serving
+        assert replica.exclusions == 0 and replica.is_serving
         assert len(good) > 10 and median(good) < 0.5  # each waits 0.02 s; a rest would take 1 s
         for error in await asyncio.gather(*bad):
             assert isinstance(error, EngineError) and not isinstance(error, EngineUnavailable)
@@ -252,7 +252,7 @@ async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
         )
         assert all(isinstance(one, EngineError) for one in found[:8])
         assert all(isinstance(one, float) for one in found[8:])
-        assert pool.replicas[0].rests == 0
+        assert pool.replicas[0].exclusions == 0
 
 
 async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
@@ -261,8 +261,8 @@ async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[Scrip
     app.script = lambda call: TEXT
     async with pool_over(url) as pool:
         replica = pool.replicas[0]
-        replica.rest_after_invalid_answers(60.0, "it gave invalid answers: one of them")
-        await pool._watch.look(replica)
+        replica.exclude_after_invalid_answers(60.0, "it gave invalid answers: one of them")
+        await pool._monitor.check(replica)
         assert (replica.state, replica.reason) == ("down", "it gave invalid answers: one of them")
 
 
@@ -274,14 +274,14 @@ async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[Scr
         replica = pool.replicas[0]
         calls = [asyncio.create_task(outcome(pool, f"r{n}", f"hello {n}", f"episode {n}")) for n in range(3)]
         began = asyncio.get_running_loop().time()
-        while not replica.rests:
+        while not replica.exclusions:
             assert asyncio.get_running_loop().time() < began + 5
             await asyncio.sleep(0.001)
         assert replica.state == "down" and "invalid answers" in replica.reason
         assert pool.counts.failovers <= 3
         for error in await asyncio.gather(*calls):
             assert isinstance(error, EngineError)
-        assert replica.rests > 1
+        assert replica.exclusions > 1
         app.script = lambda call: TEXT
         assert isinstance(await outcome(pool, "good", "hello", "episode 9"), float)
-        assert (replica.rests, replica.invalid_answers) == (0, [])
+        assert (replica.exclusions, replica.invalid_answers) == (0, [])

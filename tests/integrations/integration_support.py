@@ -25,8 +25,9 @@ import uvloop
 
 from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
-from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 from areal_agents.testing import Script, ScriptedApp, ScriptedCall, ScriptedReply, ServedCall, running
 

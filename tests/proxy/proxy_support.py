@@ -20,8 +20,9 @@ from scripted_sampler import EngineCall, ScriptedSampler
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
 from areal_agents.inference import SGLangEngine
 from areal_agents.proxy import ProxyConfig, create_app
-from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.proxy.server import build_server
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"

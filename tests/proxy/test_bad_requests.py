@@ -25,8 +25,8 @@ from areal_agents.errors import (
     shown,
 )
 from areal_agents.proxy import ProxyConfig, serve
-from areal_agents.proxy.server import listen
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen
 
 USER = {"role": "user", "content": "Where is Lyon?"}
 

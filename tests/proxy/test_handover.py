@@ -16,10 +16,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from workers_support import wait_for
 
-from areal_agents.proxy.listening import listen
 from areal_agents.proxy.server import build_server
 from areal_agents.proxy.workers.handover import Handover, WorkerSockets, open_inboxes
 from areal_agents.proxy.workers.identity import PRIVATE_HOST, Workers, WorkerSpec
+from areal_agents.sockets import listen
 
 
 def app_of(index: int) -> ASGIApp:

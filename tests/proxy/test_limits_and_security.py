@@ -25,8 +25,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_agents.proxy.server import listen, url_of
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen, url_of
 
 USER = {"role": "user", "content": "Where is Lyon?"}
 PATHS = {

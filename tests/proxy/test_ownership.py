@@ -17,7 +17,6 @@ from areal_agents.proxy import ProxyConfig
 from areal_agents.proxy.episodes.housekeeping import Housekeeping
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes, home_key
 from areal_agents.proxy.episodes.sessions import Sessions
-from areal_agents.proxy.listening import listen
 from areal_agents.proxy.workers import identity
 from areal_agents.proxy.workers.identity import (
     Workers,
@@ -28,6 +27,7 @@ from areal_agents.proxy.workers.identity import (
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.ownership import Ownership
+from areal_agents.sockets import listen
 from areal_agents.store import NewEpisode, OpenEpisode, Store
 
 HOLD = """

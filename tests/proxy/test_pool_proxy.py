@@ -21,10 +21,11 @@ from areal_agents.errors import ConfigError
 from areal_agents.inference.pool import EnginePool, PoolLimits
 from areal_agents.proxy import ProxyConfig, create_app, serve
 from areal_agents.proxy.engines import EngineUrls, check_models, make_pool
-from areal_agents.proxy.server import build_server, listen, url_of
+from areal_agents.proxy.server import build_server
 from areal_agents.proxy.workers.identity import WorkerSpec
 from areal_agents.proxy.workers.orders import Order
 from areal_agents.rendering import ChatRenderer
+from areal_agents.sockets import listen, url_of
 from areal_agents.store import Conflict, Store
 from areal_agents.store.trainer_lock import TrainerLock
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
@@ -314,7 +315,7 @@ def test_a_request_that_is_always_answered_with_lies_is_a_502_and_is_not_recorde
             streamed = httpx.post(**call, json={**body, "stream": True})
             assert re.search("error.*(go back|sampled tokens after|ended with length)", streamed.text)
             assert '"finish_reason":"stop"' not in streamed.text and "end_turn" not in streamed.text
-        assert pool.replicas[0].rests == 0
+        assert pool.replicas[0].exclusions == 0
         app.script = lambda call: TEXT
         assert httpx.post(**call, json=body).status_code == 200
         found = httpx.get(

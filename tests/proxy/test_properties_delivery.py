@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.proxy.calls.delivery import DeliveredStream, delivered_reply
 from areal_agents.proxy.calls.request import ModelRequest, SamplingWish
+from areal_agents.proxy.calls.stop_strings import DeliveredStream, delivered_reply
 from areal_agents.rendering import Delta
 
 STEADY = settings(derandomize=True, database=None, deadline=None, max_examples=400)

@@ -26,7 +26,7 @@ from proxy_support import MODEL, SEARCH
 from relay_support import relay_to
 from workers_support import Serving, is_running, lasting_port, wait_for, workers_of
 
-from areal_agents.proxy.listening import listen
+from areal_agents.sockets import listen
 from areal_agents.store import Store
 from areal_agents.testing import ScriptedApp, ScriptedCall, ScriptedReply, running
 

@@ -19,7 +19,7 @@ from areal_agents.inference.config import EmbeddedEngineConfig
 from areal_agents.inference.engine import WeightBucket
 from areal_agents.inference.engine_process import EngineProcess
 from areal_agents.inference.pool import CurrentVersion
-from areal_agents.inference.pool.watching import load
+from areal_agents.inference.pool.monitor import load
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks

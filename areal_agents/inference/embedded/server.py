@@ -36,6 +36,7 @@ from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
 from areal_agents.inference.embedded.scheduling.service import EngineService
 from areal_agents.inference.embedded.scheduling.text import Detokenizer
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
+from areal_agents.sockets import listen
 
 logger = logging.getLogger(__name__)
 
@@ -193,17 +194,7 @@ def _use_numba(config: EmbeddedEngineConfig) -> bool:
 def _listen(config: EmbeddedEngineConfig) -> socket.socket:
     if config.listen_fd is not None:
         return socket.socket(fileno=config.listen_fd)
-    listener = socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"engine.port: cannot listen on {config.host}:{config.port}: {error.strerror}"
-        ) from error
-    listener.listen(2048)
-    return listener
+    return listen(config.host, config.port, setting="engine.port")
 
 
 def _end_with_parent() -> None:

@@ -22,6 +22,7 @@ from areal_agents.inference.engine import Engine, ModelInfo, OnTokens, PromptSco
 from areal_agents.inference.pool.balancing import Affinities
 from areal_agents.inference.pool.external_router import is_routable
 from areal_agents.inference.pool.limits import PoolLimits
+from areal_agents.inference.pool.monitor import ReplicaMonitor, WithoutTrainer, unavailable
 from areal_agents.inference.pool.replica import CurrentVersion, Replica, Unanswered
 from areal_agents.inference.pool.suspects import (
     Suspect,
@@ -31,7 +32,6 @@ from areal_agents.inference.pool.suspects import (
     is_invalid_answer,
     pause_after_attempt,
 )
-from areal_agents.inference.pool.watching import ReplicaMonitor, WithoutTrainer, unavailable
 
 _NOTHING_SAMPLED = SamplingParams(1)  # for scoring requests, which only their tokens identify
 _MOST_INVALID = 3  # different requests in a row with invalid answers after which a replica is paused
@@ -101,7 +101,7 @@ class EnginePool:
         self._unfinished: dict[str, tuple[PartialCompletion, Replica | None]] = {}
         self._changed = asyncio.Event()
         self._is_closed = False
-        self._watch = ReplicaMonitor(
+        self._monitor = ReplicaMonitor(
             self.replicas,
             current=current,
             without_trainer=without_trainer,
@@ -188,7 +188,7 @@ class EnginePool:
         serves."""
         if not any(replica.is_serving for replica in self.replicas):
             self.start()
-            await asyncio.gather(*(self._watch.look(replica) for replica in self.replicas))
+            await asyncio.gather(*(self._monitor.check(replica) for replica in self.replicas))
         serving = [replica for replica in self.replicas if replica.is_serving]
         infos = [(replica.version, replica.info) for replica in serving if replica.info is not None]
         if not infos:
@@ -204,14 +204,14 @@ class EnginePool:
 
     def start(self) -> None:
         """Start to monitor the replicas; otherwise the first call starts it."""
-        if not self._watch.is_running and not self._is_closed:
-            self._watch.start()
+        if not self._monitor.is_running and not self._is_closed:
+            self._monitor.start()
 
     async def aclose(self) -> None:
         """Stop monitoring and close the clients; requests that wait for a replica fail."""
         self._is_closed = True
         self._changed.set()
-        await self._watch.stop()
+        await self._monitor.stop()
         routed = [self._router] if self._router is not None else []
         await asyncio.gather(*(replica.sampler.aclose() for replica in [*self.replicas, *routed]))
 
@@ -315,18 +315,19 @@ class EnginePool:
         oldest, newest = versions[0], versions[-1]
         if oldest < least:
             raise OldVersion(f"{replica.name} sampled with version {oldest} after version {least}")
-        current = self._watch.current
+        current = self._monitor.current
         if current is not None and newest > current.version:
-            await self._watch.refresh()
-            current = self._watch.current
+            await self._monitor.refresh()
+            current = self._monitor.current
             if current is not None and newest > current.version:
                 raise EngineError(
                     f"{replica.name} samples with version {newest}, and {current.version} is the newest that "
-                    "was published: it serves another run"
+                    "was published: it serves another run; restart that engine, or point this run at engines of "
+                    "its own"
                 )
         if current is None and newest > replica.version and replica is not self._router:
             # Nothing has been published, so the version that the replica reports is the only bound.
-            await self._watch.look_again(replica)
+            await self._monitor.check_again(replica)
             if newest > replica.version:
                 raise EngineError(
                     f"{replica.name} samples with version {newest}, and reports {replica.version}"
@@ -336,8 +337,7 @@ class EnginePool:
             replica.may_be_paused = False
 
     def _least_version(self, replica: Replica) -> int:
-        """Return the oldest version allowed in an answer; only a server that has just started has a lower
-        one."""
+        """Return the oldest version allowed in an answer; only a server that was just started has a lower one."""
         if replica is not self._router:
             return replica.version
         return min((other.version for other in self.replicas if other.is_serving), default=-1)
@@ -380,14 +380,14 @@ class EnginePool:
                 other.wake.set()
             return not isinstance(error, EngineRejected)
         if isinstance(error, EngineRejected):  # the request's fault, unless something else serves there now
-            await self._watch.look(replica)
+            await self._monitor.check(replica)
             return not replica.is_serving
         if isinstance(error, EngineUnavailable | OldVersion):
             replica.doubt(str(error))
             return True
         replica.wake.set()
-        if replica.is_serving and replica.note_invalid_answer(affinity, suspect.asked) >= _MOST_INVALID:
-            replica.rest_after_invalid_answers(
+        if replica.is_serving and replica.note_invalid_answer(affinity, suspect.digest) >= _MOST_INVALID:
+            replica.exclude_after_invalid_answers(
                 self._limits.longest_pause_s, f"it gave invalid answers: {error}"
             )
         return True
@@ -407,7 +407,7 @@ class EnginePool:
             return False
         behind = self.replicas if replica is self._router else (replica,)
         if not any(other.gone_at >= began for other in behind):
-            await asyncio.gather(*(self._watch.look_again(other) for other in behind if not other.misses))
+            await asyncio.gather(*(self._monitor.check_again(other) for other in behind if not other.misses))
         return any(other.gone_at >= began for other in behind)
 
     def _count_load(self) -> None:

@@ -49,15 +49,15 @@ class Replica:
             clock.
         invalid_answers: (caller, request) of the invalid answers since the last valid one; no caller and no
             request is in it twice.
-        rests: the number of consecutive pauses because of invalid answers.
-        rests_until: the end of the current pause, by the event loop's clock.
-        rests_for: the reason for the current or last pause.
+        exclusions: how often in a row it was excluded because of invalid answers.
+        excluded_until: the end of the current exclusion, by the event loop's clock.
+        exclusion_reason: the reason for the current or last exclusion.
         due: the version that the trainer is expected to swap in, because the replica served when it was
         published; None if none.
         may_be_paused: whether a trainer that has ended may have left it paused: it was already running when
             it was found, or its swap was not finished, and it has sampled nothing with the current version
             since.
-        trouble: why the last attempt to bring it to the current version failed.
+        load_error: why the last attempt to bring it to the current version failed.
         wake: set to request a health check now.
     """
 
@@ -73,12 +73,12 @@ class Replica:
     misses: int = 0
     gone_at: float = -inf
     invalid_answers: list[tuple[str, bytes]] = field(default_factory=list)
-    rests: int = 0
-    rests_until: float = 0.0
-    rests_for: str = ""
+    exclusions: int = 0
+    excluded_until: float = 0.0
+    exclusion_reason: str = ""
     due: int | None = None
     may_be_paused: bool = True
-    trouble: str = ""
+    load_error: str = ""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     _attempts: set[asyncio.Timeout] = field(default_factory=set)
 
@@ -105,30 +105,30 @@ class Replica:
     def answered(self) -> None:
         """Note a valid answer."""
         self.invalid_answers.clear()
-        self.rests = 0
+        self.exclusions = 0
 
-    def note_invalid_answer(self, caller: str, asked: bytes) -> int:
-        """Note an invalid answer to the request `asked` of `caller`, "" if the caller is not known.
+    def note_invalid_answer(self, caller: str, digest: bytes) -> int:
+        """Note an invalid answer to the request with this digest by `caller`, "" if the caller is not known.
 
         Returns how many different requests of different callers got one since its last valid answer. A
         request that always gets one is counted once, and so is a caller with many such requests.
         """
-        known = any(asked == other or (caller and caller == who) for who, other in self.invalid_answers)
+        known = any(digest == other or (caller and caller == who) for who, other in self.invalid_answers)
         if not known:
-            self.invalid_answers.append((caller, asked))
+            self.invalid_answers.append((caller, digest))
         return len(self.invalid_answers)
 
-    def rest_after_invalid_answers(self, longest_s: float, why: str) -> None:
-        """Send it no requests for 1 s, doubled for each rest in a row, at most `longest_s`.
+    def exclude_after_invalid_answers(self, longest_s: float, why: str) -> None:
+        """Send it no requests for 1 s, doubled for each exclusion in a row, at most `longest_s`.
 
-        Health checks continue. It is paused again only after the same number of different requests with
+        Health checks continue. It is excluded again only after the same number of different requests with
         invalid answers.
         """
-        self.rests_until = asyncio.get_running_loop().time() + min(2.0**self.rests, longest_s)
+        self.excluded_until = asyncio.get_running_loop().time() + min(2.0**self.exclusions, longest_s)
         self.state = "down"
-        self.reason = self.rests_for = why
+        self.reason = self.exclusion_reason = why
         self.invalid_answers.clear()
-        self.rests += 1
+        self.exclusions += 1
 
     def lose(self, why: str) -> None:
         """Mark it as lost, and interrupt the requests that run on it."""

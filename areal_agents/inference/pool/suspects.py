@@ -53,14 +53,14 @@ class Suspects:
     def give_up(self, suspect: Suspect, why: str) -> None:
         """Refuse equal requests from now on: retries, other attempts at the task, other episodes of its
         group."""
-        self._given_up[suspect.asked] = time.monotonic() + _REFUSED_S, why
+        self._given_up[suspect.digest] = time.monotonic() + _REFUSED_S, why
 
     def refuse_known(self, suspect: Suspect) -> None:
         """Raise EngineError if a request equal to that of `suspect` was recently given up."""
         now = time.monotonic()
-        self._given_up = {asked: known for asked, known in self._given_up.items() if known[0] > now}
-        if self._given_up and suspect.asked in self._given_up:
-            why = self._given_up[suspect.asked][1]
+        self._given_up = {digest: known for digest, known in self._given_up.items() if known[0] > now}
+        if self._given_up and suspect.digest in self._given_up:
+            why = self._given_up[suspect.digest][1]
             raise EngineError(
                 f"the same request was given up less than {_REFUSED_S / 60:g} minutes ago: {why}"
             )
@@ -82,7 +82,7 @@ class Suspect:
         self._furthest = 0  # number of tokens that it had when an engine died
 
     @property
-    def asked(self) -> bytes:
+    def digest(self) -> bytes:
         """A digest of the parts that can kill an engine: the prompt and the grammar, not the seed."""
         input_ids, sampling = self._request
         return hashlib.sha256(input_ids.tobytes() + repr(sampling.grammar).encode()).digest()

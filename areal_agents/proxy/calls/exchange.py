@@ -32,12 +32,12 @@ from areal_agents.errors import (
 )
 from areal_agents.inference import ModelInfo, Sampler
 from areal_agents.proxy.calls.admission import Admission
-from areal_agents.proxy.calls.delivery import DeliveredStream, delivered_reply
 from areal_agents.proxy.calls.prompts import Prompt, Prompts
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.calls.retries import Retries
 from areal_agents.proxy.calls.sampling import BASE_SEED, TurnSampling, turn_sampling
 from areal_agents.proxy.calls.shared_reply import SharedReply
+from areal_agents.proxy.calls.stop_strings import DeliveredStream, delivered_reply
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.dialects.turn_ids import new_turn_id
 from areal_agents.proxy.episodes.sessions import Session

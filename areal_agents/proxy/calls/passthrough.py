@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from areal_agents.errors import EngineUnavailable, RequestError
+from areal_agents.proxy.bodies import wait_for_disconnect
 from areal_agents.proxy.calls.streaming import EventStream
 from areal_agents.proxy.config import ProxyConfig, Upstream
 
@@ -77,7 +78,7 @@ class PassThrough:
 
 async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGenerator[bytes, None]:
     """Yield what the upstream streams, until its end or until the client disconnects."""
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
     reading: asyncio.Future[bytes] | None = None
     try:
         while True:
@@ -91,9 +92,3 @@ async def _parts(answer: aiohttp.ClientResponse, request: Request) -> AsyncGener
         if reading is not None:
             reading.cancel()
         answer.close()
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has closed the connection. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -12,12 +12,12 @@ from enum import IntEnum
 
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
-from areal_agents.proxy.calls.delivery import delivered_reply
 from areal_agents.proxy.calls.ledger import KnownKey
 from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.calls.sampling import grammar_of
 from areal_agents.proxy.calls.shared_reply import RecordedReply, SharedReply
+from areal_agents.proxy.calls.stop_strings import delivered_reply
 from areal_agents.proxy.episodes.sessions import Session
 from areal_agents.proxy.errors import as_request_error
 from areal_agents.store import Store

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from areal_agents.core.forest import Forest
 from areal_agents.errors import RequestError
 from areal_agents.proxy.auth import Authenticator, Caller
-from areal_agents.proxy.bodies import Bodies
+from areal_agents.proxy.bodies import Bodies, wait_for_disconnect
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.fields import ignored_fields
 from areal_agents.proxy.calls.labels import label_of, session_of
@@ -213,7 +213,7 @@ class ModelCalls:
             reply.task.add_done_callback(lambda _: self._implicit.call_ended(session, model_request, reply))
         record.repeated = reply.is_repeated or reply.has_client
         reply.join()
-        gone = asyncio.ensure_future(_disconnected(request))
+        gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
         client = _Client(reply, gone, dialect, session, body, model_request, record, started)
         if record.streamed and await self._can_start_stream(client):
             if reply.deltas:
@@ -371,12 +371,6 @@ def _retry(headers: Mapping[str, str]) -> Retry:
     if len(key) > _LONGEST_KEY:
         raise RequestError(f"an Idempotency-Key may have at most {_LONGEST_KEY} characters, got {len(key)}")
     return Retry(int(count) if count.isdecimal() and len(count) < 10 else 0, key)
-
-
-async def _disconnected(request: Request) -> None:
-    """Return when the client has closed the connection. The body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _refused(dialect: Dialect, request: Request, error: Exception) -> Response:

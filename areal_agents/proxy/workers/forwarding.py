@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from areal_agents.proxy.bodies import wait_for_disconnect
 from areal_agents.proxy.errors import episode_elsewhere, error_response
 from areal_agents.proxy.workers.identity import Workers
 from areal_agents.proxy.workers.placement import WorkerLookup
@@ -156,8 +157,7 @@ class ReplayableBody:
 
     async def wait_for_disconnect(self) -> None:
         """Wait until the client has closed the connection. The body must have been read."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await wait_for_disconnect(self._receive)
 
 
 class Siblings:

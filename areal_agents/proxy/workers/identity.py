@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.auth import new_episode_key
-from areal_agents.proxy.listening import listen
+from areal_agents.sockets import listen
 
 PRIVATE_HOST = "127.0.0.1"
 ORPHANS_END_S = 25.0  # a worker exits at the latest 15 s after its supervisor

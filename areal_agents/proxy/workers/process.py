@@ -15,8 +15,8 @@ import threading
 import time
 
 from areal_agents.errors import ArealAgentsError
+from areal_agents.processes import exit_on_sigterm
 from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.listening import exit_on_sigterm
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.server import make_renderer, retention_of, serve_with_engines
 from areal_agents.proxy.workers.handover import WorkerSockets

@@ -25,10 +25,10 @@ from typing import Any
 
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
-from areal_agents.processes import kill_process
+from areal_agents.processes import exit_on_sigterm, kill_process
+from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
-from areal_agents.proxy.listening import exit_on_sigterm, listen, refuse_open_access, url_of
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import open_inboxes
 from areal_agents.proxy.workers.identity import (
@@ -41,6 +41,7 @@ from areal_agents.proxy.workers.identity import (
     wait_for_orphans,
 )
 from areal_agents.proxy.workers.orders import READY, Order
+from areal_agents.sockets import listen, url_of
 from areal_agents.store import RetainConfig, Store, StoreConfig, store_path
 
 _logger = logging.getLogger(__name__)

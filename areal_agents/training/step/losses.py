@@ -25,7 +25,7 @@ from areal_agents.training.model.critic import Critic
 from areal_agents.training.model.model import Policy
 from areal_agents.training.step.divergence import FullTargets, TopTargets
 from areal_agents.training.step.plan import BatchPlan, Minibatch, PlannedMicroBatch, by_sample
-from areal_agents.training.step.scoring import Scores, score
+from areal_agents.training.step.proximal_pass import Scores, score
 from areal_agents.training.step.teacher import HeldTeacher, Teacher
 
 

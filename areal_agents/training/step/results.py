@@ -11,7 +11,7 @@ from torch import Tensor
 from areal_agents.algorithms.losses.dpo import DpoCoefficients
 from areal_agents.algorithms.losses.statistics import LossStatistics
 from areal_agents.training.step.learner import Learner
-from areal_agents.training.step.scoring import Scores
+from areal_agents.training.step.proximal_pass import Scores
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from areal_agents.training.model.model import Policy
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
+from areal_agents.training.step.proximal_pass import Scores, passes, score_batch, scored
 from areal_agents.training.step.results import (
     CriticResult,
     DpoResult,
@@ -33,7 +34,6 @@ from areal_agents.training.step.results import (
     critic_result,
     dpo_result,
 )
-from areal_agents.training.step.scoring import Scores, passes, score_batch, scored
 from areal_agents.training.step.teacher import Teacher
 
 __all__ = ["CriticResult", "DpoResult", "StepOptions", "StepResult", "Stopped", "train_batch"]

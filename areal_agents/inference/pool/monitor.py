@@ -73,7 +73,7 @@ class ReplicaMonitor:
         self._vocab_size = vocab_size
         self._tasks: list[asyncio.Task[None]] = []
         self._loads: dict[str, asyncio.Task[None]] = {}
-        self._looks: dict[str, asyncio.Task[None]] = {}
+        self._checks: dict[str, asyncio.Task[None]] = {}
 
     @property
     def is_running(self) -> bool:
@@ -82,32 +82,32 @@ class ReplicaMonitor:
 
     def start(self) -> None:
         """Start the health checks; the first ones are running when this returns."""
-        self._tasks = [asyncio.create_task(self._keep_looking(replica)) for replica in self._replicas]
+        self._tasks = [asyncio.create_task(self._keep_checking(replica)) for replica in self._replicas]
 
     async def stop(self) -> None:
         """Cancel all tasks of the monitor."""
-        tasks = [*self._tasks, *self._loads.values(), *self._looks.values()]
-        self._tasks, self._loads, self._looks = [], {}, {}
+        tasks = [*self._tasks, *self._loads.values(), *self._checks.values()]
+        self._tasks, self._loads, self._checks = [], {}, {}
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    async def look(self, replica: Replica) -> None:
+    async def check(self, replica: Replica) -> None:
         """Query what a replica serves, and update its state. Concurrent calls share one query."""
-        look = self._looks.get(replica.name)
-        if look is None or look.done():
-            look = self._looks[replica.name] = asyncio.create_task(self._look(replica))
-        await asyncio.shield(look)
+        check = self._checks.get(replica.name)
+        if check is None or check.done():
+            check = self._checks[replica.name] = asyncio.create_task(self._check(replica))
+        await asyncio.shield(check)
 
-    async def look_again(self, replica: Replica) -> None:
+    async def check_again(self, replica: Replica) -> None:
         """Check with a new query, since one in progress may already have received an older answer."""
-        under_way = self._looks.get(replica.name)
+        under_way = self._checks.get(replica.name)
         if under_way is not None and not under_way.done():
             await asyncio.wait([under_way])
-        await self.look(replica)
+        await self.check(replica)
 
-    async def _look(self, replica: Replica) -> None:
+    async def _check(self, replica: Replica) -> None:
         before = replica.state, replica.reason
         try:
             async with asyncio.timeout(self._limits.probe_timeout_s):
@@ -147,11 +147,11 @@ class ReplicaMonitor:
                 replica.due = found.version
         return True
 
-    async def _keep_looking(self, replica: Replica) -> None:
+    async def _keep_checking(self, replica: Replica) -> None:
         limits = self._limits
         while True:
             try:
-                await self.look(replica)
+                await self.check(replica)
             except Exception:  # a bug: log it and continue, or the replica would keep its state forever
                 log.exception("the health check of engine %s failed unexpectedly", replica.name)
             pause_s = limits.probe_every_s
@@ -197,13 +197,13 @@ class ReplicaMonitor:
         replica.version = info.version
         goal = self.current
         if goal is None or info.version == goal.version:
-            replica.due, replica.trouble = None, ""
+            replica.due, replica.load_error = None, ""
             self._admit(replica, now)
         elif started_again or not is_swapped:
             replica.state = "late"
             replica.may_be_paused, replica.due = replica.may_be_paused or replica.due is not None, None
             replica.reason = f"it serves version {info.version}, and {goal.version} is current" + (
-                f"; {replica.trouble}" if replica.trouble else ""
+                f"; {replica.load_error}" if replica.load_error else ""
             )
             if replica.name not in self._loads:
                 self._loads[replica.name] = asyncio.create_task(self._bring_up(replica))
@@ -211,8 +211,8 @@ class ReplicaMonitor:
             self._admit(replica, now)
 
     def _admit(self, replica: Replica, now: float) -> None:
-        if now < replica.rests_until:
-            replica.state, replica.reason = "down", replica.rests_for
+        if now < replica.excluded_until:
+            replica.state, replica.reason = "down", replica.exclusion_reason
         else:
             replica.state, replica.reason = "serving", ""
 
@@ -252,12 +252,12 @@ class ReplicaMonitor:
         try:
             await asyncio.sleep(random.uniform(0, _SPREAD_S))
             while replica.state == "late":
-                await self.look(replica)
+                await self.check(replica)
                 goal = self.current
                 if replica.state != "late" or goal is None:
                     return
                 await self._load(replica, goal)
-                await self.look(replica)
+                await self.check(replica)
                 if replica.state != "late":
                     return
                 await asyncio.sleep(pause_s)
@@ -271,7 +271,7 @@ class ReplicaMonitor:
             await load(replica.engine, goal)
         except EngineError as error:
             log.warning("engine %s could not load version %d: %s", replica.name, goal.version, error)
-            replica.trouble = f"loading it failed: {error}"
+            replica.load_error = f"loading it failed: {error}"
         else:
             self._on_load()
 

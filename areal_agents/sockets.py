@@ -1,0 +1,36 @@
+"""Opens the listening sockets of the package's servers."""
+
+from __future__ import annotations
+
+import socket
+
+from areal_agents.errors import ConfigError
+
+BACKLOG = 4096  # connections that wait to be accepted
+
+
+def listen(host: str, port: int, *, setting: str = "") -> socket.socket:
+    """Return a listening socket; port 0 chooses a free one.
+
+    Raises ConfigError, which names `setting` if given, if the port is taken or the host is not an address of
+    this machine.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        where = f"{setting}: " if setting else ""
+        raise ConfigError(
+            f"{where}cannot listen on {host}:{port}: {error.strerror}; choose another port, or 0 for a free "
+            "one"
+        ) from error
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the base URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,88 @@
+"""What the Markdown pages refer to exists: files, headings, commands, and targets of the Makefile."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.core
+import typer.main
+
+import areal_agents.cli
+import benchmarks.__main__
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    page
+    for folder in ("", "docs", "docs/decisions", "examples/*", "integrations", "integrations/*", "benchmarks")
+    for page in ROOT.glob(f"{folder}/*.md" if folder else "*.md")
+    if page.name != "CHANGELOG.md"  # it names what is gone
+)
+TOP = ("areal_agents", "benchmarks", "docs", "examples", "integrations", "tests")
+EXAMPLES = {"areal_agents/algorithms/losses/tapered.py"}  # files that a page tells the reader to write
+
+
+def _in_code(pattern: str) -> list[tuple[str, str]]:
+    """What a pattern finds in the code spans and code blocks of the pages, with each page's name."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        blocks = re.findall(r"^```.*?^```|^    .*?$|`[^`\n]+`", text, re.MULTILINE | re.DOTALL)
+        found += [(page.name, name) for block in blocks for name in re.findall(pattern, block)]
+    return found
+
+
+def _anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_pages_are_found() -> None:
+    names = {str(page.relative_to(ROOT)) for page in PAGES}
+    assert names >= {"README.md", "CONTRIBUTING.md", "docs/protocol.md", "integrations/README.md"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_named_files_exist(page: Path) -> None:
+    named = re.findall(rf"(?<![\w/.\-])((?:{'|'.join(TOP)})/[\w./\-]*\w)", page.read_text())
+    assert not {path for path in set(named) - EXAMPLES if not (ROOT / path).exists()}
+
+
+def test_named_commands_exist() -> None:
+    named = _in_code(r"\bareal-agents ([a-z]+)\b")
+    assert len(named) > 10
+    assert not {(page, name) for page, name in named if name not in _commands(areal_agents.cli.app)}
+
+
+def test_named_make_targets_exist() -> None:
+    targets = set(re.findall(r"^([a-z\-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = _in_code(r"\bmake ([a-z\-]+)\b")
+    assert len(named) > 5
+    assert not {(page, name) for page, name in named if name not in targets}
+
+
+def test_named_benchmarks_exist() -> None:
+    named = _in_code(r"python -m benchmarks ([a-z_]+)")
+    assert len(named) > 5
+    assert not {(page, name) for page, name in named if name not in _commands(benchmarks.__main__.app)}
+
+
+def _commands(app: typer.Typer) -> set[str]:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    return set(group.commands)
