@@ -15,7 +15,6 @@ from areal_agents.store.codec import decode_turn
 from areal_agents.store.errors import NotFound
 from areal_agents.store.rows import (
     GROUP_STATES,
-    LIVE,
     SCORED,
     EpisodeRow,
     EpisodeSummary,
@@ -213,19 +212,6 @@ def failed_episodes(connection: sa.Connection, split: Split) -> int:
     """Return how many episodes of the split have failed."""
     failed = (episodes.c.split == split) & (episodes.c.status == "failed")
     return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
-
-
-def in_flight_episodes(connection: sa.Connection) -> int:
-    """Return the number of training episodes that are submitted and not yet trained, failed or dropped."""
-    untrained = sa.select(groups.c.id).where(
-        groups.c.state.in_(("pending", "complete")),
-        groups.c.split == "train",
-        ~sa.exists().where(leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state != "leased"),
-    )
-    # An expression instead of the column, so that the few groups are looked up and not all finished episodes.
-    is_live = episodes.c.status.concat("").in_(LIVE)
-    query = sa.select(sa.func.count()).where(is_live, episodes.c.group_id.in_(untrained))
-    return connection.execute(query).scalar_one()
 
 
 def recorded_groups(connection: sa.Connection) -> list[str]:

@@ -196,12 +196,6 @@ class Store:
             lambda c: leases.take_groups(c, count, step=step, holder=holder)
         ).result()
 
-    def lease_groups(self, count: int, *, step: int) -> list[RolloutGroup]:
-        """Lease groups as `lease_group_ids` does, and load them."""
-        ids = self.lease_group_ids(count, step=step)
-        with self._database.read() as connection:
-            return reads.load_groups(connection, ids) if ids else []
-
     def lease_replays(
         self, count: int, *, step: int, min_version: int, max_uses: int
     ) -> list[tuple[str, int]]:
@@ -284,20 +278,10 @@ class Store:
         with self._database.read() as connection:
             return versions.steps_behind(connection, version)
 
-    def latest_checkpoint(self) -> int | None:
-        """Return the step of the newest checkpoint, or None if there is none."""
-        with self._database.read() as connection:
-            return versions.latest_checkpoint(connection)
-
     def failed_episodes(self, split: Split = "train") -> int:
         """Return how many episodes of the split have failed."""
         with self._database.read() as connection:
             return reads.failed_episodes(connection, split)
-
-    def in_flight_episodes(self) -> int:
-        """Return the number of training episodes that are submitted and not yet trained, for the gate."""
-        with self._database.read() as connection:
-            return reads.in_flight_episodes(connection)
 
     def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
         """Return (group, step of its last use) of up to `limit` groups whose turns can be deleted, by step.

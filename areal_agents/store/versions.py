@@ -8,7 +8,7 @@ import sqlalchemy as sa
 
 from areal_agents.store.errors import Conflict
 from areal_agents.store.rows import VersionRow
-from areal_agents.store.schema import checkpoints, leases, versions
+from areal_agents.store.schema import leases, versions
 
 
 def insert_version(
@@ -75,8 +75,3 @@ def oldest_served(connection: sa.Connection) -> int:
         sa.select(sa.func.max(leases.c.version)).where(leases.c.state == "trained")
     ).scalar_one()
     return max(first, newest - 1, -1 if trained is None else trained)
-
-
-def latest_checkpoint(connection: sa.Connection) -> int | None:
-    """Return the step of the newest checkpoint, or None if there is none."""
-    return connection.execute(sa.select(sa.func.max(checkpoints.c.step))).scalar_one()

@@ -15,6 +15,7 @@ from openai import AsyncOpenAI
 from proxy_support import SEARCH, RunningProxy, running_proxy, tool_call
 from record_support import until
 from scripted_sampler import ScriptedSampler
+from store_queries import in_flight_episodes, lease_groups
 
 from areal_agents.errors import EngineUnavailable
 from areal_agents.rendering import ChatRenderer
@@ -77,7 +78,7 @@ def test_finishing_may_bring_the_rewards(proxy: RunningProxy) -> None:
     assert proxy.tokens(episode)["status"] == "open"  # a refused reward leaves it as it was
     rewards: list[Any] = [{"reward": 1}, {"reward": 0.5, "completion_id": completion}]
     assert post(proxy, path, {"rewards": rewards})["status"] == "finished"
-    (leased,) = proxy.store.lease_groups(1, step=0)
+    (leased,) = lease_groups(proxy.store, 1, step=0)
     assert leased.rollouts[0].episode.score == 1.5
 
 
@@ -275,12 +276,12 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
     post(proxy, f"/episodes/{members[0]['id']}/finish")
     post(proxy, f"/episodes/{members[1]['id']}/finish", {"truncated": True})  # scored without a reward
     post(proxy, f"/episodes/{members[2]['id']}/finish")
-    assert proxy.store.lease_groups(1, step=0) == []
+    assert lease_groups(proxy.store, 1, step=0) == []
     post(proxy, f"/episodes/{members[2]['id']}/reward", {"reward": 0.5})  # rewards may come after the end
     post(proxy, "/episodes", group, status=409)
     post(proxy, f"/episodes/{members[1]['id']}/reward", {"reward": 0.125})  # takes the default's place
 
-    (leased,) = proxy.store.lease_groups(1, step=0)
+    (leased,) = lease_groups(proxy.store, 1, step=0)
     assert [rollout.episode.score for rollout in leased.rollouts] == [1, 0.125, 0.5]
     error = post(proxy, f"/episodes/{members[0]['id']}/reward", {"reward": 0}, status=409)["error"]
     assert "leased" in error["message"]
@@ -290,11 +291,11 @@ def test_a_group_fills_completes_and_closes(proxy: RunningProxy) -> None:
 def test_a_dropped_group_takes_nothing(proxy: RunningProxy) -> None:
     group = {"group": "with/slash@0", "group_size": 2}
     proxy.open_episode(**group)
-    before = proxy.store.in_flight_episodes()
+    before = in_flight_episodes(proxy.store)
     post(proxy, "/groups/with/slash@0/drop", {"reason": "run is over"})
     post(proxy, "/groups/with/slash@0/drop")
     post(proxy, "/episodes", group, status=409)
-    assert proxy.store.in_flight_episodes() == before - 1
+    assert in_flight_episodes(proxy.store) == before - 1
 
 
 def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
@@ -326,7 +327,7 @@ def test_concurrent_episodes_of_many_groups(proxy: RunningProxy) -> None:
             return await asyncio.gather(*(agent(index, http, client) for index in range(64)))
 
     episodes = asyncio.run(main())
-    groups = proxy.store.lease_groups(4, step=9)
+    groups = lease_groups(proxy.store, 4, step=9)
     assert [len(group.rollouts) for group in groups] == [16] * 4
     assert {r.episode.id for group in groups for r in group.rollouts} == set(episodes)
     turns = [turn for group in groups for r in group.rollouts for turn in r.episode.turns]

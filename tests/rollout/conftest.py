@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from store_queries import lease_groups
 
 from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.proxy.app import create_app
@@ -64,7 +65,7 @@ class Served:
             if self.store.max_version() < 0:
                 await asyncio.to_thread(self.publish, 0)
             for step in range(1, steps + 1):
-                while not may_train(step) or not (batch := self.store.lease_groups(groups, step=step)):
+                while not may_train(step) or not (batch := lease_groups(self.store, groups, step=step)):
                     await asyncio.sleep(0.02)
                 seen(step)
                 await asyncio.sleep(0.05)

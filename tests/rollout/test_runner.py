@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from store_queries import in_flight_episodes
 
 from areal_agents import AsyncClient, Client
 from areal_agents.errors import AgentError, DataError, RequestError
@@ -77,7 +78,7 @@ async def test_a_whole_run(served: Any) -> None:
     async with served.trainer(
         groups=2,
         steps=STEPS,
-        seen=lambda _: seen.append(served.store.in_flight_episodes()),
+        seen=lambda _: seen.append(in_flight_episodes(served.store)),
         may_train=may_train,
     ):
         async with asyncio.timeout(60):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_queries import in_flight_episodes
 from store_support import complete_group
 
 from areal_agents.errors import StoreError
@@ -107,7 +108,7 @@ def test_a_store_of_the_previous_schema_goes_on(old: Path, tmp_path: Path) -> No
             "trained": 2,
             "dropped": 1,
         }
-        assert store.in_flight_episodes() == 2 + 2 + 1
+        assert in_flight_episodes(store) == 2 + 2 + 1
         assert store.untrained_groups() == [
             UntrainedGroup("leased@0", False),
             UntrainedGroup("complete@0", False),

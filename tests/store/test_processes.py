@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_queries import lease_groups
 from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.store import Conflict, Store
@@ -97,7 +98,7 @@ def lease_all(path: str, groups: int) -> None:
     """Run in another process: take the groups one by one."""
     with Store.open(path) as store:
         for step in range(groups):
-            assert store.lease_groups(1, step=step)
+            assert lease_groups(store, 1, step=step)
 
 
 def test_a_reward_is_in_what_the_trainer_leased_or_refused(tmp_path: Path) -> None:

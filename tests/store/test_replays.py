@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_queries import in_flight_episodes
 from store_support import make_turn, open_episode, reward
 
 from areal_agents.core.completion import Completion
@@ -125,7 +126,7 @@ def test_a_reuse_counts_nowhere_else(store: Store) -> None:
 
     def seen() -> tuple[Any, ...]:
         return (
-            store.in_flight_episodes(),
+            in_flight_episodes(store),
             store.group_counts(),
             store.untrained_groups(),
             store.waiting_groups(),
@@ -208,7 +209,7 @@ def test_a_resume_takes_reuses_of_later_steps_back(store: Store) -> None:
         ("a@0", 1, "trained", 2, 2),
         ("b@0", 0, "trained", 2, 2),
     ]
-    assert store.group_counts()["complete"] == 1 and store.in_flight_episodes() == 1
+    assert store.group_counts()["complete"] == 1 and in_flight_episodes(store) == 1
     assert replays(store, 3, uses=9) == [("b@0", 1), ("a@0", 2)]  # the same numbers again
 
 
@@ -429,7 +430,7 @@ class Leases(RuleBasedStateMachine):
         counts = self.proxy.group_counts()
         assert counts == {name: states.count(name) for name in counts}
         waits = [group.name for group in self.groups if group.state in ("complete", "leased")]
-        assert self.proxy.in_flight_episodes() == len(waits)
+        assert in_flight_episodes(self.proxy) == len(waits)
         assert [group.id for group in self.proxy.untrained_groups()] == waits
         assert [group.id for group in self.proxy.waiting_groups()] == [
             group.name for group in self.groups if group.state == "complete"

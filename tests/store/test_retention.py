@@ -9,11 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 from pyarrow import parquet
+from store_queries import lease_groups
 from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.core.completion import Completion
 from areal_agents.errors import StoreError
-from areal_agents.store import NewEpisode, RetainConfig, Retention, Store, StoreConfig, retaining, retention
+from areal_agents.store import (
+    NewEpisode,
+    RetainConfig,
+    Retention,
+    Store,
+    StoreConfig,
+    retention,
+    retention_job,
+)
 
 
 @pytest.fixture
@@ -26,7 +35,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def train(store: Store, step: int, *, checkpoint: bool = True, version: int | None = None) -> None:
     """A step that trains the group of its name, as the trainer does it."""
     complete_group(store, f"g{step}@0", [0.0, 1.0])
-    (group,) = store.lease_groups(1, step=step)
+    (group,) = lease_groups(store, 1, step=step)
     number = step if version is None else version
     store.publish_version(number, step=step, path=f"v{number}")
     store.mark_trained([group.id], step=step, version=number)
@@ -79,7 +88,7 @@ def test_what_a_resume_could_bring_back_is_never_given_up(store: Store) -> None:
     assert emptied(store) == {"g1@0", "g2@0", "g3@0"}
     store.return_leases(after_step=3)  # the newest checkpoint was lost
     assert store.group_counts()["complete"] == 5
-    assert [group.id for group in store.lease_groups(5, step=4)] == [f"g{n}@0" for n in range(4, 9)]
+    assert [group.id for group in lease_groups(store, 5, step=4)] == [f"g{n}@0" for n in range(4, 9)]
 
 
 def test_a_group_that_cannot_come_back_is_dropped_with_its_reason(store: Store) -> None:
@@ -107,7 +116,7 @@ def test_versions_that_a_crash_lost_do_not_count_as_newer_steps(store: Store) ->
 def test_a_go_is_bounded_and_open_episodes_are_left_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retaining, "_GROUPS_PER_STEP", 2)
+    monkeypatch.setattr(retention_job, "_GROUPS_PER_STEP", 2)
     for step in range(1, 8):
         train(store, step)
     complete_group(store, "waiting@0", [1.0])
@@ -193,7 +202,7 @@ def test_the_disk_gets_its_space_back(tmp_path: Path, monkeypatch: pytest.Monkey
             turn = dataclasses.replace(make_turn(f"t{step}"), completion=completion)
             store.add_turn(f"e{step}", turn).result()
             store.seal(f"e{step}", "finished", given=reward(1)).result()
-            store.lease_groups(1, step=step)
+            lease_groups(store, 1, step=step)
             store.publish_version(step, step=step, path="v")
             store.mark_trained([f"g{step}"], step=step, version=step)
             store.commit_checkpoint(step)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sqlalchemy
+from store_queries import in_flight_episodes, latest_checkpoint, lease_groups
 from store_support import complete_group, make_turn, open_episode, reward
 
 from areal_agents.core.rollout import Reward, Task
@@ -156,17 +157,17 @@ def test_a_group_from_pending_to_trained(store: Store) -> None:
     store.seal("e1", "finished").result()
     assert store.group_counts() == {"pending": 1, "complete": 0, "leased": 0, "trained": 0, "dropped": 0}
     store.set_rewards("e1", reward(0)).result()
-    assert store.group_counts()["complete"] == 1 and store.in_flight_episodes() == 2
+    assert store.group_counts()["complete"] == 1 and in_flight_episodes(store) == 2
 
-    (group,) = store.lease_groups(1, step=4)
+    (group,) = lease_groups(store, 1, step=4)
     assert group.id == "t@0" and [rollout.index for rollout in group.rollouts] == [0, 1]
-    assert store.group_counts()["leased"] == 1 and store.in_flight_episodes() == 2
+    assert store.group_counts()["leased"] == 1 and in_flight_episodes(store) == 2
     with pytest.raises(Conflict, match="leased"):
         store.set_rewards("e1", reward(1)).result()
     with pytest.raises(Conflict):
         store.mark_trained(["t@0"], step=5, version=1)
     store.mark_trained(["t@0"], step=4, version=1)
-    assert store.group_counts()["trained"] == 1 and store.in_flight_episodes() == 0
+    assert store.group_counts()["trained"] == 1 and in_flight_episodes(store) == 0
     with pytest.raises(Conflict, match="trained"):
         store.drop_group("t@0", "x", step=4)
     with pytest.raises(Conflict, match="trained"):
@@ -182,7 +183,7 @@ def test_failed_attempts_leave_their_place(store: Store) -> None:
     open_episode(store, "e2")
     with pytest.raises(Conflict, match="2 live"):
         open_episode(store, "e3")
-    assert store.in_flight_episodes() == 2
+    assert in_flight_episodes(store) == 2
     (group,) = store.open_groups()
     assert (group.id, group.size, group.task.id) == ("t@0", 2, "t")
     assert {index: [s.id for s in tried] for index, tried in group.attempts.items()} == {
@@ -200,28 +201,28 @@ def test_groups_are_leased_oldest_first_all_or_none(store: Store) -> None:
     for name in ("a@0", "b@0", "c@0"):
         complete_group(store, name, [0, 1])
     complete_group(store, "held@0", [1], split="eval")
-    assert store.lease_groups(4, step=0) == []
+    assert lease_groups(store, 4, step=0) == []
     assert store.group_counts()["complete"] == 3
-    assert [group.id for group in store.lease_groups(2, step=0)] == ["a@0", "b@0"]
-    assert [group.id for group in store.lease_groups(1, step=1)] == ["c@0"]
+    assert [group.id for group in lease_groups(store, 2, step=0)] == ["a@0", "b@0"]
+    assert [group.id for group in lease_groups(store, 1, step=1)] == ["c@0"]
     assert store.group_counts("eval")["complete"] == 1
     assert store.task_ids_started() == [("a", 0), ("b", 0), ("c", 0)]
     with pytest.raises(ValueError, match="count"):
-        store.lease_groups(0, step=1)
+        lease_groups(store, 0, step=1)
 
 
 def test_dropping(store: Store) -> None:
     complete_group(store, "a@0", [0, 0])
     complete_group(store, "b@0", [0, 0])
     open_episode(store, "e", "c@0")
-    store.lease_groups(1, step=0)
+    lease_groups(store, 1, step=0)
     store.drop_group("a@0", "no variance", step=0)
     store.drop_group("b@0", "stale", step=0)
     with pytest.raises(Conflict, match="pending"):
         store.drop_group("c@0", "x", step=0)
     store.drop_open_group("c@0", "run is over").result()
     assert store.group_counts() == {"pending": 0, "complete": 0, "leased": 0, "trained": 0, "dropped": 3}
-    assert store.in_flight_episodes() == 0
+    assert in_flight_episodes(store) == 0
     with pytest.raises(Conflict, match="dropped"):
         store.drop_open_group("a@0", "x").result()
 
@@ -229,19 +230,19 @@ def test_dropping(store: Store) -> None:
 def test_a_resume_takes_back_what_came_after_the_checkpoint(store: Store) -> None:
     for name in ("a@0", "b@0", "c@0", "d@0"):
         complete_group(store, name, [0, 1])
-    assert store.latest_checkpoint() is None
+    assert latest_checkpoint(store) is None
     for step in range(2):
-        (group,) = store.lease_groups(1, step=step)
+        (group,) = lease_groups(store, 1, step=step)
         store.mark_trained([group.id], step=step, version=step + 1)
         store.commit_checkpoint(step)
-    store.lease_groups(1, step=2)
+    lease_groups(store, 1, step=2)
     store.drop_group("d@0", "no variance", step=2)
-    assert store.latest_checkpoint() == 1
+    assert latest_checkpoint(store) == 1
     assert store.return_leases(after_step=0) == 3
-    assert store.latest_checkpoint() == 0
+    assert latest_checkpoint(store) == 0
     assert store.group_counts() == {"pending": 0, "complete": 3, "leased": 0, "trained": 1, "dropped": 0}
     store.set_rewards("b@0/0", reward(5)).result()  # no longer held
-    assert [group.id for group in store.lease_groups(3, step=1)] == ["b@0", "c@0", "d@0"]
+    assert [group.id for group in lease_groups(store, 3, step=1)] == ["b@0", "c@0", "d@0"]
 
 
 def test_versions_only_grow(store: Store) -> None:
@@ -394,7 +395,7 @@ def test_batches_of_more_groups_than_a_statement_binds_variables(few_variables: 
         connection.execute(sqlalchemy.insert(schema.tasks).values(uid="t", id="t", input={}))
         connection.execute(sqlalchemy.insert(schema.groups), members)
         connection.execute(sqlalchemy.insert(schema.episodes), attempts)
-    leased = store.lease_groups(count, step=1)
+    leased = lease_groups(store, count, step=1)
     assert [group.id for group in leased] == [f"g{i}" for i in range(count)]
     assert [group.rollouts[0].episode.id for group in leased] == [f"e{i}" for i in range(count)]
     store.mark_trained([group.id for group in leased], step=1, version=1)

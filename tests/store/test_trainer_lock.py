@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from store_queries import lease_groups
 from store_support import complete_group
 
 from areal_agents.store import Conflict, Store
@@ -20,7 +21,7 @@ TRAINER = """
 import sys, time
 from areal_agents.store import Store
 with Store.open(sys.argv[1]) as store:
-    print(len(store.lease_groups(1, step=1)), flush=True)
+    print(len(store.lease_group_ids(1, step=1)), flush=True)
     time.sleep(600)
 """
 
@@ -51,12 +52,12 @@ def test_a_lease_lasts_as_long_as_its_trainer_whatever_the_clock_says(
         monkeypatch.setattr(time, "time", lambda: now() + jump_s)
         try:
             with pytest.raises(Conflict, match=f":{trainer.pid}:.* is training on"):
-                store.lease_groups(1, step=1)
+                lease_groups(store, 1, step=1)
             assert store.group_counts()["leased"] == 1
         finally:
             kill(trainer)
         # of the dead trainer's lease nothing is left: its group is the oldest again
-        assert [group.id for group in store.lease_groups(2, step=1)] == ["a@0", "b@0"]
+        assert [group.id for group in lease_groups(store, 2, step=1)] == ["a@0", "b@0"]
 
 
 def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_the_oldest_group_is_the_one_that_was_started_first_even_if_the_clock_wa
         now = time.time
         monkeypatch.setattr(time, "time", lambda: now() - 3600)
         complete_group(store, "b@0", [0])
-        assert [group.id for group in store.lease_groups(2, step=1)] == ["a@0", "b@0"]
+        assert [group.id for group in lease_groups(store, 2, step=1)] == ["a@0", "b@0"]
 
 
 def test_a_closed_store_leaves_training_to_others(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from store_queries import in_flight_episodes
 from stored_support import (
     break_reward,
     drop_reasons,
@@ -54,13 +55,13 @@ def take(
 def test_equal_groups_are_replaced_and_counted(store: Store) -> None:
     for name, scores in (("a", [1, 1]), ("b", [0, 1]), ("c", [0, 0]), ("d", [1, 1]), ("e", [1, 0])):
         put_group(store, name, scores)
-    in_flight = store.in_flight_episodes()
+    in_flight = in_flight_episodes(store)
     batch = take(store, REFILL)
     assert batch is not None and batch.group_ids == ("b", "e")
     assert batch.equal_groups == 3 and batch.bad_groups == {}
     assert {sample.group_id for sample in batch.samples} == {"b", "e"}
     assert drop_reasons(store) == dict.fromkeys("acd", "all its episodes have the same score")
-    assert store.in_flight_episodes() == in_flight - 6  # their places in the gate are free
+    assert in_flight_episodes(store) == in_flight - 6  # their places in the gate are free
     assert store.group_counts()["leased"] == 2
 
 

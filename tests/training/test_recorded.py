@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from store_queries import lease_groups
 from stored_support import break_reward, put_episode, put_group
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -34,7 +35,7 @@ def fill(store: Store) -> None:
     for index in range(5):
         put_group(store, f"g{index}", [0, 1])
     store.drop_group("g4", "stale", step=1)
-    (leased,) = store.lease_groups(1, step=1)
+    (leased,) = lease_groups(store, 1, step=1)
     store.mark_trained([leased.id], step=1, version=1)
     put_episode(store, "alone", 1.0)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import trainer_worker
 from safetensors.torch import load_file
+from store_queries import latest_checkpoint
 from training_support import record_groups
 
 import areal_agents
@@ -43,7 +44,7 @@ def kill_after_version(version: int, store: Store, run_dir: Path, model: Path, e
     with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": packages}) as trainer:
         try:
             deadline = time.monotonic() + 120
-            while store.max_version() < version or store.latest_checkpoint() is None:
+            while store.max_version() < version or latest_checkpoint(store) is None:
                 assert trainer.poll() is None, "the trainer ended by itself"
                 assert time.monotonic() < deadline
                 store.wait(store.cursor(), 0.05)

@@ -322,8 +322,8 @@ class EnginePool:
             if current is not None and newest > current.version:
                 raise EngineError(
                     f"{replica.name} samples with version {newest}, and {current.version} is the newest that "
-                    "was published: it serves another run; restart that engine, or point this run at engines of "
-                    "its own"
+                    "was published: it serves another run; restart that engine, or use engines that no other "
+                    "run uses"
                 )
         if current is None and newest > replica.version and replica is not self._router:
             # Nothing has been published, so the version that the replica reports is the only bound.
@@ -337,7 +337,7 @@ class EnginePool:
             replica.may_be_paused = False
 
     def _least_version(self, replica: Replica) -> int:
-        """Return the oldest version allowed in an answer; only a server that was just started has a lower one."""
+        """Return the oldest version allowed in an answer; only a restarted server has a lower one."""
         if replica is not self._router:
             return replica.version
         return min((other.version for other in self.replicas if other.is_serving), default=-1)
