@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import Interrupted
 
@@ -17,11 +18,29 @@ if TYPE_CHECKING:
     from areal_agents.inference.config import EmbeddedEngineConfig
 
 app = typer.Typer(
-    help="Train the agents you already have, with fully asynchronous decoupled PPO.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
+config_app = typer.Typer(help="Look up configuration keys.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"areal-agents {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Train the agents you already have, with fully asynchronous decoupled PPO."""
+
 
 ConfigPath = Annotated[Path, typer.Argument(help="The YAML configuration file of the run.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -43,8 +62,20 @@ def train(
         bool,
         typer.Option("--ablate-tool", help="After training, evaluate the config's `ablation` agent too."),
     ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print the configuration with the origin of each value, and start nothing.",
+        ),
+    ] = False,
 ) -> None:
     """Train an agent: start the engine, proxy, rollout and trainer processes, and end them with the run."""
+    if dry_run:
+        from areal_agents.config.origins import annotated
+
+        print(annotated(config, overrides or ()), end="")
+        return
     from areal_agents.config import load_config
     from areal_agents.launch.train import train as run
 
@@ -293,6 +324,46 @@ def simulate(
     from areal_agents.simulate.report import run
 
     run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)
+
+
+@config_app.command()
+def explain(
+    key: Annotated[
+        str, typer.Argument(help="A key, for example trainer.lr, or its last part: lr.", metavar="KEY")
+    ],
+) -> None:
+    """Describe a configuration key: its values, its default, and what it sets."""
+    from areal_agents.config.reference import explain_key
+
+    console = Console(soft_wrap=True, highlight=False)
+    for found in explain_key(key):
+        console.print(f"[bold]{found.path}[/bold]")
+        console.print(f"  {escape(found.description)}")
+        console.print(f"  values:  {escape(found.type)}")
+        if found.default or found.is_required:
+            console.print(
+                f"  default: {'none; it is required' if found.is_required else escape(found.default)}"
+            )
+        if found.needs:
+            console.print(f"  needs:   {escape(', '.join(found.needs))}")
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration file, for editors."""
+    import json
+
+    from areal_agents.config.reference import schema as json_schema
+
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+@config_app.command()
+def reference() -> None:
+    """Print the reference of all configuration keys as Markdown."""
+    from areal_agents.config.reference import markdown
+
+    print(markdown(), end="")
 
 
 def _engine_config(**options: object) -> EmbeddedEngineConfig:

@@ -34,17 +34,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             named), or a value is not allowed.
     """
     path = Path(path)
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"there is no config file {path}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read as a config file: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
-    tree = with_absolute_paths(tree, path.resolve().parent)
+    tree = with_absolute_paths(read_file(path), path.resolve().parent)
     for override in overrides:
         key, value = parse_override(override)
         set_in(tree, key, with_absolute_paths(nested(key, value), Path.cwd()))
@@ -60,6 +50,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             "resume that run and write to its store; choose another folder with run_dir=..."
         )
     return config
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, unchecked. Raises ConfigError if there is none."""
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as a config file: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold a mapping of keys to values")
+    return tree
 
 
 def _records_itself(config: Config) -> bool:
