@@ -152,7 +152,16 @@ def serve(
         Literal["text", "json"],
         typer.Option(help="Format of the log on standard error: text, or JSON lines."),
     ] = "text",
-    log_calls: Annotated[bool, typer.Option("--log-calls", help="Log every model call.")] = False,
+    log_calls: Annotated[
+        bool, typer.Option("--log-calls", "-v", help="Log every model call, without its messages.")
+    ] = False,
+    split: Annotated[
+        Literal["train", "eval"],
+        typer.Option(
+            help="Split of the episodes that calls open by themselves. train: sampling parameters are "
+            "pinned, so that the episodes can be trained on. eval: agents choose them."
+        ),
+    ] = "train",
     workers: Annotated[
         int,
         typer.Option(
@@ -172,6 +181,7 @@ def serve(
         family=family,
         log_format=log_format,
         log_calls=log_calls,
+        implicit_split=split,
     )
     urls = tuple(engine_url or ())
     if workers == 1:

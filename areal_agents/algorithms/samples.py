@@ -82,8 +82,7 @@ def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup
 
     Raises:
         TrainingError: an episode that occurs twice, a reward that is not finite or that the estimator cannot
-            use (`maxrl`, `gdpo`), a completion whose arrays differ in length, a group of one with
-            `leave_one_out`; the message names it.
+            use (`maxrl`, `gdpo`), a completion whose arrays differ in length; the message names it.
     """
     _check(group, config)
     rewards = {
@@ -162,8 +161,13 @@ def _is_equal(
     The given scores count too, because solved episodes of different lengths are all solved (DAPO, arXiv
     2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns or named
     rewards are compared separately from the score, episodes with the same score can differ. Such a group is
-    equal if all its advantages are 0, which rounding does not change (`advantages.differences`).
+    equal if all its advantages are 0, which rounding does not change (`advantages.differences`). So is a
+    group of one episode, whose baseline is that of the batch; a critic gives it a baseline of its own.
     """
+    if len(group.rollouts) == 1 and config.needs_critic:
+        return False
+    if len(group.rollouts) == 1 and isinstance(config.estimator, GroupEstimator):
+        return not advantages[group.rollouts[0].episode.id].any()
     if not config.compares_scores:
         return all(not advantages[rollout.episode.id].any() for rollout in group.rollouts)
     return all_equal([rollout.episode.score for rollout in group.rollouts]) or all_equal(shaped)

@@ -231,11 +231,9 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         parts = {
             "advantage_mean: group": estimator.advantage_mean == "group",
             "advantage_std: group": estimator.advantage_std == "group",
-            "leave_one_out": estimator.leave_one_out,
-            "drop_equal_groups": algorithm.drop_equal_groups,
         }
         for part in (name for name, used in parts.items() if used):
-            yield alone + f"and with algorithm.{part} nothing is ever trained; use at least 2"
+            yield f"{alone}which algorithm.{part} needs; use at least 2, or {part.split(':')[0]}: batch"
 
 
 def _routing_faults(config: Config) -> Iterator[str]:

@@ -105,6 +105,7 @@ def serve(
         check_models(engine_urls)
         engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
         announce(f"serving {Path(model).name} at {url_of(listener)}/v1 (engine {engines.describe()})")
+        announce(recording_notice(store, config))
         serve_with_engines(
             listener,
             engines=engines,
@@ -113,6 +114,16 @@ def serve(
             config=config,
             retention=retention_of(opened, settings),
         )
+
+
+def recording_notice(store: str | Path, config: ProxyConfig) -> str:
+    """Return what a user needs to know about the episodes that calls open by themselves."""
+    if config.implicit_split == "train":
+        sampling = "split train: sampling parameters are pinned, so that they can be trained on"
+        then = f"; reward completions with POST /rewards, and train with data.episodes={store}"
+    else:
+        sampling, then = "split eval: agents choose sampling parameters, and nothing is trained on", ""
+    return f"episodes are recorded in {store} ({sampling}){then}"
 
 
 def make_renderer(model: str | Path, config: ProxyConfig) -> ChatRenderer:

@@ -223,6 +223,24 @@ def recorded_groups(connection: sa.Connection) -> list[str]:
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())
 
 
+def recorded_alone(connection: sa.Connection) -> list[tuple[str, str]]:
+    """Return (id, task id) of the rewarded training episodes without a group, oldest first.
+
+    An implicit episode counts before it has ended, because only its idleness shows that it has.
+    """
+    has_ended = episodes.c.status.in_(SCORED) | (
+        (episodes.c.status == "open") & episodes.c.implicit_key.is_not(None)
+    )
+    query = (
+        sa.select(episodes.c.id, tasks.c.id)
+        .join(tasks, tasks.c.uid == episodes.c.task_uid)
+        .where(episodes.c.group_id.is_(None), episodes.c.split == "train", has_ended)
+        .where(sa.exists().where(rewards.c.episode_id == episodes.c.id))
+        .order_by(episodes.c.seq)
+    )
+    return [(episode_id, task_id) for episode_id, task_id in connection.execute(query)]
+
+
 def turn_times(connection: sa.Connection, split: Split) -> list[TurnTime]:
     """Return when the turns of the scored episodes of a split were recorded, by episode and in order."""
     query = (

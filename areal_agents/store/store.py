@@ -366,6 +366,11 @@ class Store:
         with self._database.read() as connection:
             return reads.recorded_groups(connection)
 
+    def recorded_alone(self) -> list[tuple[str, str]]:
+        """Return (id, task id) of the rewarded training episodes without a group, oldest first."""
+        with self._database.read() as connection:
+            return reads.recorded_alone(connection)
+
     def episode_row(self, episode_id: str) -> EpisodeRow:
         """Return an episode without its turns. NotFound if it is unknown."""
         with self._database.read() as connection:

@@ -178,10 +178,12 @@ def test_what_tokens_pay_comes_off_baselines_and_scores() -> None:
     (first, second) = compare(
         groups, EpisodeCredit(), mean="batch", std="group", reductions=[[0.5, 1.0], [2.0]]
     )
-    # the mean is that of 0.5, 2 and 3; the deviation of the first group that of 0.5 and 2
+    # the mean is that of 0.5, 2 and 3; the deviation of the first group that of 0.5 and 2, and of the second,
+    # which has one episode, that of all three
     assert [b.tolist() for b in first.baselines] == [[5.5 / 3]] * 2 and second.baselines[0] == 5.5 / 3
+    assert second.scale == pytest.approx(1 / (statistics.stdev([0.5, 2, 3]) + 1e-5))
     assert [r.tolist() for r in first.returns] == [[1.0], [3.0]]
-    assert first.scale == pytest.approx(1 / (1.5 / math.sqrt(2) + 1e-5)) and second.scale == 0
+    assert first.scale == pytest.approx(1 / (1.5 / math.sqrt(2) + 1e-5))
 
 
 def test_normalised_steps_are_those_of_deepseekmath() -> None:
@@ -270,8 +272,20 @@ def test_leave_one_out_is_the_formula_of_rloo(seed: int) -> None:
 def test_leave_one_out_of_the_batch_and_of_a_group_of_one() -> None:
     got = plain([[1.0], [3.0, 8.0]], mean="batch", std="none", leave_one_out=True)
     assert got == [[1 - 5.5], [3 - 4.5, 8 - 2.0]]
-    with pytest.raises(ValueError, match="group 0 of the batch: leave_one_out needs at least two episodes"):
-        plain([[1.0], [3.0, 8.0]], std="none", leave_one_out=True)
+    # A group of one takes the statistics of the batch in place of its own.
+    assert plain([[1.0], [3.0, 8.0]], std="none", leave_one_out=True) == [[1 - 5.5], [3 - 8.0, 8 - 3.0]]
+    assert plain([[1.0]], std="none", leave_one_out=True) == [[0.0]]
+
+
+def test_a_group_of_one_is_compared_with_the_batch() -> None:
+    scores = [[1.0], [3.0, 8.0], [0.0]]
+    for std in ("none", "group"):
+        alone, group, other = plain(scores, mean="group", std=std)
+        over_batch = plain(scores, mean="batch", std="none" if std == "none" else "batch")
+        assert alone == pytest.approx(over_batch[0]) and other == pytest.approx(over_batch[2])
+        assert group == pytest.approx(plain([[3.0, 8.0]], std=std)[0])
+    assert plain([[4.0]]) == [[0.0]]
+    assert plain([[4.0], [4.0]]) == [[0.0], [0.0]]  # no different score in the batch
 
 
 def test_whitening_is_over_tokens() -> None:

@@ -43,12 +43,12 @@ def fill(store: Store) -> None:
 def test_every_group_comes_once_an_epoch_in_another_order(store: Store) -> None:
     fill(store)
     source = RecordedGroups.read(store, seed=3)
-    epochs = [[source.unit_at(5 * epoch + place)[0] for place in range(5)] for epoch in range(8)]
+    epochs = [[source.group_at(5 * epoch + place).id for place in range(5)] for epoch in range(8)]
     assert all(sorted(names) == ["alone", "g0", "g1", "g2", "g3"] for names in epochs)
     assert len({tuple(names) for names in epochs}) > 1
     again = RecordedGroups.read(store, seed=3)
-    assert [again.unit_at(place) for place in range(40)] == [source.unit_at(place) for place in range(40)]
-    assert [RecordedGroups.read(store, seed=4).unit_at(p)[0] for p in range(5)] != epochs[0]
+    assert [again.group_at(place) for place in range(40)] == [source.group_at(place) for place in range(40)]
+    assert [RecordedGroups.read(store, seed=4).group_at(p).id for p in range(5)] != epochs[0]
 
 
 def test_batches_follow_the_order_and_say_where_they_end(store: Store) -> None:
@@ -78,7 +78,7 @@ def test_a_bad_group_is_passed_over_and_named(store: Store) -> None:
 
 
 def test_nothing_to_train_on_is_an_error(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="holds no complete group"):
+    with pytest.raises(TrainingError, match="holds nothing to train on: it has no episodes"):
         RecordedGroups.read(store, seed=0)
     put_group(store, "equal", [1, 1])
     with pytest.raises(

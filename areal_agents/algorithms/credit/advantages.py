@@ -76,6 +76,9 @@ def compare(
     episode j after its first k turns. The baseline of a turn is therefore taken at the same k in every
     episode, and an episode that ended earlier contributes its episode reward.
 
+    A group of one episode, such as a conversation recorded from users, has no other attempt at its task. In
+    place of its own statistics it takes those of the batch.
+
     Args:
         groups: the episodes of each group.
         returns: D, see `returns.EpisodeCredit` and `returns.RewardToGo`.
@@ -89,11 +92,10 @@ def compare(
 
     Returns:
         One comparison per group. All advantages are 0 where the scores that the std is taken over are all
-        equal (the ratio would only amplify turn rewards by 1e5), a single episode included.
+        equal (the ratio would only amplify turn rewards by 1e5), and in a batch of one episode.
 
     Raises:
-        ValueError: there are no groups, a group has no episodes, a reward is not finite, or leave_one_out
-            finds no other episode to take the mean over.
+        ValueError: there are no groups, a group has no episodes, or a reward is not finite.
 
     Source: GRPO, arXiv 2402.03300 eq. 3; Dr.GRPO (arXiv 2503.20783) is std="none"; leave-one-out is
     RLOO, arXiv 2402.14740.
@@ -108,9 +110,10 @@ def compare(
     off = reductions or [[0.0] * len(group) for group in groups]
     batch = _Pool([m for group in groups for m in group], [o for of_group in off for o in of_group], returns)
     out, first = [], 0
-    for index, (group, of_group) in enumerate(zip(groups, off, strict=True)):
-        own = _Pool(group, of_group, returns)
-        pools = {"group": (own, 0), "batch": (batch, first)}
+    for group, of_group in zip(groups, off, strict=True):
+        over_batch = (batch, first)
+        over_group = (_Pool(group, of_group, returns), 0) if len(group) > 1 else over_batch
+        pools = {"group": over_group, "batch": over_batch}
         first += len(group)
         scale = 1.0 if std == "none" else inverse_std(pools[std][0].scores, std_estimator)
         earned = tuple(returns.after(member, member.recorded_before) for member in group)
@@ -118,12 +121,9 @@ def compare(
             out.append(Comparison(earned, tuple(map(np.zeros_like, earned)), scale))
             continue
         pool, shift = pools[mean]
-        if leave_one_out and pool.size < 2:
-            raise ValueError(
-                f"group {index} of the batch: leave_one_out needs at least two episodes to average, got one"
-            )
+        leaves_out = leave_one_out and pool.size > 1
         baselines = tuple(
-            pool.baselines(member.recorded_before, left_out=shift + place if leave_one_out else None)
+            pool.baselines(member.recorded_before, left_out=shift + place if leaves_out else None)
             for place, member in enumerate(group)
         )
         out.append(Comparison(earned, baselines, scale))

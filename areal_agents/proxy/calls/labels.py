@@ -1,4 +1,6 @@
-"""Derives the label of a call within an episode, with which training can exclude parts of an agent.
+"""Reads what the headers of a call say about it: its label, its session, and the task of its episode.
+
+With a label, training can exclude parts of an agent.
 
 The label is the header X-Episode-Label; else the id that a coding agent gives its sub-agent; else the session
 header, if it differs from the first one in the episode.
@@ -8,7 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from areal_agents.core.rollout import Task
+from areal_agents.errors import RequestError
+
 LABEL_HEADER = "x-episode-label"
+TASK_HEADER = "x-episode-task"
 _AGENT_HEADER = "x-claude-code-agent-id"
 _SESSION_HEADER = "session-id"
 _LONGEST = 200
@@ -24,6 +30,20 @@ def label_of(headers: Mapping[str, str], main_session: str) -> str:
     if session and main_session and session != main_session:
         return f"sub-agent/{session}"[:_LONGEST]
     return ""
+
+
+def task_of(headers: Mapping[str, str]) -> Task | None:
+    """Return the task that the header X-Episode-Task names, None without one.
+
+    Implicit episodes of one task form a group when they are trained on.
+
+    Raises:
+        RequestError: 400 if the name is too long.
+    """
+    name = headers.get(TASK_HEADER, "").strip()
+    if len(name) > _LONGEST:
+        raise RequestError(f"X-Episode-Task may have at most {_LONGEST} characters, got {len(name)}")
+    return Task(name, {}) if name else None
 
 
 def session_of(headers: Mapping[str, str]) -> str:

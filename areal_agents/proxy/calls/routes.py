@@ -26,7 +26,7 @@ from areal_agents.proxy.auth import Authenticator, Caller
 from areal_agents.proxy.bodies import Bodies, wait_for_disconnect
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.fields import ignored_fields
-from areal_agents.proxy.calls.labels import label_of, session_of
+from areal_agents.proxy.calls.labels import label_of, session_of, task_of
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
 from areal_agents.proxy.calls.request import ModelRequest, Retry
@@ -294,14 +294,14 @@ class ModelCalls:
             session = await self._sessions.by_key(caller.episode_key)
             context = self._context(headers, session)
             return session, await self._bodies.off_loop(request, lambda: read(context))
-        name = session_name(headers, body)
+        name, task = session_name(headers, body), task_of(headers)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
         context = self._context(headers, known)
         model_request = await self._bodies.off_loop(request, lambda: read(context))
         if known is None:
             retries = self._completer.retries
             known = await self._implicit.session(
-                caller, name, model_request, lambda session: retries.repeated(session, model_request)
+                caller, name, model_request, lambda session: retries.repeated(session, model_request), task
             )
         return known, model_request
 

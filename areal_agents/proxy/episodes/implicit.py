@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_agents.core.messages import Message, empty_history, extend_digest, history_digests
-from areal_agents.core.rollout import Split
+from areal_agents.core.rollout import Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.proxy.auth import Caller, key_hash, new_episode_key
 from areal_agents.proxy.calls.request import ModelRequest
@@ -121,6 +121,7 @@ class ImplicitEpisodes:
         name: str | None,
         request: ModelRequest,
         repeated: Callable[[Session], Repeated | None],
+        task: Task | None = None,
     ) -> Session:
         """Return the session that a call without an episode key belongs to; open one in memory if needed.
 
@@ -132,6 +133,7 @@ class ImplicitEpisodes:
             name: the session name of the call, or None.
             request: the canonical request.
             repeated: returns what the request repeats in a session that began with the same messages.
+            task: the task of the episode if one is opened.
         """
         async with self._opening:  # wait for `adopt`, which may load this call's episode
             if name:
@@ -139,7 +141,7 @@ class ImplicitEpisodes:
             else:
                 found = self._continued(caller, request) or self._repeated(caller, request, repeated)
             session = self._sessions.get(found) if found is not None else None
-            return session or self._open(caller, name, request)
+            return session or self._open(caller, name, request, task)
 
     def call_ended(self, session: Session, request: ModelRequest, call: SharedReply) -> None:
         """Drop an episode that is empty after a call that was refused or whose client disconnected."""
@@ -160,12 +162,13 @@ class ImplicitEpisodes:
         """Remove a sealed episode from the index."""
         self._index.forget(episode_id)
 
-    def _open(self, caller: Caller, name: str | None, request: ModelRequest) -> Session:
+    def _open(self, caller: Caller, name: str | None, request: ModelRequest, task: Task | None) -> Session:
         key = implicit_key(caller, name)
         session = self._sessions.begin(
             NewEpisode(
                 id=f"implicit-{secrets.token_hex(8)}",
                 key_hash=key_hash(new_episode_key()),
+                task=task,
                 split=self._split,
                 implicit_key=key,
                 only_one=self._ownership is not None and is_named(key),

@@ -223,7 +223,8 @@ class Sessions:
     def begin(self, new: NewEpisode) -> Session:
         """Open an episode without a group, in memory only; it is written to the store with its first turn."""
         new = replace(new, owner=self._owner)
-        row = opened_row(new, index=0, task_id=new.id, created_at=time.time())
+        task_id = new.task.id if new.task is not None else new.id
+        row = opened_row(new, index=0, task_id=task_id, created_at=time.time())
         return self.add(Session(row, [], opening=new))
 
     async def by_key(self, key: str) -> Session:

@@ -30,6 +30,7 @@ from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.logs import logging_as
+from areal_agents.proxy.server import recording_notice
 from areal_agents.proxy.workers.handover import open_inboxes
 from areal_agents.proxy.workers.identity import (
     PRIVATE_HOST,
@@ -122,6 +123,7 @@ def serve_workers(
                 f"serving {Path(model).name} at {url_of(public)}/v1 (engine {engines.describe()}; "
                 f"{workers} workers)"
             )
+            announce(recording_notice(store, config))
             processes.keep()
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from areal_agents.algorithms.config import AlgorithmConfig
+from areal_agents.algorithms.credit.estimators import GdpoEstimator, MaxRlEstimator
 from areal_agents.algorithms.samples import PreparedGroup, assemble_batch
 from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.core.rollout import Rollout, RolloutGroup
@@ -30,11 +32,14 @@ from areal_agents.training.batches.checks import (
 )
 from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
 
-_SCORED = ("finished", "truncated")
 _NOTHING = {  # by loss, why a valid group may contain nothing to train on
     "sft": "none of its episodes is good enough (algorithm.sft_min_score; without it, scores must differ)",
     "dpo": "its episodes all have one score, so there is no better and worse of them to pair",
 }
+_ALONE = (
+    "it is a single episode, and the algorithm compares the episodes of one task: send the header "
+    "X-Episode-Task with the calls of each task, or choose an algorithm with estimator: group or gae"
+)
 _NOTHING_ELSE = "its episodes all have one score (algorithm.drop_equal_groups), or none of its turns counts"
 
 
@@ -45,47 +50,85 @@ def recorded_store(path_or_url: str) -> str | Path:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedGroup:
+    """A group to train on.
+
+    Attributes:
+        id: the id of a group in the store, or the task id of `episodes`.
+        episodes: the ids of the episodes of one task that have no group in the store; () for a stored group.
+    """
+
+    id: str
+    episodes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedGroups:
     """The training groups of a store, in the order of their recording.
 
     Attributes:
-        units: ids of groups that were completed and not dropped, and of scored episodes that have no
-            group and are one each; (id, whether it is a group).
+        groups: the groups that were completed and not dropped, and then the rewarded episodes without a
+            group, those of one task together.
     """
 
     store: Store
-    units: tuple[tuple[str, bool], ...]
+    groups: tuple[RecordedGroup, ...]
     seed: int
 
     @classmethod
     def read(cls, store: Store, *, seed: int) -> RecordedGroups:
         """Read the groups of a store. Raises TrainingError if it has nothing to train on."""
-        alone = [
-            (episode.id, False)
-            for episode in store.episodes(split="train")
-            if episode.group_id is None and episode.status in _SCORED and episode.score is not None
-        ]
-        units = (*((group_id, True) for group_id in store.recorded_groups()), *alone)
-        if not units:
-            raise TrainingError(f"{store.url} holds no complete group and no scored episode of split train")
-        return cls(store, units, seed)
+        by_task: dict[str, list[str]] = {}
+        for episode_id, task_id in store.recorded_alone():
+            by_task.setdefault(task_id, []).append(episode_id)
+        groups = (
+            *(RecordedGroup(group_id) for group_id in store.recorded_groups()),
+            *(RecordedGroup(task_id, tuple(members)) for task_id, members in by_task.items()),
+        )
+        if not groups:
+            raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store)}")
+        return cls(store, groups, seed)
 
-    def unit_at(self, position: int) -> tuple[str, bool]:
-        """Return the unit at a position; each epoch is a different permutation."""
-        epoch, index = divmod(position, len(self.units))
-        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.units))
-        return self.units[int(order[index])]
+    def group_at(self, position: int) -> RecordedGroup:
+        """Return the group at a position; each epoch is a different permutation."""
+        epoch, index = divmod(position, len(self.groups))
+        order = np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))
+        return self.groups[int(order[index])]
 
-    def load(self, unit: tuple[str, bool]) -> RolloutGroup | Refused:
+    def load(self, group: RecordedGroup) -> RolloutGroup | Refused:
         """Load a group; it is refused if its rows in the store are invalid."""
-        name, is_group = unit
-        if is_group:
-            return read_groups(self.store, [name])[0]
+        if not group.episodes:
+            return read_groups(self.store, [group.id])[0]
         try:
-            episode = self.store.load_episode(name)
+            episodes = [self.store.load_episode(episode_id) for episode_id in group.episodes]
         except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
             return Refused("bad", f"it cannot be read: {error}")
-        return RolloutGroup(name, episode.task, (Rollout(episode.task, 0, episode, None),))
+        # An implicit episode is trained on as far as it has been recorded.
+        episodes = [replace(e, status="finished") if e.status == "open" else e for e in episodes]
+        rollouts = tuple(Rollout(episode.task, n, episode, None) for n, episode in enumerate(episodes))
+        return RolloutGroup(group.id, episodes[0].task, rollouts)
+
+
+def _why_nothing(store: Store) -> str:
+    """Describe what a store holds instead of groups and rewarded episodes of split train."""
+    episodes = store.episodes()
+    if not episodes:
+        return "it has no episodes"
+    counts = Counter((episode.split, episode.score is not None) for episode in episodes)
+    if not counts["train", True] and (scored := counts["eval", True]):
+        return (
+            f"its {scored} rewarded episodes are of split eval, whose sampling is not that of the policy; "
+            "serve records split train unless it is started with --split eval"
+        )
+    if not counts["train", True]:
+        return (
+            f"none of its {len(episodes)} episodes has a reward; reward completions (POST /rewards) or "
+            "episodes (POST /episodes/ID/reward)"
+        )
+    return (
+        f"its {counts['train', True]} rewarded episodes of split train are still open, or in groups that are "
+        "not complete; finish them (POST /episodes/ID/finish)"
+    )
 
 
 def next_recorded_batch(
@@ -113,18 +156,18 @@ def next_recorded_batch(
     while len(taken) < groups:
         if stop.is_set():
             return None
-        if position - first >= len(source.units) and not taken:
+        if position - first >= len(source.groups) and not taken:
             raise TrainingError(
-                f"step {step}: none of the {len(source.units)} recorded groups has anything to train on; "
+                f"step {step}: none of the {len(source.groups)} recorded groups has anything to train on; "
                 f"the last reason: {reason}"
             )
-        unit = source.unit_at(position)
-        if unit[0] in {known.group.id for known in taken}:
+        recorded = source.group_at(position)
+        if recorded.id in {known.group.id for known in taken}:
             break  # with fewer groups than a batch, none occurs twice in one batch
         position += 1
-        judged = _judge(source.load(unit), algorithm, limits)
+        judged = _judge(source.load(recorded), algorithm, limits)
         if isinstance(judged, Refused):
-            dropped.note(unit[0], judged)
+            dropped.note(recorded.id, judged)
             reason = judged.reason
         else:
             taken.append(judged)
@@ -135,7 +178,7 @@ def next_recorded_batch(
         tuple(known.group.id for known in taken),
         data,
         StalenessReport(np.empty(0, np.int32), 0, 0),
-        QueueReport(len(source.units), 0, 0.0, 0.0, 0),
+        QueueReport(len(source.groups), 0, 0.0, 0.0, 0),
         0,
         time.monotonic() - started,
         equal_groups=dropped.equal,
@@ -151,6 +194,11 @@ def _judge(
     prepared = group if isinstance(group, Refused) else prepare(group, algorithm)
     if isinstance(prepared, Refused):
         return prepared
+    if len(prepared.group.rollouts) == 1:
+        if _compares_episodes_of_a_task(algorithm):
+            return Refused("equal", _ALONE)
+        # The baseline of a single episode is the mean of its batch, which is not known yet.
+        algorithm = algorithm.model_copy(update={"drop_equal_groups": False, "refill_equal_groups": False})
     data = assemble_batch([prepared], algorithm)
     if bad := refused_samples(data, algorithm, limits=limits, version=None):
         return bad[prepared.group.id]
@@ -159,6 +207,12 @@ def _judge(
     if not data.samples:
         return Refused("equal", _NOTHING.get(algorithm.policy_loss.kind, _NOTHING_ELSE))
     return prepared
+
+
+def _compares_episodes_of_a_task(algorithm: AlgorithmConfig) -> bool:
+    """Whether a single episode of a task has nothing to learn from, even in a batch of others."""
+    within_task = isinstance(algorithm.estimator, MaxRlEstimator | GdpoEstimator)
+    return within_task or algorithm.policy_loss.kind == "dpo" or algorithm.teacher == "self"
 
 
 def _without_version(sample: TrainingSample) -> TrainingSample:
