@@ -48,6 +48,11 @@ class Config(BaseModel):
     ablation: str | None = Field(
         default=None, description="The same agent with its tools switched off; --ablate-tool evaluates it."
     )
+    trial: bool = Field(
+        default=True,
+        description="Before engine and trainer start, play one episode of the agent with a scripted model, "
+        "and end the run with the reason if the agent cannot be trained.",
+    )
     loop: Literal["sync", "one_step_off", "async"] = Field(
         default="async",
         description="sync: a batch is generated, then trained (max_staleness 0). one_step_off: the next one "

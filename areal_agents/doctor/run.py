@@ -1,7 +1,4 @@
-"""Runs one episode of a user's agent with a proxy of its own, and ends everything that it started.
-
-The proxy runs in a thread with its own event loop, so that it also serves an agent that blocks the main one.
-"""
+"""Runs one episode of a user's agent with a proxy of its own, and ends everything that it started."""
 
 from __future__ import annotations
 
@@ -12,22 +9,19 @@ import os
 import shlex
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import uvloop
 
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.rollout import Task
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor.facts import facts_of
 from areal_agents.doctor.findings import findings_of
-from areal_agents.doctor.observed import Observed, RequestRecorder, Seen
+from areal_agents.doctor.observed import Observed
 from areal_agents.doctor.report import Report
-from areal_agents.doctor.scripted_model import ScriptedModel
+from areal_agents.doctor.serving import ObservedProxy, scripted_engine, serving
 from areal_agents.doctor.surroundings import (
     GIVEN_TO_COMMANDS,
     hosts_in_environment,
@@ -39,34 +33,16 @@ from areal_agents.doctor.surroundings import (
     text_of,
 )
 from areal_agents.doctor.tiny_model import write_tiny_model
-from areal_agents.errors import ConfigError, EngineUnavailable
-from areal_agents.inference import SGLangEngine
-from areal_agents.proxy.app import create_app
-from areal_agents.proxy.calls.record import CallRecord
-from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.server import build_server
+from areal_agents.errors import ConfigError
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.config import LimitsConfig
-from areal_agents.sockets import listen, url_of
 from areal_agents.store import Store
-from areal_agents.testing import ScriptedApp, running
 
 _CONTEXT_LENGTH = 262_144
-_STOP_S = 15.0
 _SCRIPTED = "scripted"
-
-
-@dataclass(slots=True)
-class _Proxy:
-    """A running proxy, and the calls and requests that it received."""
-
-    url: str
-    store: Store
-    records: list[CallRecord] = field(default_factory=list)
-    requests: list[Seen] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +91,8 @@ def examine(
             _engine(folder, renderer, engine_url) as url,
             Store.open(Path(home) / "store.db") as store,
         ):
-            proxy = _Proxy("", store)
-            with _serving(proxy, url, renderer):
+            proxy = ObservedProxy("", store)
+            with serving(proxy, url, renderer):
                 run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), timeout_s))
             imported = set(sys.modules) - before
             seen = _observed(proxy, run, function, command, imported, timeout_s)
@@ -148,45 +124,8 @@ def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Ite
     if engine_url is not None:
         yield engine_url.rstrip("/")
         return
-    app = ScriptedApp.from_folder(
-        folder, ScriptedModel(renderer), context_length=_CONTEXT_LENGTH, keep=0, with_text=False
-    )
-    with running(app) as url:
+    with scripted_engine(folder, renderer, context_length=_CONTEXT_LENGTH) as url:
         yield url
-
-
-@contextlib.contextmanager
-def _serving(proxy: _Proxy, engine_url: str, renderer: ChatRenderer) -> Iterator[None]:
-    """Run the proxy inside the block; afterwards nothing is added to `proxy`."""
-    with listen("127.0.0.1", 0) as listener:
-        proxy.url = url_of(listener)
-        engine = SGLangEngine(engine_url)
-        app = create_app(
-            store=proxy.store,
-            engine=engine,
-            renderer=renderer,
-            config=ProxyConfig(),
-            observer=proxy.records.append,
-        )
-        server = build_server(RequestRecorder(app, proxy.requests))
-        server.config.timeout_graceful_shutdown = 1
-
-        def run() -> None:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                try:
-                    runner.run(server.serve(sockets=[listener]))
-                finally:
-                    runner.run(engine.aclose())
-
-        thread = threading.Thread(target=run, name="doctor-proxy", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.should_exit = True
-            thread.join(_STOP_S)
-            if thread.is_alive():
-                raise EngineUnavailable(f"the doctor's proxy did not end within {_STOP_S:g} s")
 
 
 async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: float) -> _Run:
@@ -203,7 +142,7 @@ async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: f
 
 
 def _observed(
-    proxy: _Proxy,
+    proxy: ObservedProxy,
     run: _Run,
     function: str | None,
     command: Sequence[str],

@@ -8,6 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+DEFAULT_MAX_CONTEXT = 4096  # of an embedded engine whose model takes more
+
 
 class EmbeddedEngineConfig(BaseModel):
     """The options of one embedded engine process (`areal-agents engine`)."""

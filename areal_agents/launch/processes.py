@@ -1,6 +1,6 @@
 """The processes of a run: each reads the configuration in the run folder, builds its objects, and runs.
 
-    python -m areal_agents.launch.processes engine|proxy|trainer|rollout --folder DIR
+    python -m areal_agents.launch.processes engine|proxy|trainer|rollout|trial --folder DIR
 
 SIGTERM ends each process cleanly, and so does the death of the supervisor.
 """
@@ -21,11 +21,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from areal_agents.config import Config, load_config
-from areal_agents.errors import ArealAgentsError, ConfigError
+from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
 
 EXIT_STOPPED = 3  # the process was asked to end before its work was done
+EXIT_REFUSED = 4  # the agent, the data or the configuration cannot be used, so a restart would not help
 GRACE_S = 20.0  # from the supervisor's death until this process exits at once
 
 
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ROLES[options.role](load_config(folder.config), folder, options)
     except ArealAgentsError as error:
         logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
-        return 1
+        return EXIT_REFUSED if isinstance(error, AgentError | DataError | ConfigError) else 1
     return 0
 
 
@@ -178,14 +179,24 @@ def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     asyncio.run(_collect(config, folder, options))
 
 
+def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.launch.trial import play_trial
+
+    play_trial(config, folder)
+
+
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    from areal_agents.rollout.agents.blocking import BlockingWatch
     from areal_agents.rollout.runner import evaluate, run
     from areal_agents.store import Store
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     endpoints = folder.read_endpoints()
-    with Store.open(folder.store_at(config.store.url), config.store.durability) as store:
+    with (
+        Store.open(folder.store_at(config.store.url), config.store.durability) as store,
+        BlockingWatch(logging.getLogger(__name__).error),
+    ):
         if options.evaluate is None:
             await run(
                 store=store,
@@ -242,6 +253,7 @@ ROLES: dict[str, Callable[[Config, RunFolder, argparse.Namespace], None]] = {
     "proxy": _proxy,
     "trainer": _trainer,
     "rollout": _rollout,
+    "trial": _trial,
 }
 
 if __name__ == "__main__":

@@ -72,6 +72,11 @@ class RunFolder:
         """A plot of the reward and the held-out reward by step."""
         return self.root / "reward.png"
 
+    @property
+    def trial(self) -> Path:
+        """The verdict of the trial episode."""
+        return self.root / "logs" / "trial.json"
+
     def log(self, process: str) -> Path:
         """Return the log file of one process."""
         return self.root / "logs" / f"{process}.log"

@@ -29,6 +29,7 @@ from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, plot_rewards
+from areal_agents.launch.trial import run_trial
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
@@ -80,6 +81,8 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             steps=config.trainer.steps,
             eval_episodes=eval_episodes,
         )
+        if config.trial and plan is not None and not folder.metrics.exists():
+            run_trial(folder, say=lambda text: console.print(text, soft_wrap=True))
         with Children(say=view.event) as children:
             with view:
                 if plan is None:

@@ -73,6 +73,11 @@ class RolloutConfig(BaseModel):
         description="When all retries have failed: complete the group with new episodes of its task, at most "
         "group_size of them (refill), or drop the group (drop).",
     )
+    outside_rewards: bool = Field(
+        default=False,
+        description="Rewards of an agent function are posted over HTTP after it has ended; otherwise an "
+        "episode to which it gave none fails at once. A command's reward may always be posted later.",
+    )
     give_up_after: int = Field(
         default=128,
         ge=1,

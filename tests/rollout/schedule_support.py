@@ -153,6 +153,7 @@ class Agents:
     """Agents that wait until the schedule has decided about them."""
 
     capacity = None
+    must_reward = False
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -281,7 +281,8 @@ async def test_stopping_ends_agents_and_aborts_their_episodes(served: Any) -> No
 async def test_a_group_that_somebody_else_drops_is_left_alone(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()
-    given = arguments(served, "unrewarded", rollout=config(groups=1, max_staleness=0), stop=stop)
+    outside = config(groups=1, max_staleness=0, outside_rewards=True)
+    given = arguments(served, "unrewarded", rollout=outside, stop=stop)
     running = asyncio.create_task(run(**given))
     async with asyncio.timeout(60), AsyncClient(served.url, ADMIN_KEY) as client:
         while not (finished := served.store.episodes(status="finished")):  # until they have no reward in time
@@ -298,7 +299,8 @@ async def test_a_group_that_somebody_else_drops_is_left_alone(served: Any) -> No
 async def test_rewards_from_outside_complete_a_group(served: Any) -> None:
     served.publish(0)
     stop = asyncio.Event()
-    running = asyncio.create_task(run(**arguments(served, "unrewarded", rollout=config(groups=1), stop=stop)))
+    outside = config(groups=1, outside_rewards=True)
+    running = asyncio.create_task(run(**arguments(served, "unrewarded", rollout=outside, stop=stop)))
 
     def judge() -> None:
         with Client(served.url, ADMIN_KEY) as client:

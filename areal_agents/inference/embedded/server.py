@@ -20,10 +20,9 @@ import torch
 import uvicorn
 
 from areal_agents.errors import ConfigError, EngineError
-from areal_agents.inference.config import EmbeddedEngineConfig
+from areal_agents.inference.config import DEFAULT_MAX_CONTEXT, EmbeddedEngineConfig
 from areal_agents.inference.embedded.http.app import create_app
 from areal_agents.inference.embedded.model.architecture import (
-    DEFAULT_MAX_CONTEXT,
     Architecture,
     read_architecture,
 )

@@ -29,9 +29,12 @@ class Agent(Protocol):
 
     Attributes:
         capacity: the most episodes that it can run at the same time; None: no limit.
+        must_reward: whether it gives its rewards before an episode ends, so that one without has failed. A
+            command's reward may also be posted later.
     """
 
     capacity: int | None
+    must_reward: bool
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
         """Run one episode and return what the agent returned. Raises what the agent raises, or AgentError."""
@@ -70,6 +73,7 @@ class CoroutineAgent:
     """An async function that runs in this process, as one task per episode."""
 
     capacity: int | None = None
+    must_reward = True
 
     def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
         self._function = function

@@ -23,6 +23,11 @@ _FIRST_PROMPT = (
     "the agent's first prompt exceeds the limits of the episode; raise rollout.limits or the first of "
     "rollout.context_stages"
 )
+_BEYOND_CONTEXT = (
+    "the agent's first prompt does not fit the context of the model; shorten the prompt or the descriptions "
+    "of the tools, or serve the model with a longer context (engine.max_context)"
+)
+_NO_REWARD = "the agent gave no reward: return a number, or call ep.reward(...) before it ends"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +58,13 @@ class Outcome:
         status: the status of the episode; "failed" attempts may be repeated.
         rewarded: whether the episode has a reward; one may still be posted over HTTP.
         error: why the attempt failed; None otherwise.
+        is_unrewarded: whether it failed because the agent gave no reward.
     """
 
     status: Literal["finished", "truncated", "failed"]
     rewarded: bool
     error: str | None = None
+    is_unrewarded: bool = False
 
 
 async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsConfig) -> OpenedEpisode:
@@ -89,11 +96,18 @@ async def open_attempt(client: AsyncClient, attempt: Attempt, *, limits: LimitsC
 
 
 async def run_rollout(
-    client: AsyncClient, agent: Agent, task: Task, opened: OpenedEpisode, *, limits: LimitsConfig
+    client: AsyncClient,
+    agent: Agent,
+    task: Task,
+    opened: OpenedEpisode,
+    *,
+    limits: LimitsConfig,
+    must_reward: bool = False,
 ) -> Outcome:
     """Run the agent in an open episode, report its rewards, and seal the episode.
 
-    The episode fails if the agent raises, returns an invalid reward or makes no model call. It is truncated,
+    The episode fails if the agent raises, returns an invalid reward, makes no model call, or gives no reward
+    although it `must_reward`. It is truncated,
     and keeps the rewards that were given, if the agent exceeded its time limit or another limit of the
     episode. Cancelling this ends the agent and leaves the episode open; the caller aborts it.
 
@@ -118,7 +132,12 @@ async def run_rollout(
     if error is not None and not await _ran_into_a_limit(client, opened):
         return await _fail(client, opened, error)
     rewards = [body for path, body in reports if path == "reward"]
-    return await _finish(client, opened, rewards, overran=limit.expired(), time_s=limits.time_s)
+    if must_reward and not rewards and not limit.expired():
+        state = await client.get_episode(opened.id)
+        if state["turns"] and not state["rewards"] and state["limit_reached"] is None:
+            await client.fail(opened.id, _NO_REWARD)
+            return Outcome("failed", rewarded=False, error=_NO_REWARD, is_unrewarded=True)
+    return await _finish(client, opened, rewards, limits, overran=limit.expired())
 
 
 async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
@@ -130,18 +149,21 @@ async def _finish(
     client: AsyncClient,
     opened: OpenedEpisode,
     rewards: list[dict[str, Any]],
+    limits: LimitsConfig,
     *,
     overran: bool,
-    time_s: float,
 ) -> Outcome:
     try:
         sealed = await client.finish(opened.id, truncated=overran, rewards=rewards, require_turn=True)
     except RequestError as refused:
         if refused.code == "no_turn":
             if await _ran_into_a_limit(client, opened):
-                return await _fail(client, opened, _FIRST_PROMPT)
+                beyond = limits.context_tokens is None and limits.max_tokens is None
+                return await _fail(client, opened, _BEYOND_CONTEXT if beyond else _FIRST_PROMPT)
             within = (
-                f" within {time_s:g} s" if overran else "; does its client use ep.base_url and ep.api_key?"
+                f" within {limits.time_s:g} s"
+                if overran
+                else "; does its client use ep.base_url and ep.api_key?"
             )
             return await _fail(client, opened, f"the agent made no model call{within}")
         if refused.status in (400, 404):

@@ -28,6 +28,7 @@ class CommandAgent:
     """Runs a command for each episode."""
 
     capacity: int | None = None
+    must_reward = False
 
     def __init__(self, command: Sequence[str]) -> None:
         if not command:

@@ -104,6 +104,11 @@ def _is_file(module: ModuleType | None, path: Path) -> bool:
 _LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+def is_user_code(filename: str) -> bool:
+    """Whether a file of a stack trace belongs neither to a library nor to this package."""
+    return not filename.startswith((*_LIBRARIES, "<")) and "/areal_agents/" not in filename
+
+
 def describe(error: BaseException) -> str:
     """Return the exception's type and message, and the innermost line of user code in its traceback."""
     return f"{type(error).__name__}: {error}{_where(error)}"
@@ -112,6 +117,6 @@ def describe(error: BaseException) -> str:
 def _where(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith((*_LIBRARIES, "<")) and "/areal_agents/" not in frame.filename:
+        if is_user_code(frame.filename):
             return f" ({frame.filename}, line {frame.lineno})"
     return ""

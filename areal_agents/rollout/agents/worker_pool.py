@@ -23,6 +23,8 @@ class WorkerAgent:
     The agent's output goes to this process's standard error.
     """
 
+    must_reward = True
+
     def __init__(self, spec: str, *, size: int) -> None:
         self.capacity: int | None = size
         self._spec = spec

@@ -132,4 +132,7 @@ class Collector:
         opened = await open_attempt(self._client, attempt, limits=limits)
         group.registered = True
         group.open[index] = opened.id
-        return await run_rollout(self._client, self._agent, group.task, opened, limits=limits)
+        must_reward = self._agent.must_reward and not self._config.outside_rewards
+        return await run_rollout(
+            self._client, self._agent, group.task, opened, limits=limits, must_reward=must_reward
+        )

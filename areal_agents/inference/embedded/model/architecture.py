@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 SUPPORTED = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-DEFAULT_MAX_CONTEXT = 4096
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,164 @@
+"""The trial: one episode of the agent with a scripted model, before engine and trainer start.
+
+It runs in a process of its own, which the supervisor ends when its time is over. The scripted model calls
+the tools that it is offered and then answers in prose, so an agent that parses the model's output may fail
+although nothing is wrong with it. The trial therefore ends a run only for reasons that no model can repair:
+the agent or the data cannot be loaded, the agent fails before it has received a reply, gives no reward, or
+blocks its event loop; or it fails in the same way in every one of several episodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from areal_agents.client import AsyncClient
+from areal_agents.config import Config
+from areal_agents.core.rollout import Task
+from areal_agents.errors import AgentError, ArealAgentsError
+from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
+from areal_agents.launch.children import Children
+from areal_agents.launch.run_folder import RunFolder
+
+EPISODES = 3
+EPISODE_S = 20.0  # longest trial episode; a slower agent is not judged
+LIMIT_S = 180.0  # longest trial, with the import of the agent and of the data
+_LONGEST_CONTEXT = 262_144
+_POLL_S = 0.05
+_STOP_S = 5.0
+_WITHOUT = "; to start without a trial episode, set trial: false"
+
+
+def run_trial(folder: RunFolder, *, say: Callable[[str], None]) -> None:
+    """Run the trial in a process of its own, and report its verdict.
+
+    Raises:
+        AgentError: the agent or the data cannot be used for training, or the trial did not end in time.
+        ChildDied: the process of the trial died.
+    """
+    folder.trial.unlink(missing_ok=True)
+    started = time.monotonic()
+    with Children(stop_timeout_s=_STOP_S) as children:
+        children.start(
+            "trial",
+            ["trial", "--folder", str(folder.root)],
+            log=folder.log("trial"),
+            environment={"TOKENIZERS_PARALLELISM": "false"},
+        )
+        while not children.finished("trial"):
+            children.check(may_finish=("trial",))
+            if time.monotonic() - started > LIMIT_S:
+                raise AgentError(
+                    f"the trial episode did not end within {LIMIT_S:g} s; see {folder.log('trial')}{_WITHOUT}"
+                )
+            time.sleep(_POLL_S)
+        children.check(may_finish=("trial",))
+    verdict = json.loads(folder.trial.read_text())
+    if verdict["error"]:
+        raise AgentError(verdict["error"])
+    say(f"trial: {verdict['note']} ({time.monotonic() - started:.0f} s)")
+
+
+def play_trial(config: Config, folder: RunFolder) -> None:
+    """Play the trial in this process, and write its verdict to the run folder."""
+    from areal_agents.rollout.data import load_tasks
+
+    try:
+        tasks = load_tasks(config.data, seed=config.seed)
+        task, _ = next(tasks.stream(set()))
+        note = _play(config, folder, task)
+    except ArealAgentsError as error:
+        _write(folder, error=str(error))
+    else:
+        _write(folder, note=note)
+
+
+def _play(config: Config, folder: RunFolder, task: Task) -> str:
+    """Play up to three episodes, and return a remark about them. Raises AgentError as `run_trial` says."""
+    from areal_agents.doctor.serving import ObservedProxy, scripted_engine, serving
+    from areal_agents.proxy.server import make_renderer
+    from areal_agents.store import Store
+
+    renderer = make_renderer(config.model, config.proxy)
+    proxy_config = config.proxy.model_copy(update={"admin_key": None, "project_keys": (), "port": 0})
+    model = Path(config.model)
+    with (
+        tempfile.TemporaryDirectory(prefix="areal-agents-trial-") as home,
+        scripted_engine(model, renderer, context_length=_context_length(config, model)) as engine_url,
+        Store.open(Path(home) / "store.db") as store,
+    ):
+        proxy = ObservedProxy("", store)
+        with serving(proxy, engine_url, renderer, proxy_config):
+            os.environ["OPENAI_BASE_URL"] = proxy.url + "/v1"  # as the rollout process sets it
+            return asyncio.run(_judge(config, folder, proxy.url, task))
+
+
+async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str:
+    from areal_agents.rollout.agents.agent import load_agent
+    from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
+    from areal_agents.rollout.agents.blocking import BlockingWatch
+
+    limits = config.rollout.limits.model_copy(update={"time_s": min(EPISODE_S, config.rollout.limits.time_s)})
+    agent = load_agent(config.agent, workers=1)
+    must_reward = agent.must_reward and not config.rollout.outside_rewards
+    errors: list[str] = []
+    try:
+        async with AsyncClient(url) as client:
+            for _ in range(EPISODES):
+                with BlockingWatch(lambda text: _end_blocked(folder, text)):
+                    attempt = Attempt(task, "train")
+                    opened = await open_attempt(client, attempt, limits=limits)
+                    outcome = await run_rollout(
+                        client, agent, task, opened, limits=limits, must_reward=must_reward
+                    )
+                if outcome.error is None:
+                    break
+                state = await client.get_episode(opened.id)
+                errors.append(outcome.error)
+                if not state["turns"]:
+                    raise AgentError(f"the agent fails before its first reply: {outcome.error}{_WITHOUT}")
+                if outcome.is_unrewarded:
+                    raise AgentError(f"{outcome.error}{_WITHOUT}")
+    finally:
+        await agent.close()
+    if len(errors) == EPISODES and len(set(errors)) == 1:
+        raise AgentError(
+            f"{EPISODES} trial episodes with a scripted model failed in the same way: {errors[0]}. If the "
+            "agent only fails because the scripted model answers in prose, set trial: false"
+        )
+    if errors:
+        return f"an episode with a scripted model failed, others did not: {errors[-1]}"
+    if outcome.status == "truncated":
+        return "the episode reached a limit, so nothing is known about its end"
+    if not outcome.rewarded:
+        return (
+            "the command gave no reward; it must be posted within proxy.reward_timeout_s after it has ended"
+        )
+    return "one episode with a scripted model was played and rewarded"
+
+
+def _end_blocked(folder: RunFolder, text: str) -> None:
+    """End this process: its main thread cannot."""
+    _write(folder, error=text + _WITHOUT)
+    os._exit(0)
+
+
+def _write(folder: RunFolder, *, error: str = "", note: str = "") -> None:
+    temporary = folder.trial.with_suffix(".tmp")
+    temporary.write_text(json.dumps({"error": error, "note": note}))
+    temporary.replace(folder.trial)
+
+
+def _context_length(config: Config, model: Path) -> int:
+    """Return the most tokens of a prompt with its completion that the run's engine will take."""
+    tree = json.loads((model / "config.json").read_text())
+    positions = int((tree.get("text_config") or tree).get("max_position_embeddings") or _LONGEST_CONTEXT)
+    if config.engine.urls:
+        return positions
+    default = DEFAULT_MAX_CONTEXT if config.engine.kind == "embedded" else positions
+    return min(positions, config.engine.max_context or default)

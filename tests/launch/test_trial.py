@@ -1,0 +1,112 @@
+"""An agent that cannot be trained ends the run within seconds, before any engine is started."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_agents.rollout.agents.blocking import BlockingWatch
+
+MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
+AGENTS = """
+    import json, time
+    from openai import AsyncOpenAI, OpenAI
+
+    async def ask(ep, text="Hi"):
+        client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0)
+        reply = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": text}]
+        )
+        return reply.choices[0].message.content
+
+    async def raises(task, ep):
+        raise KeyError("oops")
+
+    async def gives_no_reward(task, ep):
+        await ask(ep)
+
+    async def blocks(task, ep):
+        await ask(ep)
+        time.sleep(600)
+
+    async def asks_too_much(task, ep):
+        await ask(ep, "word " * 20_000)
+        return 1.0
+
+    async def parses(task, ep):
+        return float(json.loads(await ask(ep))["x"])
+
+    def calls_nobody(task, ep):
+        return 1.0
+
+    def good(task, ep):
+        client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
+        client.chat.completions.create(model="policy", messages=[{"role": "user", "content": task["text"]}])
+        return float(task["text"] == "Hi")
+"""
+
+
+def train(folder: Path, agent: str, *settings: str, tasks: str = '{"text": "Hi"}') -> tuple[int, str]:
+    (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
+    (folder / "tasks.jsonl").write_text(tasks + "\n")
+    (folder / "config.yaml").write_text(f"{{model: {MODEL}, agent: {agent}, data: {{path: tasks.jsonl}}}}")
+    command = [sys.executable, "-m", "areal_agents.cli", "train", "config.yaml", f"run_dir={folder / 'run'}"]
+    done = subprocess.run(
+        [*command, *settings], cwd=folder, capture_output=True, text=True, timeout=200, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("agent", "reason"),
+    [
+        ("agents.py:raises", "fails before its first reply: KeyError: 'oops' ("),
+        ("agents.py:gives_no_reward", "the agent gave no reward: return a number, or call ep.reward"),
+        ("agents.py:blocks", "agents.py, line 20: time.sleep(600)"),
+        ("agents.py:asks_too_much", "first prompt does not fit the context of the model"),
+        (
+            "agents.py:parses",
+            "3 trial episodes with a scripted model failed in the same way: JSONDecodeError",
+        ),
+        ("agents.py:calls_nobody", "the agent made no model call"),
+        ("agents.py:missing", "agents.py has no function 'missing'; it has AsyncOpenAI"),
+        ("'{command: no-such-program}'", "module:function or path/to/file.py:function"),
+    ],
+)
+def test_a_broken_agent_ends_the_run_with_its_reason(tmp_path: Path, agent: str, reason: str) -> None:
+    code, output = train(tmp_path, agent)
+    assert code == 1 and reason in output
+    assert output.count("AgentError") == 1 and "Traceback" not in output
+    assert not (tmp_path / "run/logs/engine.log").exists()
+    assert "trial: false" in output or "no function" in output or "expected module" in output
+
+
+def test_data_without_tasks_ends_the_run(tmp_path: Path) -> None:
+    code, output = train(tmp_path, "agents.py:good", tasks="{")
+    assert code == 1 and "tasks.jsonl" in output
+    assert not (tmp_path / "run/logs/engine.log").exists()
+
+
+def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
+    settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=2", "trainer.trackers=[]")
+    code, output = train(tmp_path, "agents.py:good", *settings)
+    assert code == 0, output
+    assert "trial: one episode with a scripted model was played and rewarded" in output
+
+
+async def test_a_blocked_event_loop_is_reported_once_for_each_time() -> None:
+    reports: list[str] = []
+    with BlockingWatch(reports.append, blocked_s=0.6):
+        await asyncio.sleep(1.5)
+        assert not reports
+        for _ in range(2):
+            time.sleep(3.0)  # noqa: ASYNC251 (what an agent should not do)
+            await asyncio.sleep(1.5)
+    assert len(reports) == 2
+    assert f"{Path(__file__).name}, line" in reports[0] and "time.sleep(3.0)" in reports[0]
