@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from areal_agents.algorithms.parts import alternatives
+from areal_agents.algorithms.parts import alternatives, as_yaml
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
+        raise ConfigError(f"{path} must contain a mapping of keys to values")
     tree = with_absolute_paths(tree, path.resolve().parent)
     for override in overrides:
         key, value = parse_override(override)
@@ -224,7 +224,7 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{key!r} is required"
     if fault["type"] == "value_error":
         return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
-    return f"{key}: {fault['msg']} (got {fault['input']!r})"
+    return f"{key}: {fault['msg']} (got {as_yaml(fault['input'])})"
 
 
 def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:
