@@ -75,6 +75,8 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("eval.data.pth=3", "unknown key 'eval.data.pth'; did you mean 'eval.data.path'?"),
         ("trainer.steps=zero", "trainer.steps"),
         ("trainer.steps=0", "trainer.steps"),
+        ("trainer.steps=null", "trainer.steps: Input should be a valid integer (got null)"),
+        ("rollout.max_staleness={a: [true]}", "(got {a: [true]})"),
         ("trainer.steps", "expected key=value"),
         ("trainer.steps=[", "not valid YAML"),
         ("model=nowhere", "not a Hugging Face model folder"),
@@ -83,7 +85,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("data={seed: 1}", "data: path (of tasks) or episodes (a store of recorded ones) is required"),
         ("agent=''", "'agent' is required"),
         ("algorithm=grop", "did you mean 'grpo'?"),
-        ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got None"),
+        ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got null"),
         (
             "algorithm={policy_loss: dpo, estimator: group}",
             "estimator: group does not go with policy_loss: dpo",

@@ -31,7 +31,7 @@ from areal_agents.algorithms.losses.normalization import Normalization, TokenMea
 from areal_agents.algorithms.losses.ppo import PpoLoss
 from areal_agents.algorithms.losses.registry import PolicyLoss
 from areal_agents.algorithms.losses.trust_region import KlCov, NoTrustRegion, TrustRegion
-from areal_agents.algorithms.parts import differing, fill, kind_given
+from areal_agents.algorithms.parts import as_yaml, differing, fill, kind_given
 from areal_agents.algorithms.presets import preset_values
 from areal_agents.algorithms.replay import NoReplay, Replay
 
@@ -124,10 +124,10 @@ class AlgorithmConfig(BaseModel):
         if isinstance(given, cls):
             return given
         if not isinstance(given, Mapping):
-            raise ValueError(f"must be the name of a preset or a mapping of settings, got {given!r}")
+            raise ValueError(f"must be the name of a preset or a mapping of settings, got {as_yaml(given)}")
         name = given.get("preset", cls.model_fields["preset"].default)
         if not isinstance(name, str):
-            raise ValueError(f"preset must be the name of a preset, a string, got {name!r}")
+            raise ValueError(f"preset must be a string, the name of a preset, got {as_yaml(name)}")
         preset = dict(preset_values(name))
         loss = kind_given(cls, "policy_loss", given, preset)
         if loss is not None:
@@ -185,7 +185,8 @@ class AlgorithmConfig(BaseModel):
             if isinstance(value, RewardShaping):
                 changed = [*differing(value, RewardShaping())]
             for setting, chosen in changed:
-                shown = getattr(chosen, "kind", chosen)
+                kind = getattr(chosen, "kind", chosen)
+                shown = kind if isinstance(kind, str) else as_yaml(kind)
                 yield (
                     f"{setting}: {shown} has no meaning for {self.policy_loss.kind}, which learns from "
                     "recorded episodes unchanged, without advantages and without a behavior policy"
@@ -196,7 +197,8 @@ class AlgorithmConfig(BaseModel):
     def _distillation_faults(self) -> Iterator[str]:
         """Settings of rewards, advantages and ratios beside a loss that uses none of them."""
         for setting, value in differing(self.rewards, RewardShaping()):
-            shown = getattr(value, "kind", value)
+            kind = getattr(value, "kind", value)
+            shown = kind if isinstance(kind, str) else as_yaml(kind)
             yield f"{setting}: {shown} has no meaning for distillation, whose loss uses no reward"
         if isinstance(self.kl_in, KlInReward):
             yield "kl_in: reward has no meaning for distillation, whose loss uses no reward; use kl_in: loss"

@@ -98,6 +98,17 @@ def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]
             yield name, getattr(ours, "kind", ours)
 
 
+def as_yaml(value: Any) -> str:
+    """Return a setting as the user would write it in YAML, on one line: null, true, 'text', [1, 2]."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {as_yaml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_yaml, value)) + "]"
+    return repr(value)
+
+
 def _fill(
     model: type[BaseModel], left: dict[str, Any], preset: Mapping[str, Any], faults: list[str]
 ) -> dict[str, Any]:
@@ -118,7 +129,7 @@ def _fill(
         own = {"kind": given} if isinstance(given, str) else given
         if not isinstance(own, Mapping):
             faults.append(
-                f"{name} must be one of {', '.join(filter(None, parts))}, or a mapping, got {given!r}"
+                f"{name} must be one of {', '.join(filter(None, parts))}, or a mapping, got {as_yaml(given)}"
             )
             continue
         inner = dict(own)
@@ -129,7 +140,9 @@ def _fill(
             kind = standard if kind is None else kind
         if not isinstance(kind, str) or kind not in parts:
             near = difflib.get_close_matches(str(kind), parts, n=1, cutoff=0.0)[0]
-            faults.append(f"{name}: there is no {kind!r}; did you mean {near!r}? Known: {', '.join(parts)}")
+            faults.append(
+                f"{name}: there is no {as_yaml(kind)}; did you mean {near!r}? Known: {', '.join(parts)}"
+            )
             continue
         names = {setting for setting, _ in settings_of(parts[kind])}
         for setting in sorted(names & left.keys()):
@@ -156,7 +169,8 @@ def _unplaced(model: type[BaseModel], name: str, value: Any, *, where: str = "")
         known.setdefault(setting, []).append(needed)
     if name in known:
         choices = [part for part in dict.fromkeys(known[name]) if part]
-        return f"{name}: {value} needs {' or '.join(choices)}"
+        shown = value if isinstance(value, str) else as_yaml(value)
+        return f"{name}: {shown} needs {' or '.join(choices)}"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
     return f"unknown setting {f'{where}.' if where else ''}{name}; {hint}"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from areal_agents.algorithms.parts import alternatives
+from areal_agents.algorithms.parts import alternatives, as_yaml
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
@@ -63,7 +63,7 @@ def read_file(path: Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path} must hold a mapping of keys to values")
+        raise ConfigError(f"{path} must contain a mapping of keys to values")
     return tree
 
 
@@ -229,7 +229,7 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{key!r} is required"
     if fault["type"] == "value_error":
         return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
-    return f"{key}: {fault['msg']} (got {fault['input']!r})"
+    return f"{key}: {fault['msg']} (got {as_yaml(fault['input'])})"
 
 
 def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:

@@ -47,7 +47,7 @@ _SCRIPTED = "scripted"
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The opened episode, and how the agent ended in it."""
+    """The opened episode, and how the agent ended."""
 
     opened: OpenedEpisode
     outcome: Outcome
@@ -74,8 +74,8 @@ def examine(
 
     Raises:
         ConfigError: not exactly one of function and command is given, the model folder is missing, or an
-            engine is given without one.
-        AgentError: the function cannot be imported, or not be called as (task, ep).
+            engine is given without a model folder.
+        AgentError: the function cannot be imported, or cannot be called as (task, ep).
         RequestError: the engine does not answer.
     """
     if (function is None) == (not command):

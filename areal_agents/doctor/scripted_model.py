@@ -57,7 +57,7 @@ class ScriptedModel:
         return self._reply(Message("assistant", ANSWER, reasoning=_THOUGHT))
 
     def _calls_now(self, tools: Sequence[Tool]) -> bool:
-        """Whether the next reply calls a tool: after some calls comes an answer, and then calls again."""
+        """Whether the next reply calls a tool: some calls are followed by an answer, then by calls again."""
         names = tuple(tool.name for tool in tools)
         self._asked[names] += 1
         return self._asked[names] % (_CALLS_IN_A_ROW + 1) != 0

@@ -1,8 +1,8 @@
 """Child processes with one log file each; none of them outlives the supervisor, however it ends.
 
 A child gets SIGTERM first, and SIGKILL after a time limit; it leads a process group, so that the processes
-that it started end with it. A child whose state is all in the store is restarted when it was killed, after a
-pause that grows; the death of another child, or too many deaths of one, end the run.
+that it started end with it. A child that keeps all its state in the store is restarted after it was killed,
+each time after a longer pause. The run ends if any other child dies, or if one child dies too often.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_RESTARTS = 5  # the most restarts of one child within RESTARTS_WITHIN_S
 RESTARTS_WITHIN_S = 600.0
 FIRST_PAUSE_S = 0.5  # pause before the first restart; each further restart doubles it
 STABLE_AFTER_S = 60.0  # a failure after this run time is not caused by the configuration
-_ENDED_ON_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # exit codes of a child that was asked to end
+_ENDED_ON_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # exit codes of a child that a signal told to end
 
 
 class ChildDied(ArealAgentsError):
@@ -136,8 +136,9 @@ class Children:
                 raise ChildDied(f"the {child.name} process {how}. The end of {child.log}:\n{child.tail()}")
             child.due = time.monotonic() + FIRST_PAUSE_S * 2 ** len(child.restarted)
             self._say(
-                f"the {child.name} process {how}; it is restarted ({len(child.restarted) + 1} of at most "
-                f"{MOST_RESTARTS} times in {RESTARTS_WITHIN_S / 60:.0f} minutes)"
+                f"the {child.name} process {how} and will be restarted "
+                f"(restart {len(child.restarted) + 1} of at most {MOST_RESTARTS} in "
+                f"{RESTARTS_WITHIN_S / 60:.0f} minutes)"
             )
 
     def finished(self, name: str) -> bool:

@@ -25,7 +25,7 @@ class DiskSpace:
         folders: the folders that the run writes to; they need not exist yet.
         kept: the folders of checkpoints and of weights; each needs space for one more entry as large as its
             newest.
-        min_free_gb: the free space that every disk needs besides, in GB; 0 disables the check.
+        min_free_gb: the free space that every disk needs in addition, in GB; 0 disables the check.
     """
 
     def __init__(self, folders: Iterable[Path], *, kept: Iterable[Path], min_free_gb: float) -> None:
@@ -40,9 +40,9 @@ class DiskSpace:
             return None
         needs: dict[int, tuple[Path, float]] = {}
         for folder in (*self._folders, *self._kept):
-            place = _existing(folder)
-            device = os.stat(place).st_dev
-            path, need = needs.get(device, (place, self._min_free))
+            existing = _nearest_existing(folder)
+            device = os.stat(existing).st_dev
+            path, need = needs.get(device, (existing, self._min_free))
             needs[device] = (path, need + (self._next_size(folder) if folder in self._kept else 0))
         for path, need in needs.values():
             free = shutil.disk_usage(path).free
@@ -70,7 +70,7 @@ class DiskSpace:
 
 
 def disk_space_of(config: Config, folder: RunFolder) -> DiskSpace:
-    """Return the disks of a run: that of its folder, and that of a store elsewhere."""
+    """Return the disks that a run writes to: those of its folder and of its store."""
     store = folder.store_at(config.store.url)
     elsewhere = [] if "://" in str(store) else [Path(store).absolute().parent]
     return DiskSpace(
@@ -80,7 +80,7 @@ def disk_space_of(config: Config, folder: RunFolder) -> DiskSpace:
     )
 
 
-def _existing(path: Path) -> Path:
+def _nearest_existing(path: Path) -> Path:
     """Return the path, or the nearest folder above it that exists."""
     return next(candidate for candidate in (path, *path.parents) if candidate.exists())
 

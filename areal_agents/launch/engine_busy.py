@@ -12,8 +12,7 @@ from areal_agents.direct_http import direct_client
 class EngineBusy:
     """The share of the training time in which the engines were not sampling, as a mean over the engines.
 
-    The counter of an engine that was restarted begins at zero; an engine that does not answer is queried
-    again later.
+    The counter of a restarted engine starts at zero. An engine that does not answer is queried again later.
 
     Args:
         urls: the URLs of the engines.
@@ -34,7 +33,7 @@ class EngineBusy:
         if not (1 <= done < steps and self._counted):
             return
         for url in self._urls:
-            self._note(url)
+            self._read_counter(url)
         self._to = time.monotonic()
         self._from = self._from or self._to
 
@@ -44,7 +43,7 @@ class EngineBusy:
             return None
         return max(0.0, 1.0 - self._busy_s / (self._to - self._from) / len(self._urls))
 
-    def _note(self, url: str) -> None:
+    def _read_counter(self, url: str) -> None:
         try:
             with direct_client(timeout_s=self._timeout_s) as client:
                 info = client.get(url + "/get_server_info").json()

@@ -45,7 +45,7 @@ class EnginePlan:
 
     Attributes:
         placements: the GPUs of each engine; empty if the run uses running servers.
-        software: the name of the engine's software or the running servers, for the user.
+        software: the name of the engine's software, or the URLs of the running servers, for messages.
     """
 
     placements: tuple[GpuPlacement, ...]
@@ -84,7 +84,7 @@ def plan_engines(config: Config) -> EnginePlan:
 
 
 def engine_name(replica: int, replicas: int) -> str:
-    """Return the name of an engine's process, which is also that of its log."""
+    """Return the name of an engine's process, which is also the name of its log file."""
     return "engine" if replicas == 1 else f"engine-{replica}"
 
 
@@ -108,8 +108,9 @@ def adapter_rank(config: Config) -> int:
 def ready_path(config: Config) -> str:
     """Return the path that an engine of a run answers with status 200 once it serves.
 
-    SGLang's /health samples a token. A running server that a dead trainer left paused answers /model_info
-    only, and continues when the trainer that waits for it here publishes.
+    SGLang's /health samples a token, so it does not answer while the server is paused. A running server that
+    a dead trainer left paused answers /model_info, and resumes when the new trainer, which waits for it here,
+    publishes a version.
     """
     return "/model_info" if config.engine.urls else "/health"
 
@@ -132,13 +133,13 @@ def wait_for_engines(
 ) -> None:
     """Return when the engines of a run serve: all engines that it starts, or at least one running server.
 
-    A running server that does not answer is left to the proxy, which brings it to the current version before
-    it gets a call.
+    The proxy takes care of a running server that does not answer yet: it brings the server to the current
+    version before it sends a call to it.
 
     Args:
         urls: the URLs of the engines.
         check: called before each attempt; an exception from it ends the wait.
-        say: called with what is waited for.
+        say: called with a message about what the run is waiting for.
         warn: called with a message about each running server that does not answer.
 
     Raises:

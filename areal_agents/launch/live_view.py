@@ -61,7 +61,7 @@ class LiveView:
     def warn(self, text: str | None) -> None:
         """Show a condition that needs the user's attention; None ends it."""
         if not self._live and (text is None) != (self._warning is None):
-            line = f"warning: {text}" if text else "the warning is over: the run continues"
+            line = f"warning: {text}" if text else "the warning no longer applies; the run continues"
             self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False, soft_wrap=True)
         self._warning = text
 
@@ -128,7 +128,7 @@ class LiveView:
         )
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
-        """Return the expected number of episodes of an evaluation; after "before", as many as that had."""
+        """Return the expected number of episodes of an evaluation: at most as many as "before" had."""
         before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
         return min([self._eval_episodes, *(before if rows else [])])
 

@@ -102,7 +102,7 @@ class RunFolder:
             The new paths of the folder and the store, as far as they existed.
 
         Raises:
-            ConfigError: the earlier run is still running, the folder is not that of a run, or the store is
+            ConfigError: the earlier run is still running, the folder is not a run folder, or the store is
                 not a file.
             Conflict: the trainer of the earlier run is still ending.
         """

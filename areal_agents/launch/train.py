@@ -40,7 +40,7 @@ WITHOUT_TOOL = "after-without-tool"
 
 
 def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
-    """Train as `config` says, to the end.
+    """Train the run that `config` describes to its last step.
 
     If a run has already ended with the same configuration, only its summary is shown.
 
@@ -130,7 +130,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
 def without_trainer(config: Config) -> Config:
     """Return `config` for engines that share no GPU with a trainer, and with a store of its own.
 
-    The versions in the store of the run would be swapped in, in place of `model`.
+    With the store of the run, the engines would serve its current version instead of the weights in `model`.
     """
     engine = config.engine.model_copy(update={"colocate": "none"})
     store = config.store.model_copy(update={"url": None})
@@ -145,7 +145,7 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
     """
     if names := config.engine.without_effect:
         log.warning(
-            "no effect on %s: %s",
+            "settings that have no effect on %s: %s",
             "running servers, which keep their own settings" if config.engine.urls else "SGLang",
             ", ".join(f"engine.{name}" for name in names),
         )
@@ -187,7 +187,9 @@ def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
 
 
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
-    """Return environment variables that give a process its share of the cores: engines and trainer half each.
+    """Return environment variables that give a process its share of the cores.
+
+    The engines together get half of the cores, and the trainer the other half.
 
     Args:
         role: the role of the process.
@@ -225,7 +227,7 @@ def wait_until_serving(
     say: Callable[[str], None],
     warn: Callable[[str], None] | None = None,
 ) -> None:
-    """Return when the proxy and the engines answer; of running servers, one is enough.
+    """Return when the proxy and the engines answer; if the run uses running servers, one of them is enough.
 
     Args:
         warn: called with a message about running servers that do not answer; default: `say`.
@@ -341,7 +343,7 @@ def _start(
         log=folder.log(name or role),
         environment=threads_for(role, alone=alone) if environment is None else environment,
         ranks=ranks,
-        restarts=role != "trainer",  # its death loses steps, so the user should know
+        restarts=role != "trainer",  # its death loses steps, so the run ends with an error
     )
 
 

@@ -18,7 +18,7 @@ from areal_agents.training.publish.verifying import verify
 def run(folder: Path, console: Console) -> bool:
     """Verify every engine of the run in `folder`, and print the results; return whether all agree.
 
-    Raises ConfigError if `folder` is not that of a run, or the run was never started.
+    Raises ConfigError if `folder` is not a run folder, or the run was never started.
     """
     found = RunFolder(folder)
     if not found.config.is_file():

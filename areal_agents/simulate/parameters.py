@@ -13,7 +13,7 @@ from areal_agents.simulate.engine import StepTime
 from areal_agents.simulate.scenario import Scenario
 from areal_agents.simulate.work import LogNormal, LogNormalWork, Work
 
-FILLING = 2  # fillings of the gate that are not counted
+FILLING = 2  # how many times the gate is filled before steps are counted
 COUNTED = 20
 UNBOUNDED_FILLING = 12
 

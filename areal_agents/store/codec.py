@@ -1,6 +1,6 @@
 """Encodes a turn as a row and decodes it: JSON for messages and settings, little-endian blobs for arrays.
 
-Every row has the number of its codec; a row of another codec is refused.
+Every row has the number of its codec; decoding a row of another codec raises StoreError.
 """
 
 from __future__ import annotations

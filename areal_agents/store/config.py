@@ -10,7 +10,7 @@ Durability = Literal["process", "power"]
 
 
 class RetainConfig(BaseModel):
-    """How long the turns of groups are kept that were trained, or dropped by the trainer.
+    """How long the turns of groups are kept after the trainer trained or dropped the groups.
 
     After their texts and tokens are deleted, a summary remains: episodes, rewards, and the size, versions and
     finish reason of every turn.
@@ -30,10 +30,11 @@ class RetainConfig(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _something_goes(self) -> RetainConfig:
+    def _export_needs_versions(self) -> RetainConfig:
         if self.export and self.versions is None:
             raise ValueError(
-                "export writes turns before they are deleted; without versions: N none are deleted"
+                "export writes turns before they are deleted, and without versions no turns are deleted; set "
+                "versions: N, or leave export out"
             )
         return self
 
@@ -49,11 +50,12 @@ class StoreConfig(BaseModel):
     )
     durability: Durability = Field(
         default="process",
-        description="process: a commit survives the death of any process; power: also a power failure.",
+        description="process: a commit survives the death of any process; power: a commit also survives a "
+        "power failure.",
     )
     retain: RetainConfig = Field(
         default_factory=RetainConfig,
-        description="What is kept of trained groups: all, or {versions: N, export: FOLDER}.",
+        description="Which turns of trained groups are kept: all, or {versions: N, export: FOLDER}.",
     )
     min_free_gb: float = Field(
         default=1.0,
@@ -64,7 +66,7 @@ class StoreConfig(BaseModel):
 
     @field_validator("retain", mode="before")
     @classmethod
-    def _all_is_a_word(cls, value: object) -> object:
+    def _accept_all(cls, value: object) -> object:
         if isinstance(value, str):
             if value != "all":
                 raise ValueError(f"must be all or {{versions: N}}, got {value!r}")

@@ -166,7 +166,8 @@ class Database:
                 return str(SCHEMA_VERSION)
             if store_meta.name not in names:
                 raise StoreError(
-                    f"{url} is no store of areal-agents: it has the tables {sorted(names)}; give another path"
+                    f"{url} is not a store of areal-agents (it has the tables {sorted(names)}); "
+                    "give another path"
                 )
             return connection.execute(
                 sa.select(store_meta.c.value).where(store_meta.c.key == "schema_version")

@@ -63,7 +63,7 @@ def insert_episode(connection: sa.Connection, new: NewEpisode) -> EpisodeRow:
         task_uid = _ensure_task(connection, task)
     else:
         task_uid, task = _join_group(connection, new, now)
-        index = _free_place(connection, new)
+        index = _free_index(connection, new)
     row = opened_row(new, index=index, task_id=task.id, created_at=now)
     values = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
     del values["task_id"]
@@ -180,7 +180,7 @@ def unrewarded(connection: sa.Connection) -> list[str]:
 
 
 def fail_unrewarded(connection: sa.Connection, ids: Sequence[str]) -> list[str]:
-    """Fail those of the episodes that have no reward yet; return their ids."""
+    """Mark the given episodes that have no reward yet as failed; return their ids."""
     failed: list[str] = []
     for chunk in chunks(ids):
         due = list(
@@ -223,17 +223,15 @@ def _join_group(connection: sa.Connection, new: NewEpisode, now: float) -> tuple
     if group is None:
         return _create_group(connection, new, now)
     if new.group_size is not None and new.group_size != group.size:
-        raise Conflict(f"group {new.group_id} has {group.size} places, got group_size {new.group_size}")
+        raise Conflict(f"group {new.group_id} has group_size {group.size}, got group_size {new.group_size}")
     if new.surplus is not None and new.surplus != (group.surplus or 0):
-        raise Conflict(
-            f"group {new.group_id} has a surplus of {group.surplus or 0} places, got {new.surplus}"
-        )
+        raise Conflict(f"group {new.group_id} has surplus {group.surplus or 0}, got surplus {new.surplus}")
     if new.split != group.split:
-        raise Conflict(f"group {new.group_id} is of split {group.split!r}, got {new.split!r}")
+        raise Conflict(f"group {new.group_id} has split {group.split!r}, got {new.split!r}")
     if new.task is not None and new.task.id != group.task_id:
         raise Conflict(f"group {new.group_id} attempts task {group.task_id!r}, got {new.task.id!r}")
     if group.state != "pending":
-        raise Conflict(f"group {new.group_id} is {group.state}: it takes no more episodes")
+        raise Conflict(f"group {new.group_id} is {group.state}: it accepts no more episodes")
     return group.task_uid, Task(group.task_id, group.input)
 
 
@@ -258,9 +256,9 @@ def _create_group(connection: sa.Connection, new: NewEpisode, now: float) -> tup
     return uid, task
 
 
-def _free_place(connection: sa.Connection, new: NewEpisode) -> int:
-    places = sa.select(groups.c.size + sa.func.coalesce(groups.c.surplus, 0))
-    size = connection.execute(places.where(groups.c.id == new.group_id)).scalar_one()
+def _free_index(connection: sa.Connection, new: NewEpisode) -> int:
+    capacity = sa.select(groups.c.size + sa.func.coalesce(groups.c.surplus, 0))
+    size = connection.execute(capacity.where(groups.c.id == new.group_id)).scalar_one()
     taken = set(
         connection.execute(
             sa.select(episodes.c["index"]).where(
@@ -268,13 +266,13 @@ def _free_place(connection: sa.Connection, new: NewEpisode) -> int:
             )
         ).scalars()
     )
-    free = [place for place in range(size) if place not in taken]
+    free = [index for index in range(size) if index not in taken]
     if not free:
-        raise Conflict(f"group {new.group_id} has {size} live episodes already, as many as it has places")
+        raise Conflict(f"group {new.group_id} has {size} live episodes already, and may have no more")
     if new.index is None:
         return free[0]
     if not 0 <= new.index < size:
-        raise Conflict(f"group {new.group_id} has places 0 to {size - 1}, got index {new.index}")
+        raise Conflict(f"group {new.group_id} has indices 0 to {size - 1}, got {new.index}")
     if new.index in taken:
-        raise Conflict(f"place {new.index} of group {new.group_id} is held by an episode that did not fail")
+        raise Conflict(f"index {new.index} of group {new.group_id} has an episode that did not fail")
     return new.index

@@ -14,7 +14,7 @@ class Conflict(StoreError):
 
 
 class SessionTaken(Conflict):
-    """Another open episode already has the session name of the episode to be opened."""
+    """Another open episode already has the session name of the new episode."""
 
 
 class NoTurn(Conflict):

@@ -72,7 +72,7 @@ def drop_group(connection: sa.Connection, group_id: str, reason: str) -> None:
         sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()
     if lease is not None:
-        raise Conflict(f"group {group_id} is {lease}: only the trainer can drop it now")
+        raise Conflict(f"group {group_id} is {lease}, so only the trainer can drop it")
     if group.state != "dropped":
         connection.execute(
             sa.update(groups).where(groups.c.id == group_id).values(state="dropped", reason=reason)

@@ -109,13 +109,13 @@ def mark_trained(
         for chunk in chunks(ids)
     )
     if changed != len(pairs):
-        raise Conflict(f"of {len(pairs)} groups only {changed} are leased for step {step}: {pairs}")
+        raise Conflict(f"only {changed} of {len(pairs)} groups are leased for step {step}: {pairs}")
 
 
 def drop_leased(connection: sa.Connection, group_id: str, reason: str, *, step: int, use: int = 0) -> None:
     """Drop a group that is complete or leased. Conflict if it is pending, trained or dropped.
 
-    With a `use` above 0, end a reuse that is leased: the group stays trained, and is not reused any more.
+    With a `use` above 0, end a reuse that is leased: the group stays trained and is not reused again.
     """
     group = group_row(connection, group_id)
     of_use = sa.and_(leases.c.group_id == group_id, leases.c.use == use)

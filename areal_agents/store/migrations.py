@@ -50,7 +50,7 @@ def migrate(path: Path) -> None:
     The caller must have no connection to the file.
 
     Raises:
-        StoreError: another process has the store open, or the database failed. The store is unchanged.
+        StoreError: another process has the store open, or the database failed. The store is then unchanged.
     """
     deadline = time.monotonic() + _WAIT_S
     while True:

@@ -27,7 +27,7 @@ class Retention:
 
     def __init__(self, store: Store, config: RetainConfig) -> None:
         if config.versions is None:
-            raise ValueError("retain.versions must be a number of versions, got None: everything is kept")
+            raise ValueError("retain.versions must be a number of versions, got None, which keeps everything")
         self._store = store
         self._versions = config.versions
         self._folder = Path(config.export) if config.export else None

@@ -31,7 +31,7 @@ def write_rewards(connection: sa.Connection, episode_id: str, given: Sequence[Re
     if episode is None:
         raise NotFound(f"no episode {episode_id}")
     if episode.status in ("failed", "aborted"):
-        raise Conflict(f"episode {episode_id} is {episode.status}: it takes no rewards")
+        raise Conflict(f"episode {episode_id} is {episode.status}: it accepts no rewards")
     if episode.group_id is not None:
         _refuse_if_leased(connection, episode.group_id)
     _check_targets(connection, episode_id, given)
@@ -56,7 +56,10 @@ def _refuse_if_leased(connection: sa.Connection, group_id: str) -> None:
         sa.select(leases.c.state).where(leases.c.group_id == group_id, leases.c.use == 0)
     ).scalar_one_or_none()
     if state is not None:
-        raise Conflict(f"group {group_id} is {state}: rewards are accepted until the trainer takes the group")
+        raise Conflict(
+            f"group {group_id} is {state}, so its rewards can no longer change; give every reward of an "
+            "episode before the call that finishes the episode, or with it"
+        )
 
 
 def _check_targets(connection: sa.Connection, episode_id: str, given: Sequence[Reward]) -> None:

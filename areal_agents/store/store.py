@@ -155,7 +155,7 @@ class Store:
         )
 
     def fail_unrewarded(self, ids: Sequence[str]) -> Future[list[str]]:
-        """Fail those of the episodes that still wait for a reward; the result is their ids."""
+        """Mark the given episodes that still wait for a reward as failed; the result is their ids."""
         return self._database.submit(lambda c: episodes.fail_unrewarded(c, ids))
 
     def empty_groups(self, ids: Sequence[str], *, keep_versions: int) -> Future[int]:

@@ -83,7 +83,7 @@ def test_groups_of_equal_scores_are_equal() -> None:
         ),
         ({"kl_in": "reward", "kl_coefficient": 0.1}, "estimator: maxrl does not go with kl_in: reward"),
         ({"advantage_std": "none"}, "advantage_std: none needs estimator: group or estimator: gae"),
-        ({"leave_one_out": True}, "leave_one_out: True needs estimator: group"),
+        ({"leave_one_out": True}, "leave_one_out: true needs estimator: group"),
         ({"credit": "reward_to_go"}, "credit: reward_to_go needs estimator: group"),
         ({"policy_loss": "sft", "estimator": "maxrl"}, "estimator: maxrl does not go with policy_loss: sft"),
     ],

@@ -115,7 +115,7 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
         ({"shape": {"kind": "round", "side": 1.0}}, ["unknown setting shape.side; known: radius"]),
         ({"shape": {"radus": 1.0}}, ["unknown setting shape.radus; did you mean 'radius'?"]),
         ({"shape": 7}, ["shape must be one of round, square, or a mapping, got 7"]),
-        ({"shape": None}, ["shape must be one of round, square, or a mapping, got None"]),
+        ({"shape": None}, ["shape must be one of round, square, or a mapping, got null"]),
         ({"radius": 1.0, "shape": {"radius": 1.0}}, ["radius is given twice, by itself and in shape"]),
         ({"radius": 1.0, "look": {"radius": 1.0}}, ["radius is given twice, by itself and in look"]),
         ({"frame": "none", "width": 1.0, "colr": 1}, ["width: 1.0 needs", "did you mean 'colour'"]),
@@ -246,7 +246,7 @@ def test_overrides_reach_into_parts(
         ),
         (
             {"credit": "step_normalized", "leave_one_out": True},
-            "algorithm.estimator: leave_one_out: True has no",
+            "algorithm.estimator: leave_one_out: true has no",
         ),
         (
             {"preset": "distillation", "distill_top_k": 8},

@@ -308,7 +308,7 @@ def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
     ("given", "reason"),
     [
         ({"kl_in": "reward", "kl_coefficient": 0.1}, "credit: turn_groups does not go with kl_in: reward"),
-        ({"leave_one_out": True}, "leave_one_out: True does not go with credit: turn_groups"),
+        ({"leave_one_out": True}, "leave_one_out: true does not go with credit: turn_groups"),
         ({"advantage_statistics": "token"}, "advantage_statistics: token does not go with credit: turn_g"),
         ({"advantage_mean": "none"}, "advantage_mean: none does not go with credit: turn_groups"),
         ({"turn_return": "own", "turn_discount": 0.9}, "turn_discount: 0.9 needs turn_return: reward_to_go"),

@@ -220,7 +220,7 @@ def full_disk(root: Path) -> Counts:
             ballast = fill(disk, leave_bytes=int(KEPT_FREE_GB * 0.7e9))
             run.wait_for(lambda: "no groups are submitted" in run.output.read_text())
             ballast.unlink()
-            run.wait_for(lambda: "the warning is over" in run.output.read_text())
+            run.wait_for(lambda: "the warning no longer applies" in run.output.read_text())
             run.wait_for_steps(2)
             ballast = fill(disk, leave_bytes=0)
             _pause(run, 20.0)  # whatever writes now is refused

@@ -81,7 +81,7 @@ def test_a_killed_server_is_started_again_and_what_it_had_left_is_ended(run: Run
     assert is_running(again[0]) and is_running(again[1])
     wait_for(lambda: not is_running(left))  # it was killed before, and may take a moment to be gone
     (said,) = run.said
-    assert "the proxy process was killed by signal 9; it is restarted (1 of at most 5" in said
+    assert "the proxy process was killed by signal 9 and will be restarted (restart 1 of at most 5" in said
     assert not run.finished("proxy")
     run.stop()
     wait_for(lambda: not any(is_running(pid) for pid in again))
@@ -119,7 +119,7 @@ def test_a_late_failure_is_repaired(run: Run, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(launch_children, "STABLE_AFTER_S", 0.0)
     run.begin("rollout", "1", restarts=True)
     run.lives("rollout", 2)
-    assert "ended with exit code 1; it is restarted" in run.said[0]
+    assert "ended with exit code 1 and will be restarted" in run.said[0]
 
 
 def test_the_trainers_death_ends_the_run(run: Run) -> None:

@@ -32,7 +32,7 @@ def test_a_run_with_two_replicas_outlives_one_of_them(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     folder = RunFolder(run_dir)
     assert "engines: 2 × the embedded engine on the CPU" in output
-    assert "process was killed by signal 9; it is restarted" in output
+    assert "process was killed by signal 9 and will be restarted" in output
     assert {"engine-0.log", "engine-1.log"} <= {log.name for log in (run_dir / "logs").iterdir()}
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))

@@ -64,5 +64,6 @@ def test_settings_that_running_servers_do_not_heed_are_named_once(
         train(given, console=Console(quiet=True))
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [
-        "no effect on running servers, which keep their own settings: engine.slots, engine.device"
+        "settings that have no effect on running servers, which keep their own settings: "
+        "engine.slots, engine.device"
     ]  # slots are the example's

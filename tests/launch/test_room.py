@@ -78,7 +78,7 @@ def test_the_user_sees_it_once_and_when_it_is_over() -> None:
     for text in (None, "the disk is low", "the disk is lower", None, None):
         view.warn(text)
     lines = [line.partition("] ")[2] for line in out.getvalue().splitlines()]
-    assert lines == ["warning: the disk is low", "the warning is over: the run continues"]
+    assert lines == ["warning: the disk is low", "the warning no longer applies; the run continues"]
 
 
 def test_of_a_folder_for_the_weights_of_several_runs_only_ones_own_count(

@@ -1,4 +1,4 @@
-"""What a runner plans for the places of a group."""
+"""What a runner plans for the slots of a group."""
 
 from __future__ import annotations
 
@@ -46,6 +46,6 @@ def test_fresh_episodes_complete_a_group_and_a_task_that_always_fails_ends(retri
         if follows == "drop":
             break
         assert follows == "retry"
-    # Three episodes more than the places, each with its own retries, and the one too many.
+    # Three more episodes than slots, each with its own retries, and the failure that exceeds them.
     assert attempts == sum(run.failures) and 3 * (retries + 1) < attempts <= 6 * (retries + 1)
     assert sum(failures // (retries + 1) for failures in run.failures) == 4

@@ -56,4 +56,4 @@ async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptu
     assert disk.looks == LOOKS + 1 and submitted == [1, 2, 3]
     assert served.store.group_counts()["trained"] == STEPS
     said = [r.getMessage() for r in caplog.records if r.name.endswith("submission")]
-    assert said == ["the disk is full", "groups are submitted again"]
+    assert said == ["the disk is full", "the shortage has ended; groups are submitted again"]

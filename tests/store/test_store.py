@@ -178,7 +178,7 @@ def test_failed_attempts_leave_their_place(store: Store) -> None:
     open_episode(store, "e0", index=1)
     store.seal("e0", "failed", error="crash").result()
     open_episode(store, "e1", index=1)
-    with pytest.raises(Conflict, match="place 1"):
+    with pytest.raises(Conflict, match="index 1"):
         open_episode(store, "e2", index=1)
     open_episode(store, "e2")
     with pytest.raises(Conflict, match="2 live"):
@@ -323,7 +323,7 @@ def test_a_foreign_or_broken_file_is_refused(tmp_path: Path) -> None:
         Store.open(tmp_path / "s.db")
     with sqlite3.connect(tmp_path / "other.db") as connection:
         connection.execute("CREATE TABLE things (x)")
-    with pytest.raises(StoreError, match="is no store of areal-agents"):
+    with pytest.raises(StoreError, match="is not a store of areal-agents"):
         Store.open(tmp_path / "other.db")
     (tmp_path / "text.db").write_text("not a database, but long enough to be looked at " * 50)
     with pytest.raises(StoreError, match="cannot open"):

@@ -37,7 +37,7 @@ def test_a_group_is_complete_with_as_many_as_its_size_and_the_surplus_is_aborted
     assert [rollout.episode.id for rollout in store.load_group("t@0").rollouts] == ["c", "d"]
     with pytest.raises(Conflict, match="episode b is aborted"):
         store.seal("b", "finished", given=reward(1)).result()
-    with pytest.raises(Conflict, match="takes no rewards"):
+    with pytest.raises(Conflict, match="accepts no rewards"):
         store.set_rewards("a", reward(1)).result()
     assert len(store.load_group("t@0").rollouts) == 2
 
@@ -55,7 +55,7 @@ def test_a_reward_from_outside_completes_it_too(store: Store) -> None:
 def test_every_member_says_the_same_surplus_or_none(store: Store) -> None:
     open_episode(store, "a", surplus=1)
     open_episode(store, "b")
-    with pytest.raises(Conflict, match="has a surplus of 1 places, got 2"):
+    with pytest.raises(Conflict, match="has surplus 1, got surplus 2"):
         open_episode(store, "c", surplus=2)
     open_episode(store, "c", index=2)
     (group,) = store.open_groups()

@@ -60,10 +60,10 @@ class GroupEstimator(Part):
         if isinstance(self.credit, TurnGroups):
             self._check_turn_groups()
         if self.leave_one_out and self.advantage_mean == "none":
-            raise ValueError("leave_one_out: True needs an advantage_mean to leave an episode out of")
+            raise ValueError("leave_one_out: true needs an advantage_mean to leave an episode out of")
         if self.leave_one_out and by_steps:
             raise ValueError(
-                "leave_one_out: True has no meaning for credit: step_normalized, whose mean is over steps; "
+                "leave_one_out: true has no meaning for credit: step_normalized, whose mean is over steps; "
                 "set leave_one_out: false where the preset sets it"
             )
         if self.advantage_statistics == "token" and (self.leave_one_out or by_steps):
@@ -80,7 +80,7 @@ class GroupEstimator(Part):
     def _check_turn_groups(self) -> None:
         if self.leave_one_out:
             raise ValueError(
-                "leave_one_out: True does not go with credit: turn_groups, where a turn is compared with a "
+                "leave_one_out: true does not go with credit: turn_groups, where a turn is compared with a "
                 "step group that may hold nothing else"
             )
         if self.advantage_statistics == "token":

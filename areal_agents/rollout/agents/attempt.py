@@ -141,7 +141,7 @@ async def run_rollout(
 
 
 async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
-    """Whether the proxy refused a call over a limit; an exception of the agent is then not a failure."""
+    """Whether the proxy refused a call because of a limit; the agent's exception is then no failure."""
     return (await client.get_episode(opened.id))["limit_reached"] is not None
 
 
@@ -201,7 +201,7 @@ class FailureStreak:
         self._since_s = 0.0
 
     def note(self, error: str | None) -> None:
-        """Record how an attempt ended. Raises AgentError if too many in a row have failed for long enough."""
+        """Record how an attempt ended. Raises AgentError after too many failures in a row."""
         if error is None:
             self._failures = 0
             return

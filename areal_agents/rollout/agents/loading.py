@@ -1,6 +1,6 @@
 """Imports functions that users name as `module:function` or `path/to/file.py:function`.
 
-An exception of user code is reported on one line, with its place in the user's own files.
+An exception of user code is reported on one line, with the line of the user's own code that raised it.
 """
 
 from __future__ import annotations

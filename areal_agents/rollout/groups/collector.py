@@ -92,7 +92,7 @@ class Collector:
                 await self._changed.wait()
 
     def _may_fill(self, held_back: Collection[str]) -> bool:
-        """Whether an episode may start, if need be of a new group. The groups held back are the newest."""
+        """Whether an episode may start, in a new group if necessary. The newest groups are held back."""
         first = self._groups.first_vacant
         return self._submit() if first is None else first not in held_back
 
@@ -103,7 +103,7 @@ class Collector:
             return False
         task, epoch = submitted
         group = self._groups.begin(f"{task.id}@{epoch}", task, surplus=self._config.over_sample)
-        for index in range(group.places):
+        for index in range(group.slots):
             self._groups.put(group, index)
         return True
 

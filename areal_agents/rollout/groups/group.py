@@ -1,7 +1,7 @@
-"""A training group in progress: which of its places still need an episode.
+"""A training group in progress: which of its slots still need an episode.
 
-A place is an index in the group. A group of size G with a surplus of k (over-sampling) has G + k places, and
-is complete with any G scored episodes. A place whose attempts are used up is abandoned: first at the expense
+A slot is an index in the group. A group of size G with a surplus of k (over-sampling) has G + k slots, and
+is complete with any G scored episodes. A slot whose attempts are used up is abandoned: first at the expense
 of the surplus, then as the configuration says.
 
 The store has the state of the group; this module plans what one runner does about it.
@@ -16,31 +16,31 @@ from typing import Literal
 from areal_agents.core.rollout import Task
 from areal_agents.store import EpisodeSummary
 
-PlaceState = Literal["vacant", "open", "unrewarded", "scored"]
+SlotState = Literal["vacant", "open", "unrewarded", "scored"]
 AfterFailures = Literal["retry", "lost", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place of a group, as the store has it.
+class Slot:
+    """A slot of a group, as the store has it.
 
     Attributes:
         state: "unrewarded" means finished without a reward, which may still be posted over HTTP.
         failures: the number of failed attempts; aborted ones do not count.
-        episode: the id of the attempt that occupies the place; None if it is vacant.
+        episode: the id of the attempt that occupies the slot; None if it is vacant.
     """
 
-    state: PlaceState
+    state: SlotState
     failures: int
     episode: str | None
 
 
-def read_places(count: int, attempts: Iterable[EpisodeSummary]) -> list[Place]:
-    """Return the `count` places of a group, from all its attempts."""
+def read_slots(count: int, attempts: Iterable[EpisodeSummary]) -> list[Slot]:
+    """Return the `count` slots of a group, from all its attempts."""
     by_index: list[list[EpisodeSummary]] = [[] for _ in range(count)]
     for attempt in attempts:
         by_index[attempt.index].append(attempt)
-    return [_place(tried) for tried in by_index]
+    return [_slot(tried) for tried in by_index]
 
 
 @dataclass(slots=True, eq=False)
@@ -49,14 +49,14 @@ class GroupRun:
 
     Attributes:
         size: the number of scored episodes that complete the group.
-        surplus: the number of places beyond `size`.
+        surplus: the number of slots beyond `size`.
         order: groups with smaller numbers come first.
         registered: whether the store has a row of the group.
-        open: the id of the running episode, by place.
-        unrewarded: the places that wait for a reward over HTTP.
-        scored: the places with a scored episode.
-        lost: the places that get no further attempt.
-        failures: the number of failed attempts, by place.
+        open: the id of the running episode, by slot.
+        unrewarded: the slots that wait for a reward over HTTP.
+        scored: the slots with a scored episode.
+        lost: the slots that get no further attempt.
+        failures: the number of failed attempts, by slot.
     """
 
     id: str
@@ -72,21 +72,21 @@ class GroupRun:
     failures: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.failures = [0] * self.places
+        self.failures = [0] * self.slots
 
     @property
-    def places(self) -> int:
-        """The number of places, `size` + `surplus`."""
+    def slots(self) -> int:
+        """The number of slots, `size` + `surplus`."""
         return self.size + self.surplus
 
     def note_scored(self, index: int) -> bool:
-        """Record that a place has a scored episode; return whether the group is complete."""
+        """Record that a slot has a scored episode; return whether the group is complete."""
         self.scored.add(index)
         self.unrewarded.discard(index)
         return len(self.scored) >= self.size
 
     def after_failures(self, index: int, *, retries: int, refill: bool) -> AfterFailures:
-        """Return what follows from the failures of a vacant place.
+        """Return what follows from the failures of a vacant slot.
 
         An episode is used up after `retries` + 1 failures. With `refill`, a new episode replaces it, at most
         `size` times in a group, so that a task that always fails ends.
@@ -94,19 +94,19 @@ class GroupRun:
         used_up = self.failures[index] // (retries + 1)
         if not used_up:
             return "retry"
-        if self.places - len(self.lost | {index}) >= self.size:
+        if self.slots - len(self.lost | {index}) >= self.size:
             self.lost.add(index)
             return "lost"
         fresh = sum(failures // (retries + 1) for failures in self.failures)
         return "retry" if refill and fresh <= self.size else "drop"
 
 
-def _place(tried: list[EpisodeSummary]) -> Place:
+def _slot(tried: list[EpisodeSummary]) -> Slot:
     failures = sum(attempt.status == "failed" for attempt in tried)
     live = [attempt for attempt in tried if attempt.status in ("open", "finished", "truncated")]
     if not live:
-        return Place("vacant", failures, None)
+        return Slot("vacant", failures, None)
     holder = live[-1]
     if holder.status == "open":
-        return Place("open", failures, holder.id)
-    return Place("unrewarded" if holder.score is None else "scored", failures, holder.id)
+        return Slot("open", failures, holder.id)
+    return Slot("unrewarded" if holder.score is None else "scored", failures, holder.id)

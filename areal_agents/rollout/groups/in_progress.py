@@ -1,4 +1,4 @@
-"""The groups that a collector has begun: the places that wait for an episode, and the running episodes.
+"""The groups that a collector has begun: the slots that wait for an episode, and the running episodes.
 
 The oldest group comes first. No state here needs to survive a restart.
 """
@@ -28,7 +28,7 @@ class GroupsInProgress:
         self._groups: dict[str, GroupRun] = {}
         self._begun = 0
         self._ending = 0  # groups that are removed here and not yet dropped in the store
-        self._queue: list[tuple[int, int, GroupRun]] = []  # vacant places: (group's order, index, group)
+        self._queue: list[tuple[int, int, GroupRun]] = []  # vacant slots: (group's order, index, group)
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def __contains__(self, group: GroupRun) -> bool:
@@ -41,12 +41,12 @@ class GroupsInProgress:
 
     @property
     def running(self) -> int:
-        """The number of places with a running task."""
+        """The number of slots with a running task."""
         return len(self._running)
 
     @property
     def first_vacant(self) -> str | None:
-        """The id of the oldest group with a queued place, or None."""
+        """The id of the oldest group with a queued slot, or None."""
         return self._queue[0][2].id if self._queue else None
 
     @property
@@ -55,38 +55,38 @@ class GroupsInProgress:
         return sum(not group.registered for group in self._groups.values())
 
     def unrewarded(self) -> list[GroupRun]:
-        """Return the groups with places that wait for a reward over HTTP."""
+        """Return the groups with slots that wait for a reward over HTTP."""
         return [group for group in self._groups.values() if group.unrewarded]
 
     def begin(self, group_id: str, task: Task, *, surplus: int) -> GroupRun:
-        """Add and return a group, ordered after all others. Its places are not queued yet."""
+        """Add and return a group, ordered after all others. Its slots are not queued yet."""
         group = GroupRun(group_id, task, self._size, surplus, self._begun)
         self._begun += 1
         self._groups[group_id] = group
         return group
 
     def put(self, group: GroupRun, index: int) -> None:
-        """Queue a place of a group for an episode."""
+        """Queue a slot of a group for an episode."""
         heapq.heappush(self._queue, (group.order, index, group))
         self._changed.set()
 
     def take(self) -> tuple[GroupRun, int]:
-        """Remove and return the first queued place, which is one of the oldest group."""
+        """Remove and return the first queued slot, which is one of the oldest group."""
         _, index, group = heapq.heappop(self._queue)
         return group, index
 
     def note_running(self, group: GroupRun, index: int, task: asyncio.Task[None]) -> None:
-        """Record that `task` runs an episode at a place."""
+        """Record that `task` runs an episode at a slot."""
         self._running[group.id, index] = task
 
     def note_ended(self, group: GroupRun, index: int) -> None:
-        """Record that the task at a place has ended."""
+        """Record that the task at a slot has ended."""
         self._running.pop((group.id, index), None)
         group.open.pop(index, None)
         self._changed.set()
 
     def forget(self, group: GroupRun) -> bool:
-        """Remove a group and its queued places; return whether it was in progress."""
+        """Remove a group and its queued slots; return whether it was in progress."""
         self._queue = [entry for entry in self._queue if entry[2] is not group]
         heapq.heapify(self._queue)
         self._changed.set()

@@ -9,7 +9,7 @@ from areal_agents.core.rollout import OPENED_BY_RUNNER
 from areal_agents.rollout.agents.attempt import FailureStreak, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
-from areal_agents.rollout.groups.group import GroupRun, Place, read_places
+from areal_agents.rollout.groups.group import GroupRun, Slot, read_slots
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.settling import PlaceSettler
 from areal_agents.store import OpenGroup, Store
@@ -47,7 +47,7 @@ class Reconciler:
                 await self._take_over(group)
 
     async def look_again(self, group: GroupRun, index: int, error: str) -> None:
-        """Read the state of a place from the store, after the proxy refused a call or its answer was lost."""
+        """Read the state of a slot from the store, after the proxy refused a call or its answer was lost."""
         if group not in self._groups:  # the refusal was due to a change of the group's state
             return
         logger.warning("%s[%d]: %s", group.id, index, error)
@@ -59,8 +59,8 @@ class Reconciler:
         if found is None and group.registered:  # it was completed, or dropped by another process
             await self._settler.release(group)
             return
-        places = _places(found) if found is not None else [Place("vacant", 0, None)] * group.places
-        await self._settler.settle_found(group, index, places[index])
+        slots = _slots(found) if found is not None else [Slot("vacant", 0, None)] * group.slots
+        await self._settler.settle_found(group, index, slots[index])
 
     async def look_at_unrewarded(self) -> None:
         """Look for rewards that were posted over HTTP; the proxy fails episodes that get none in time."""
@@ -74,10 +74,10 @@ class Reconciler:
             if group.id not in pending:  # complete, or dropped by another process
                 await self._settler.release(group)
                 continue
-            for index, place in enumerate(_places(pending[group.id])):
-                if index in group.unrewarded and place.state != "unrewarded":
+            for index, slot in enumerate(_slots(pending[group.id])):
+                if index in group.unrewarded and slot.state != "unrewarded":
                     group.unrewarded.discard(index)
-                    await self._settler.settle_found(group, index, place)
+                    await self._settler.settle_found(group, index, slot)
 
     async def _take_over(self, found: OpenGroup) -> None:
         if found.size != self._config.group_size:
@@ -86,16 +86,16 @@ class Reconciler:
             return
         group = self._groups.begin(found.id, found.task, surplus=found.surplus)
         group.registered = True
-        for index, place in enumerate(_places(found)):
-            await self._settler.settle_found(group, index, place)
+        for index, slot in enumerate(_slots(found)):
+            await self._settler.settle_found(group, index, slot)
 
     def _open_groups(self) -> dict[str, OpenGroup]:
         return {group.id: group for group in self._store.open_groups()}
 
 
-def _places(found: OpenGroup) -> list[Place]:
+def _slots(found: OpenGroup) -> list[Slot]:
     count = found.size + found.surplus
-    return read_places(count, [attempt for tried in found.attempts.values() for attempt in tried])
+    return read_slots(count, [attempt for tried in found.attempts.values() for attempt in tried])
 
 
 def _is_ours(group: OpenGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Acts on the outcome of an attempt at a place: another attempt, a complete group, or a dropped one."""
+"""Acts on the outcome of an attempt at a slot: another attempt, a complete group, or a dropped one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 from areal_agents.rollout.agents.attempt import Outcome, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
-from areal_agents.rollout.groups.group import GroupRun, Place
+from areal_agents.rollout.groups.group import GroupRun, Slot
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.store import Store
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlaceSettler:
-    """Ends groups, and queues places for further attempts. Raises what `ControlCalls` raises."""
+    """Ends groups, and queues slots for further attempts. Raises what `ControlCalls` raises."""
 
     def __init__(
         self, *, groups: GroupsInProgress, calls: ControlCalls, store: Store, config: RolloutConfig
@@ -27,7 +27,7 @@ class PlaceSettler:
         self._config = config
 
     async def settle(self, group: GroupRun, index: int, outcome: Outcome) -> None:
-        """Act on the outcome of an attempt at a place."""
+        """Act on the outcome of an attempt at a slot."""
         if outcome.status == "failed":
             logger.warning("%s[%d] failed: %s", group.id, index, outcome.error)
             group.failures[index] += 1
@@ -38,15 +38,15 @@ class PlaceSettler:
         elif group.note_scored(index):
             await self.release(group)
 
-    async def settle_found(self, group: GroupRun, index: int, place: Place) -> None:
-        """Act on the state that the store has of a place without a running task."""
-        group.failures[index] = place.failures
-        if place.state == "open":
-            assert place.episode is not None
-            await self._calls.abort([place.episode], "its runner no longer runs it")
-        if place.state == "unrewarded":
+    async def settle_found(self, group: GroupRun, index: int, slot: Slot) -> None:
+        """Act on the state that the store has of a slot without a running task."""
+        group.failures[index] = slot.failures
+        if slot.state == "open":
+            assert slot.episode is not None
+            await self._calls.abort([slot.episode], "its runner no longer runs it")
+        if slot.state == "unrewarded":
             group.unrewarded.add(index)
-        elif place.state != "scored":
+        elif slot.state != "scored":
             await self._after_failures(group, index, "see the episodes of the group")
         elif group.note_scored(index):
             await self.release(group)
@@ -64,12 +64,14 @@ class PlaceSettler:
         await self._calls.abort(left, "its group no longer needs it")
 
     async def _after_failures(self, group: GroupRun, index: int, error: str, *, pause_s: float = 0.0) -> None:
-        """Retry, abandon the place, or drop the group; wait `pause_s` seconds before a new attempt."""
+        """Retry, abandon the slot, or drop the group; wait `pause_s` seconds before a new attempt."""
         refill = self._config.on_failed == "refill"
         follows = group.after_failures(index, retries=self._config.retries, refill=refill)
         if follows == "drop":
             times = group.failures[index]
-            await self._drop(group, f"place {index} failed {times} times; the last error: {error}")
+            await self._drop(
+                group, f"the episode at index {index} failed {times} times; the last error: {error}"
+            )
         elif follows == "retry":
             if pause_s:
                 await asyncio.sleep(pause_s)
@@ -78,7 +80,7 @@ class PlaceSettler:
 
     async def _drop(self, group: GroupRun, reason: str) -> None:
         if not self._groups.forget(group):
-            return  # another of its places ended the group first
+            return  # another of its slots ended the group first
         logger.error("group %s is dropped: %s", group.id, reason)
         with self._groups.ending():
             await self._groups.cancel(group)

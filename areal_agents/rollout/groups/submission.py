@@ -78,7 +78,7 @@ class Submission:
     def check_data(self) -> None:
         """Raise DataError if the data has ended and too few groups are left for a batch.
 
-        To be called when no group is in progress.
+        Call this only while no group is in progress.
         """
         if not self._exhausted:
             return
@@ -101,12 +101,12 @@ class Submission:
         if shortage is not None and not self._was_short:
             logger.error("%s", shortage)
         elif shortage is None and self._was_short:
-            logger.info("groups are submitted again")
+            logger.info("the shortage has ended; groups are submitted again")
         self._was_short = shortage is not None
         return self._was_short
 
     def _needed(self) -> int:
-        """Return the number of groups for the remaining steps, or 0 if the staleness bound makes it moot."""
+        """Return the number of groups for the remaining steps, or 0 if the staleness bound decides."""
         if self._config.max_staleness is not None:
             return 0
         return (self._steps - newest_step(self._store)) * self._config.groups
