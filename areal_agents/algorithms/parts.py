@@ -40,6 +40,8 @@ def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, 
         ValueError: a setting is unknown, belongs to a part that was not chosen, or is given twice; the
             message names all faults.
     """
+    if wrong := [*_keys_that_are_no_strings(given)]:
+        raise ValueError("; ".join(f"a key must be a string, got {as_yaml(key)}" for key in wrong))
     left = dict(given)
     faults: list[str] = []
     tree = _fill(model, left, preset, faults)
@@ -55,6 +57,14 @@ def alternatives(field: FieldInfo) -> dict[str, type[Part]]:
     if not members or not all(isinstance(m, type) and issubclass(m, Part) for m in members):
         return {}
     return {_kind_of(member): member for member in members}
+
+
+def _keys_that_are_no_strings(tree: Mapping[Any, Any]) -> Iterator[Any]:
+    for key, value in tree.items():
+        if not isinstance(key, str):
+            yield key
+        if isinstance(value, Mapping):
+            yield from _keys_that_are_no_strings(value)
 
 
 def kind_given(

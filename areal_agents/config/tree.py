@@ -32,13 +32,15 @@ LOOP_STALENESS = {"sync": 0, "one_step_off": 1}
 class Config(BaseModel):
     """All settings of one run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str = Field(
         default="",
         description="Name of the run; empty: the config file's name, or its folder's for config.yaml.",
     )
-    seed: int = Field(default=0, ge=0, description="Seed of the data order, of sampling and of training.")
+    seed: int = Field(
+        default=0, ge=0, le=2**63 - 1, description="Seed of the data order, of sampling and of training."
+    )
     run_dir: str = Field(default="", description="Folder of the run; empty: runs/<name>-seed<seed>.")
     model: str = Field(description="Hugging Face folder of the initial weights.")
     agent: str | dict[str, str] = Field(

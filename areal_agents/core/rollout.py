@@ -13,6 +13,7 @@ from areal_agents.core.trajectory import Turn
 Split = Literal["train", "eval"]
 EpisodeStatus = Literal["open", "finished", "truncated", "failed", "aborted"]
 RewardScope = Literal["episode", "turn", "branch"]
+LARGEST_GROUP = 65_536  # the most episodes of a group
 OnStale = Literal["mask", "wait", "drop", "downweight"]  # see algorithms/staleness.py
 
 # Metadata of the episodes that the runner opened, by which a restarted runner recognises its own.

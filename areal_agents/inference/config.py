@@ -14,7 +14,7 @@ DEFAULT_MAX_CONTEXT = 4096  # of an embedded engine whose model takes more
 class EmbeddedEngineConfig(BaseModel):
     """The options of one embedded engine process (`areal-agents engine`)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     model: Annotated[str, Field(min_length=1, description="Hugging Face folder of the model to serve.")]
     host: Annotated[str, Field(description="Address to listen on.")] = "127.0.0.1"
@@ -87,7 +87,7 @@ OWN_ARGUMENTS = (
 class EngineConfig(BaseModel):
     """Which engines a run samples from: its own, embedded or SGLang, or running servers by URL."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     kind: Annotated[
         Literal["embedded", "sglang"],

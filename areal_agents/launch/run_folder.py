@@ -124,8 +124,12 @@ class RunFolder:
     @contextmanager
     def locked(self, store_url: str | None = None) -> Iterator[None]:
         """Lock the run folder and its store. Raises ConfigError if another process uses one of them."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        (self.root / "logs").mkdir(exist_ok=True)
+        try:
+            (self.root / "logs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir: cannot create {self.root}: {error.strerror}; choose another with run_dir=..."
+            ) from error
         in_use = (
             f"another process is using the run folder {self.root}; stop it, or choose another with "
             "run_dir=..."

@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from areal_agents.errors import ArealAgentsError
+from areal_agents.browsers import BrowserGuard
+from areal_agents.errors import ArealAgentsError, RequestError
 from areal_agents.inference import Sampler
 from areal_agents.inference.pool import EnginePool
 from areal_agents.proxy.auth import Authenticator, new_episode_key
 from areal_agents.proxy.bodies import Bodies
-from areal_agents.proxy.browsers import BrowserGuard
 from areal_agents.proxy.calls.completer import Completer
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
@@ -32,7 +32,7 @@ from areal_agents.proxy.episodes.control import Control
 from areal_agents.proxy.episodes.housekeeping import Housekeeping
 from areal_agents.proxy.episodes.implicit import ImplicitEpisodes
 from areal_agents.proxy.episodes.sessions import Sessions
-from areal_agents.proxy.errors import ClientGone, InternalErrors, error_response
+from areal_agents.proxy.errors import ClientGone, InternalErrors, error_body, error_response
 from areal_agents.proxy.logs import log_call
 from areal_agents.proxy.metrics import Metrics
 from areal_agents.proxy.status import StatusRoutes
@@ -60,7 +60,7 @@ def create_app(
     """
     parts = _Parts.of(store=store, engine=engine, renderer=renderer, config=config, workers=None)
     app, _ = _app_of(parts, observer, retention)
-    return BrowserGuard(app, config)
+    return _guarded(app, config)
 
 
 def create_worker_app(
@@ -93,7 +93,30 @@ def create_worker_app(
         bodies=parts.bodies,
     )
     routed = WorkerRouting(app, workers=workers, placement=placement, max_body_bytes=parts.bodies.max_bytes)
-    return BrowserGuard(routed, config), placement.worker_of
+    return _guarded(routed, config), placement.worker_of
+
+
+def _guarded(app: ASGIApp, config: ProxyConfig) -> ASGIApp:
+    """Refuse foreign web pages.
+
+    Without an admin key every caller on this machine is trusted, so the Host header must name this machine.
+    With an admin key, a page without the key can do nothing, so the Host header is checked only if
+    `allowed_hosts` is set.
+    """
+
+    def refuse(path: str, refusal: RequestError) -> Response:
+        body, headers = error_body(path, refusal)
+        return Response(body, status_code=refusal.status, headers=headers)
+
+    return BrowserGuard(
+        app,
+        host=config.host,
+        refuse=refuse,
+        checks_host=config.admin_key is None or bool(config.allowed_hosts),
+        public_url=config.public_url,
+        allowed_hosts=config.allowed_hosts,
+        remedy="; if you trust it, add the host to proxy.allowed_hosts",
+    )
 
 
 def _app_of(
@@ -113,6 +136,7 @@ def _app_of(
         middleware=[Middleware(InternalErrors)],
         lifespan=parts.lifespan(parts.housekeeping(retention)),
     )
+    app.router.redirect_slashes = False  # the redirect of a wrong path would repeat the episode's key
     return ModelCallShortcut(app, calls.endpoints), calls
 
 

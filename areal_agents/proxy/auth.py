@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import secrets
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from starlette.requests import Request
 
 from areal_agents.errors import ConfigError, RequestError
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.sockets import is_loopback
 
 EPISODE_KEY_PREFIX = "ep-"
 
@@ -110,17 +110,8 @@ def _unauthorized(message: str) -> RequestError:
 
 def refuse_open_access(config: ProxyConfig) -> None:
     """Raise ConfigError if other machines could reach a proxy that has no admin key."""
-    if config.admin_key is None and not _is_loopback(config.host):
+    if config.admin_key is None and not is_loopback(config.host):
         raise ConfigError(
             f"{config.host} can be reached from other machines: set an admin key (--admin-key), or listen on "
             "127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -14,7 +14,7 @@ PinnedField = Literal[
 class Upstream(BaseModel):
     """Another server with an API of its own: a judge, a simulated user, embeddings."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     base_url: str = Field(
         description="Base URL of the server, for example https://host/v1.", pattern=r"^https?://"
@@ -28,7 +28,7 @@ class Upstream(BaseModel):
 class ProxyConfig(BaseModel):
     """Settings of the proxy process."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     @field_validator("admin_key", "project_keys")
     @classmethod

@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_serializer, field_validator, model_validator
 
-from areal_agents.core.rollout import OnStale
+from areal_agents.core.rollout import LARGEST_GROUP, OnStale
 
 
 class LimitsConfig(BaseModel):
     """Limits of an episode; an episode that reaches one is truncated, not failed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     max_turns: int | None = Field(default=None, ge=1, description="Most model calls per episode.")
     max_tokens: int | None = Field(
@@ -30,7 +30,7 @@ class LimitsConfig(BaseModel):
 class ContextStage(BaseModel):
     """A bound on the context of training episodes during a part of the run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     until_step: int | None = Field(
         default=None, ge=1, description="The stage ends when this step is published; absent: with the run."
@@ -41,10 +41,10 @@ class ContextStage(BaseModel):
 class RolloutConfig(BaseModel):
     """How training episodes are collected."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     groups: int = Field(default=8, ge=1, description="Groups in a training batch.")
-    group_size: int = Field(default=8, ge=1, description="Episodes of one task in a group.")
+    group_size: int = Field(default=8, ge=1, le=LARGEST_GROUP, description="Episodes of one task in a group.")
     over_sample: int = Field(
         default=0,
         ge=0,
@@ -129,7 +129,7 @@ class RolloutConfig(BaseModel):
 class DataConfig(BaseModel):
     """The source of tasks, or of recorded episodes to train on instead."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     episodes: str = Field(
         default="",
@@ -163,7 +163,7 @@ class DataConfig(BaseModel):
 class EvalConfig(BaseModel):
     """Evaluation on held-out tasks: before, during and after training."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     data: DataConfig
     episodes: int = Field(

@@ -16,7 +16,7 @@ class RetainConfig(BaseModel):
     finish reason of every turn.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     versions: int | None = Field(
         default=None,
@@ -42,7 +42,7 @@ class RetainConfig(BaseModel):
 class StoreConfig(BaseModel):
     """Settings of the durable store between rollout and training."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     url: str | None = Field(
         default=None,

@@ -15,7 +15,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 class LoraConfig(BaseModel):
     """Low-rank adapters in place of training every weight (arXiv 2106.09685)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rank: int = Field(default=16, ge=1, description="Rank of each adapter.")
     alpha: float = Field(default=32.0, gt=0, description="The adapter's output is scaled by alpha / rank.")
@@ -33,7 +33,7 @@ class LoraConfig(BaseModel):
 class TrainerConfig(BaseModel):
     """Optimizer, batches, checkpoints. The batch's size is the rollout's: groups × group_size."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     steps: int = Field(default=100, ge=1, description="Batches to train; each publishes one version.")
     optimizer: Literal["adamw", "muon"] = Field(

@@ -29,6 +29,7 @@ START_TIMEOUT_S = 120.0
 CONFIG = {
     "model": str(MODEL),
     "agent": f"{chaos_agent.__file__}:talk",
+    "trial": False,  # its episodes would be in the log of the agents
     "data": {"path": f"{chaos_agent.__file__}:tasks"},
     # Nothing may be dropped for its age or its scores: each completed episode must be trained.
     "rollout": {

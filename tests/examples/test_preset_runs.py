@@ -24,6 +24,7 @@ from areal_agents.launch.run_folder import RunFolder
 
 CONFIG = Path(__file__).parents[2] / "examples" / "search_agent" / "config.yaml"
 SMALL = [
+    "trial=false",
     "trainer.steps=2",
     "trainer.warmup_steps=0",
     "trainer.critic_lr=1e-4",

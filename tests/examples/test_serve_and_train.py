@@ -87,7 +87,10 @@ def test_served_and_rewarded_calls_are_trained_on(tmp_path: Path) -> None:
         tasks = {episode["task_id"] for episode in shown}
         assert len(tasks) == (len(CITIES) if with_task else len(shown))
         run_dir = tmp_path / store.stem
-        done = train(store, run_dir)  # the episodes are still open: nobody has said that they ended
+        groups = len(tasks)  # each batch is the whole store, so that its rewards differ
+        done = train(
+            store, run_dir, f"rollout.groups={groups}"
+        )  # the episodes are still open: nobody has said that they ended
         assert done.returncode == 0, done.stdout + done.stderr + ends_of_logs(run_dir)
         assert all(tokens > 0 for tokens in trained_tokens(run_dir))
         assert (run_dir / "final" / "model.safetensors").is_file()

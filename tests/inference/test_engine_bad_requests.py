@@ -91,7 +91,7 @@ async def test_what_is_not_json_is_400(url: str) -> None:
 async def test_an_oversized_body_is_413_before_it_is_read(url: str) -> None:
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100000000\r\n\r\n")
+    writer.write(b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000000\r\n\r\n")
     assert b" 413 " in await asyncio.wait_for(reader.readline(), 10)
     writer.close()
 
@@ -144,7 +144,7 @@ async def test_a_client_that_hangs_up_aborts_its_generation(url: str) -> None:
             "sampling_params": {"max_new_tokens": 2000, "temperature": 0, "ignore_eos": True},
         }
     ).encode()
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     address = urlsplit(url)
     async with SGLangEngine(url) as engine:
         sockets = [socket.create_connection((address.hostname, address.port)) for _ in range(2)]
@@ -203,3 +203,34 @@ async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
     assert chunks[-1]["output_ids"] == whole["output_ids"]
     for name in ("output_token_logprobs", "weight_versions", "finish_reason"):
         assert chunks[-1]["meta_info"][name] == whole["meta_info"][name]
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Host": "evil.example"},
+        {"Host": "evil.example:8000", "Origin": "http://evil.example:8000"},
+    ],
+)
+async def test_a_web_page_can_do_nothing(url: str, headers: dict[str, str]) -> None:
+    async with SGLangEngine(url) as engine:
+        before = (await engine.model_info()).version
+        for path, body in (
+            ("/pause_generation", {"mode": "retract"}),
+            ("/update_weight_version", {"new_version": "99"}),
+            ("/abort_request", {"abort_all": True}),
+        ):
+            text = {**headers, "Content-Type": "text/plain"}
+            status, answer = await post(url, path, data=json.dumps(body), headers=text)
+            assert status == 403
+            assert "may not call this server" in str(answer) or "not a known name" in str(answer)
+        assert (await engine.model_info()).version == before
+    if "Host" in headers:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(f"{url}/model_info", headers=headers) as read,
+        ):
+            assert read.status == 403

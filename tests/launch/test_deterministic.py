@@ -16,7 +16,14 @@ EXAMPLE = HERE.parent.parent / "examples" / "search_agent" / "config.yaml"
 SETTINGS = [
     f"agent={HERE / 'jitter_support.py'}:agent",
     f"data.path={HERE / 'jitter_support.py'}:tasks",
-    *("ablation=null", "eval=null", "rollout.max_staleness=0", "rollout.groups=2", "rollout.group_size=3"),
+    *(
+        "trial=false",
+        "ablation=null",
+        "eval=null",
+        "rollout.max_staleness=0",
+        "rollout.groups=2",
+        "rollout.group_size=3",
+    ),
     *("trainer.steps=2", "trainer.warmup_steps=0", "trainer.lr=0.002", "algorithm.minibatches=2"),
     *("trainer.microbatch_tokens=512", "trainer.trackers=[]"),
 ]

@@ -20,6 +20,7 @@ from areal_agents.store import Store
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(900)]
 
 SMALL = [
+    "trial=false",
     "rollout.groups=2",
     "rollout.group_size=4",
     "rollout.concurrency=8",

@@ -22,6 +22,7 @@ from areal_agents.store import Store
 
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "search_agent" / "config.yaml"
 SMALL = [
+    "trial=false",
     "rollout.groups=2",
     "rollout.group_size=2",
     "rollout.concurrency=8",

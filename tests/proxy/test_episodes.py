@@ -502,3 +502,39 @@ def test_rewards_and_tasks_that_nothing_could_be_made_of(proxy: RunningProxy) ->
     deep = "[" * 300 + "]" * 300
     refused = proxy.http.post("/episodes", content=f'{{"task": {{"input": {{"x": {deep}}}}}}}')
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "invalid_json"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("finish", {"truncated": "false"}, "truncated must be true or false"),
+        ("finish", {"truncated": [0]}, "truncated must be true or false"),
+        ("finish", {"require_turn": "no"}, "require_turn must be true or false"),
+        ("fail", {"aborted": 1}, "aborted must be true or false"),
+        ("reward", {"reward": {"": 1.0}}, "must not be empty"),
+        ("reward", {"reward": {"chatcmpl-" + "0" * 24: 1.0, "style": 0.5}}, "'style' is a name"),
+    ],
+)
+def test_ambiguous_bodies_are_refused(
+    proxy: RunningProxy, path: str, body: dict[str, Any], message: str
+) -> None:
+    episode = proxy.open_episode()
+    ask(proxy, episode)
+    answer = post(proxy, f"/episodes/{episode['id']}/{path}", body, status=400)
+    assert message in answer["error"]["message"].replace('"', "'")
+    assert proxy.tokens(episode)["status"] == "open" and proxy.tokens(episode)["rewards"] == []
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": -5}, {"top_p": 7}, {"min_p": 3}, {"seed": -1}])
+def test_sampling_out_of_range_is_refused_when_the_episode_is_opened(
+    proxy: RunningProxy, sampling: dict[str, float]
+) -> None:
+    answer = post(proxy, "/episodes", {"split": "eval", "sampling": sampling}, status=400)
+    assert next(iter(sampling)) in answer["error"]["message"]
+
+
+def test_a_wrong_path_is_no_redirect_and_a_filter_is_given_once(proxy: RunningProxy) -> None:
+    episode = proxy.open_episode()
+    found = proxy.http.post(f"/e/{episode['key']}/v1/chat/completions/", json={})
+    assert found.status_code == 404 and "location" not in found.headers
+    assert proxy.http.get("/episodes?split=eval&split=train").status_code == 400

@@ -58,7 +58,7 @@ def serve(config: EmbeddedEngineConfig) -> None:
     service = build_service(config)
     server = _Server(
         uvicorn.Config(
-            create_app(service, incremental_streaming=config.incremental_streaming),
+            create_app(service, host=config.host, incremental_streaming=config.incremental_streaming),
             loop="uvloop",
             http="httptools",
             lifespan="on",

@@ -45,7 +45,7 @@ class HttpTransport:
         url = self.base_url + path
         with _mapped_errors(url, timeout_s):
             async with self._open(method, url, body, timeout_s) as response:
-                raw, status = await response.read(), response.status
+                raw, status = await _whole_answer(response), response.status
         if optional and status in NO_ENDPOINT:
             return None
         if (error := error_of(url, status, raw)) is not None:
@@ -64,7 +64,7 @@ class HttpTransport:
         with _mapped_errors(url, timeout_s):
             async with self._open("POST", url, body, timeout_s) as response:
                 if (error := error_of(url, response.status, b"")) is not None:
-                    raise error_of(url, response.status, await response.read()) or error
+                    raise error_of(url, response.status, await _whole_answer(response)) or error
                 async for received in response.content.iter_any():
                     events = reader.feed(received)
                     done = bool(events) and events[-1] == DONE
@@ -93,11 +93,25 @@ class HttpTransport:
         return self._session.request(method, url, data=data, headers=JSON, timeout=timeout)
 
 
+MAX_ANSWER_BYTES = 128 * 1024 * 1024  # also of an answer that was sent compressed
+
+
+async def _whole_answer(response: aiohttp.ClientResponse) -> bytes:
+    """Return the whole body; EngineError if it exceeds the limit."""
+    body = bytearray()
+    async for part in response.content.iter_any():
+        body += part
+        if len(body) > MAX_ANSWER_BYTES:
+            response.close()
+            raise EngineError(f"the engine sent an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)
+
+
 async def _finish(response: aiohttp.ClientResponse) -> None:
     """Read to the end of the stream, so that the connection can be reused."""
     with suppress(TimeoutError, aiohttp.ClientError):
         async with asyncio.timeout(END_WAIT_S):
-            await response.read()
+            await _whole_answer(response)
 
 
 @contextmanager

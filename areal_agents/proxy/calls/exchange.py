@@ -102,6 +102,7 @@ class Exchange(SharedReply):
                 self.limit = self._context_limit()
                 self.prompt = await self._build_prompt()
                 self.sampling = await self._fix_sampling()
+                session.refuse_if_sealed()  # nothing cancels a call that is not generating yet
                 choices = [self._sample(choice) for choice in range(request.choices)]
                 turns = [await choices[0]] if len(choices) == 1 else await _gather(choices)
                 await self._record(turns)
@@ -299,6 +300,7 @@ class Exchange(SharedReply):
         therefore has the order of the rows in the store, which `Turn.recorded_before` relies on.
         """
         session, store = self.session, self._services.store
+        session.refuse_if_sealed()
         opening = session.opening
         write = store.add_turn(session.id, *turns, opening=opening)
         if self._services.config.durability == "batched" and opening is None:

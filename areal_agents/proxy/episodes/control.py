@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import secrets
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, get_args
 
 import orjson
@@ -26,6 +27,7 @@ from areal_agents.proxy.dialects.turn_ids import turn_id_of
 from areal_agents.proxy.episodes.control_forms import (
     describe,
     final_rewards_of,
+    flag_of,
     new_episode,
     refuse_unknown,
     rewards_of,
@@ -88,6 +90,9 @@ class Control:
         self._auth.require_admin(request)
         query = request.query_params
         refuse_unknown(query, ("split", "status", "group"), "filter")
+        for name in query:
+            if len(query.getlist(name)) > 1:
+                raise RequestError(f"the filter {name} was given more than once", param=name)
         for name, known in (("split", get_args(Split)), ("status", get_args(EpisodeStatus))):
             if (value := query.get(name)) is not None:
                 refuse_unknown((value,), known, name, param=name)
@@ -117,7 +122,7 @@ class Control:
         writing = self._store.set_rewards(
             episode_id, await self._bodies.off_loop(request, lambda: rewards_of(body))
         )
-        return _state(episode_id, await asyncio.wrap_future(writing))
+        return await self._rewarded(episode_id, writing)
 
     async def reward_completion(self, request: Request) -> Response:
         """POST /rewards: reward a completion, by its id in the form of any API; the episode is looked up."""
@@ -135,7 +140,7 @@ class Control:
         writing = self._store.set_rewards(
             row.id, await self._bodies.off_loop(request, lambda: rewards_of(body))
         )
-        return _state(row.id, await asyncio.wrap_future(writing))
+        return await self._rewarded(row.id, writing)
 
     async def finish(self, request: Request) -> Response:
         """POST /episodes/{id}/finish: finish an episode; with {"truncated": true}, as one that hit a limit.
@@ -147,8 +152,8 @@ class Control:
         episode_id = await self._reachable(request)
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_unknown(body, ("truncated", "rewards", "require_turn"))
-        status: SealedStatus = "truncated" if body.get("truncated") else "finished"
-        require_turn = bool(body.get("require_turn"))
+        status: SealedStatus = "truncated" if flag_of(body, "truncated") else "finished"
+        require_turn = flag_of(body, "require_turn")
         given = await self._bodies.off_loop(request, lambda: final_rewards_of(body))
         return await self._seal(episode_id, status, given=given, require_turn=require_turn)
 
@@ -158,7 +163,7 @@ class Control:
         body = await self._bodies.object(request, _CONTROL_BODY_BYTES)
         refuse_unknown(body, ("error", "aborted"))
         error = str(body.get("error") or "failed")[:10_000]
-        return await self._seal(episode_id, "aborted" if body.get("aborted") else "failed", error=error)
+        return await self._seal(episode_id, "aborted" if flag_of(body, "aborted") else "failed", error=error)
 
     async def drop_group(self, request: Request) -> Response:
         """POST /groups/{id}/drop: drop a group that the trainer has not leased."""
@@ -169,6 +174,14 @@ class Control:
         reason = str(body.get("reason") or "dropped")[:10_000]
         await asyncio.wrap_future(self._store.drop_open_group(group_id, reason))
         return _json({"id": group_id, "state": "dropped"})
+
+    async def _rewarded(self, episode_id: str, writing: Future[EpisodeState]) -> Response:
+        state = await asyncio.wrap_future(writing)
+        if self._sessions.has_over_sampled:  # a reward can complete the group of an episode that has ended
+            row = await asyncio.to_thread(self._store.episode_row, episode_id)
+            if row.group_id is not None:
+                await self._sessions.end_aborted(row.group_id)
+        return _state(episode_id, state)
 
     async def _seal(self, episode_id: str, status: SealedStatus, **how: Any) -> Response:
         reward = self._config.truncated_reward

@@ -10,7 +10,8 @@ from typing import Any
 
 import orjson
 
-from areal_agents.core.rollout import RecordedEpisode, Reward, Split, Task
+from areal_agents.core.completion import SamplingParams
+from areal_agents.core.rollout import LARGEST_GROUP, RecordedEpisode, Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import key_hash
@@ -20,7 +21,6 @@ from areal_agents.proxy.episodes.sessions import EpisodeLimits
 from areal_agents.store import DEFAULT_REWARD_NAME, EpisodeRow, NewEpisode
 
 _LARGEST_REWARD = 1e12
-_LARGEST_GROUP = 65_536
 _SCOPES = ("episode", "turn", "branch")
 _OPENING = ("task", "group", "group_size", "surplus", "index", "split", "metadata", "limits", "sampling")
 _REWARD = ("reward", "completion_id", "scope", "name")
@@ -96,22 +96,22 @@ def _digest(data: Mapping[str, Any]) -> str:
 
 def _group_size(body: Mapping[str, Any]) -> int | None:
     size: int | None = _optional(body, "group_size", int)
-    if size is not None and not 1 <= size <= _LARGEST_GROUP:
-        raise RequestError(f"group_size must be from 1 to {_LARGEST_GROUP}, got {size}", param="group_size")
+    if size is not None and not 1 <= size <= LARGEST_GROUP:
+        raise RequestError(f"group_size must be from 1 to {LARGEST_GROUP}, got {size}", param="group_size")
     return size
 
 
 def _surplus(body: Mapping[str, Any]) -> int | None:
     surplus = _optional(body, "surplus", int)
-    if surplus is not None and not 0 <= surplus < _LARGEST_GROUP:
-        raise RequestError(f"surplus must be from 0 to {_LARGEST_GROUP - 1}, got {surplus}", param="surplus")
+    if surplus is not None and not 0 <= surplus < LARGEST_GROUP:
+        raise RequestError(f"surplus must be from 0 to {LARGEST_GROUP - 1}, got {surplus}", param="surplus")
     return surplus
 
 
 def _index(body: Mapping[str, Any]) -> int | None:
     index = _optional(body, "index", int)
-    if index is not None and not 0 <= index < _LARGEST_GROUP:
-        raise RequestError(f"index must be from 0 to {_LARGEST_GROUP - 1}, got {index}", param="index")
+    if index is not None and not 0 <= index < LARGEST_GROUP:
+        raise RequestError(f"index must be from 0 to {LARGEST_GROUP - 1}, got {index}", param="index")
     return index
 
 
@@ -140,6 +140,11 @@ def _sampling(data: Mapping[str, Any]) -> Mapping[str, Any]:
         kind = int if name in ("seed", BASE_SEED, "top_k") else (int, float)
         if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
             raise RequestError(f"{name} must be a number, got {shown(value)}", param=f"sampling.{name}")
+    given = {name: data[name] for name in data if name in PINS and data[name] is not None}
+    try:
+        SamplingParams(max_new_tokens=1, **given)
+    except ValueError as error:
+        raise RequestError(str(error), param="sampling") from None
     return data
 
 
@@ -178,9 +183,16 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
         )
     if not isinstance(value, dict):
         rewards = [Reward(scope, target, name, _finite(value))]
-    elif completion_id is None and all(turn_id_of(key) or key.startswith("chatcmpl-") for key in value):
+    elif completion_id is None and any(_is_completion(key) for key in value):
+        if names := [key for key in value if not _is_completion(key)]:
+            raise RequestError(
+                f"the keys of reward must be completion ids or names, not both; {shown(names[0])} is a name",
+                param="reward",
+            )
         rewards = [Reward("turn", turn_id_of(key) or key, name, _finite(v)) for key, v in value.items()]
     else:
+        if "" in value:
+            raise RequestError("the name of a reward must not be empty", param="reward")
         rewards = [Reward(scope, target, key, _finite(item)) for key, item in value.items()]
     if any(reward.name == DEFAULT_REWARD_NAME for reward in rewards):
         raise RequestError(
@@ -188,6 +200,18 @@ def rewards_of(body: Mapping[str, Any]) -> list[Reward]:
             param="name",
         )
     return rewards
+
+
+def _is_completion(key: str) -> bool:
+    return turn_id_of(key) is not None or key.startswith("chatcmpl-")
+
+
+def flag_of(body: Mapping[str, Any], name: str) -> bool:
+    """Return a field that is true or false; an absent one is false. Raise RequestError 400 otherwise."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RequestError(f"{name} must be true or false, got {shown(value)}", param=name)
+    return bool(value)
 
 
 def final_rewards_of(body: Mapping[str, Any]) -> list[Reward]:

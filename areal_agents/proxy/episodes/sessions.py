@@ -187,9 +187,15 @@ class Session:
             if (error := done.exception()) is not None:
                 turns = ", ".join(turn_ids)
                 _logger.error("episode %s fails: turns %s were not recorded: %s", self.id, turns, error)
-                loop.call_soon_threadsafe(self.ledger.lose, tuple(turn_ids))
+                loop.call_soon_threadsafe(self._lose_turns, tuple(turn_ids))
 
         write.add_done_callback(check)
+
+    def _lose_turns(self, turn_ids: tuple[str, ...]) -> None:
+        """Refuse further calls: the store lacks turns that the agent has, or has ended the episode."""
+        self.ledger.lose(turn_ids)
+        if self.status == "open":
+            self.end("failed")
 
     def end(self, status: EpisodeStatus) -> None:
         """Set the final status of a sealed episode, and cancel its running generations."""
@@ -211,6 +217,7 @@ class Sessions:
         self._by_key: dict[str, Session] = {}
         self._loading: dict[str, asyncio.Task[Session]] = {}
         self._sealed_meanwhile: dict[str, EpisodeStatus] = {}  # episodes sealed while a session is loaded
+        self._over_sampled: set[str] = set()  # groups whose surplus episodes the store aborts
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -218,6 +225,8 @@ class Sessions:
     async def open(self, new: NewEpisode) -> Session:
         """Open an episode in the store and in memory. Raise Conflict if its group is full."""
         row = await asyncio.wrap_future(self._store.open_episode(replace(new, owner=self._owner)))
+        if new.surplus and row.group_id is not None:
+            self._over_sampled.add(row.group_id)
         return self.add(Session(row, []))
 
     def begin(self, new: NewEpisode) -> Session:
@@ -275,7 +284,25 @@ class Sessions:
         if session is not None:
             session.end(state.status)
             self.forget(session)
+            if session.row.group_id in self._over_sampled:
+                await self.end_aborted(session.row.group_id)
         return state
+
+    @property
+    def has_over_sampled(self) -> bool:
+        """Whether a group with surplus episodes may have open ones."""
+        return bool(self._over_sampled)
+
+    async def end_aborted(self, group_id: str) -> None:
+        """End the sessions of the surplus episodes that the store has aborted with their group."""
+        members = [session for session in self._by_id.values() if session.row.group_id == group_id]
+        for session in members:
+            row = await asyncio.to_thread(self._store.episode_row, session.id)
+            if row.status != "open" and session.status == "open":
+                session.end(row.status)
+                self.forget(session)
+        if not any(session.status == "open" for session in members):
+            self._over_sampled.discard(group_id)
 
     def forget_idle(self, idle_s: float) -> None:
         """Drop from memory the episodes with a key that were idle for `idle_s`; a call loads them again."""

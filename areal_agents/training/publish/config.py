@@ -19,7 +19,7 @@ _PIECEWISE = ("tensor", "broadcast")  # these write into the served weights one 
 class PublishConfig(BaseModel):
     """How a new policy version reaches the engines."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     transport: Transport = Field(
         default="disk",

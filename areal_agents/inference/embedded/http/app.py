@@ -10,10 +10,12 @@ from typing import Any
 
 import orjson
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from areal_agents.browsers import BrowserGuard
 from areal_agents.errors import ArealAgentsError, EngineUnavailable, RequestError
 from areal_agents.inference.embedded.http.protocol import (
     GenerationRequest,
@@ -28,15 +30,20 @@ from areal_agents.inference.embedded.scheduling.grammar import TokenMatcher
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.service import EngineService
 from areal_agents.inference.sglang.control import PREPARE_PATH
+from areal_agents.sockets import is_loopback
 
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
 MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
-def create_app(service: EngineService, *, incremental_streaming: bool = False) -> Starlette:
-    """The application; it starts and stops `service` with its lifespan.
+def create_app(
+    service: EngineService, *, host: str = "127.0.0.1", incremental_streaming: bool = False
+) -> Starlette:
+    """The application; it starts and stops `service` with its lifespan, and refuses foreign web pages.
 
-    Streamed chunks contain all tokens so far, or with `incremental_streaming` only the new ones.
+    Args:
+        host: the address that the server listens on.
+        incremental_streaming: streamed chunks contain only the new tokens instead of all tokens so far.
     """
 
     @asynccontextmanager
@@ -87,12 +94,17 @@ def create_app(service: EngineService, *, incremental_streaming: bool = False) -
             for path, handler in posts.items()
         ]
         + [Route(path, _guarded(handler), methods=["GET"]) for path, handler in gets.items()],
+        middleware=[Middleware(BrowserGuard, host=host, refuse=_refuse, checks_host=is_loopback(host))],
         lifespan=lifespan,
     )
 
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _refuse(_path: str, refusal: RequestError) -> Response:
+    return _error(refusal.message, refusal.status)
 
 
 def _error(message: str, status: int) -> Response:

@@ -9,14 +9,15 @@ browsers send neither.
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Callable, Collection
 from urllib.parse import urlsplit
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_agents.errors import RequestError
-from areal_agents.proxy.config import ProxyConfig
-from areal_agents.proxy.errors import error_body
+
+Refuse = Callable[[str, RequestError], Response]
 
 _SAFE = ("GET", "HEAD")  # these change nothing, and the page cannot read the response
 _OWN_SITE = ("same-origin", "none")
@@ -25,28 +26,40 @@ _OWN_SITE = ("same-origin", "none")
 class BrowserGuard:
     """ASGI middleware that refuses requests for unknown hosts and from web pages of another origin.
 
-    Without an admin key every caller on this machine is trusted, so the Host header must name this machine.
-    With an admin key, a page without the key can do nothing, so the Host header is checked only if
-    `allowed_hosts` is set.
+    Args:
+        app: the guarded app.
+        host: the address that the server listens on.
+        refuse: returns the response to a refused request, from its path and the refusal.
+        checks_host: whether the Host header must name this machine, the public URL or an allowed host.
+        public_url: the URL under which other machines reach the server.
+        allowed_hosts: further host names of the server, whose pages are trusted.
+        remedy: what the user can do about a refusal, at the end of its message.
     """
 
-    def __init__(self, app: ASGIApp, config: ProxyConfig) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        host: str,
+        refuse: Refuse,
+        checks_host: bool,
+        public_url: str | None = None,
+        allowed_hosts: Collection[str] = (),
+        remedy: str = "",
+    ) -> None:
         self._app = app
-        self._checks_host = config.admin_key is None or bool(config.allowed_hosts)
-        self._allowed = frozenset(name.lower() for name in config.allowed_hosts)
-        public = urlsplit(config.public_url or "")
+        self._refuse = refuse
+        self._checks_host = checks_host
+        self._remedy = remedy
+        self._allowed = frozenset(name.lower() for name in allowed_hosts)
+        public = urlsplit(public_url or "")
         self._public_origin = f"{public.scheme}://{public.netloc}".lower() if public.netloc else None
-        self._known = self._allowed | {
-            "localhost",
-            config.host.lower(),
-            (public.hostname or "localhost").lower(),
-        }
-        self._is_everywhere = _is_unspecified(config.host)
+        self._known = self._allowed | {"localhost", host.lower(), (public.hostname or "localhost").lower()}
+        self._is_everywhere = _is_unspecified(host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            body, headers = error_body(scope["path"], refusal)
-            await Response(body, status_code=refusal.status, headers=headers)(scope, receive, send)
+            await self._refuse(scope["path"], refusal)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -61,16 +74,15 @@ class BrowserGuard:
                 site = value.decode("latin-1").lower()
         if host is not None and self._checks_host and not self._is_known(_name_of(host)):
             return RequestError(
-                f"the Host header names {_name_of(host)!r}, which is not a known name of this proxy; if it "
-                "is one, add it to proxy.allowed_hosts",
+                f"the Host header names {_name_of(host)!r}, which is not a known name of this server"
+                f"{self._remedy}",
                 status=403,
                 code="unknown_host",
             )
         foreign = origin is not None and not self._is_own(origin, host)
         if foreign or (site is not None and site not in _OWN_SITE and scope["method"] not in _SAFE):
             return RequestError(
-                f"web pages of another origin ({origin or site}) may not call this proxy; if you trust the "
-                "page, add its host to proxy.allowed_hosts",
+                f"web pages of another origin ({origin or site}) may not call this server{self._remedy}",
                 status=403,
                 code="cross_origin",
             )
