@@ -77,7 +77,7 @@ def test_a_bad_group_is_passed_over_and_named(store: Store) -> None:
 
 
 def test_nothing_to_train_on_is_an_error(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="holds no complete group"):
+    with pytest.raises(TrainingError, match="contains no complete group"):
         RecordedGroups.read(store, seed=0)
     put_group(store, "equal", [1, 1])
     with pytest.raises(

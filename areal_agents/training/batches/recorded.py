@@ -1,7 +1,7 @@
-"""Trains on episodes that a store already holds, without an engine: each group once per epoch.
+"""Trains on episodes that a store already contains, without an engine: each group once per epoch.
 
-The order is a function of seed and epoch, so a position in it is all that a checkpoint needs. The store
-is only read: what was trained is known by the run's checkpoints, not marked on the groups.
+The order is a function of seed and epoch, so a checkpoint only needs the position in it. The store is only
+read: the run's checkpoints, not marks on the groups, record what was trained.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from areal_agents.training.batches.checks import (
 from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, keep_samples
 
 _SCORED = ("finished", "truncated")
-_NOTHING = {  # by loss, why a valid group may contain nothing to train on
+_NOTHING = {  # why a valid group may contain nothing to train on, by loss
     "sft": "none of its episodes is good enough (algorithm.sft_min_score; without it, scores must differ)",
-    "dpo": "its episodes all have one score, so there is no better and worse of them to pair",
+    "dpo": "its episodes all have the same score, so no better episode can be paired with a worse one",
 }
-_NOTHING_ELSE = "its episodes all have one score (algorithm.drop_equal_groups), or none of its turns counts"
+_NOTHING_ELSE = (
+    "its episodes all have the same score (algorithm.drop_equal_groups), or none of its turns is trained"
+)
 
 
 def recorded_store(path_or_url: str) -> str | Path:
@@ -49,8 +51,8 @@ class RecordedGroups:
     """The training groups of a store, in the order of their recording.
 
     Attributes:
-        units: ids of groups that were completed and not dropped, and of scored episodes that have no
-            group and are one each; (id, whether it is a group).
+        units: pairs (id, whether it is a group) of groups that were completed and not dropped, and of scored
+            episodes without a group, each of which is a unit of its own.
     """
 
     store: Store
@@ -59,7 +61,7 @@ class RecordedGroups:
 
     @classmethod
     def read(cls, store: Store, *, seed: int) -> RecordedGroups:
-        """Read the groups of a store. Raises TrainingError if it has nothing to train on."""
+        """Read the groups of a store. Raise TrainingError if there is nothing to train on."""
         alone = [
             (episode.id, False)
             for episode in store.episodes(split="train")
@@ -67,7 +69,9 @@ class RecordedGroups:
         ]
         units = (*((group_id, True) for group_id in store.recorded_groups()), *alone)
         if not units:
-            raise TrainingError(f"{store.url} holds no complete group and no scored episode of split train")
+            raise TrainingError(
+                f"{store.url} contains no complete group and no scored episode with split train"
+            )
         return cls(store, units, seed)
 
     def unit_at(self, position: int) -> tuple[str, bool]:
@@ -83,7 +87,7 @@ class RecordedGroups:
             return read_groups(self.store, [name])[0]
         try:
             episode = self.store.load_episode(name)
-        except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
+        except (ValueError, KeyError, TypeError) as error:  # rows that contain no valid episode
             return Refused("bad", f"it cannot be read: {error}")
         return RolloutGroup(name, episode.task, (Rollout(episode.task, 0, episode, None),))
 
@@ -98,10 +102,10 @@ def next_recorded_batch(
     limits: SampleLimits,
     stop: threading.Event,
 ) -> Batch | None:
-    """The batch of `groups` groups from `position` on; None if a stop is requested.
+    """Return the batch of `groups` groups starting at `position`; None if a stop is requested.
 
-    A group that cannot be trained on, and one without anything to train, is passed over. Tokens keep
-    the logprobs of the policy that sampled them, but lose its version numbers, which are another run's.
+    A group that cannot be trained on or has nothing to train on is skipped. Tokens keep the logprobs of the
+    policy that sampled them, but not its version numbers, which belong to another run.
 
     Raises:
         TrainingError: a whole epoch has nothing to train on, or as in `next_batch`.
@@ -120,7 +124,7 @@ def next_recorded_batch(
             )
         unit = source.unit_at(position)
         if unit[0] in {known.group.id for known in taken}:
-            break  # with fewer groups than a batch, none occurs twice in one batch
+            break  # even with fewer groups than a batch needs, no group occurs twice in one batch
         position += 1
         judged = _judge(source.load(unit), algorithm, limits)
         if isinstance(judged, Refused):
