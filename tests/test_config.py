@@ -86,7 +86,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got None"),
         (
             "algorithm={policy_loss: dpo, estimator: group}",
-            "estimator: group does not go with policy_loss: dpo",
+            "estimator: group cannot be combined with policy_loss: dpo",
         ),
         ("rollout.group_size=1", "rollout.group_size: 1 leaves an episode without others"),
         ("trainer.critic_model=model", "trainer.critic_model: the algorithm decoupled_ppo trains no critic"),
