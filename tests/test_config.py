@@ -1,4 +1,4 @@
-"""The configuration: every fault is named, with what to write instead."""
+"""The configuration: every error names the setting and says what to write instead."""
 
 from __future__ import annotations
 

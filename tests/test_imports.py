@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import areal_agents` costs."""
+"""Which package may import which, and what `import areal_agents` loads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "rollout": {"core", "errors", "store", "client", "episode", "direct_http", "processes"},
     "training": {"core", "errors", "algorithms", "inference", "store"},
 }
-# The last is run by the Python of another environment, and imported by nobody.
+# The last module is run by the Python of another environment and never imported.
 MAY_IMPORT_TORCH = {"algorithms", "training", "inference/embedded", "inference/sglang/environment"}
 
 

@@ -1,4 +1,4 @@
-"""Presets: what they set, what wins over them, what is refused, and that the documentation says the same."""
+"""Presets: what they set, what overrides them, what is refused, and that the documentation agrees."""
 
 from __future__ import annotations
 
