@@ -9,7 +9,7 @@ import typer
 
 from areal_agents.cli import run_app
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
 app = typer.Typer(help="Measure a part of the system on this machine.", no_args_is_help=True)
 
@@ -27,9 +27,10 @@ def engine(
 @app.command("proxy")
 def proxy(
     as_json: AsJson = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer calls, for a first look.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Make fewer calls, for a quick estimate.")] = False,
 ) -> None:
-    """CPU per call, memory and latency of the proxy, beside a bare pass-through and LiteLLM's proxy."""
+    """CPU per call, memory and latency of the proxy, compared with a bare pass-through and LiteLLM's
+    proxy."""
     from benchmarks.proxy.run import run
 
     run(json=as_json, quick=quick)
@@ -40,7 +41,7 @@ def trainer(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
 ) -> None:
-    """Speed and memory of the trainer, beside a padded Hugging Face loop and TRL's GRPO step."""
+    """Speed and memory of the trainer, compared with a padded Hugging Face loop and TRL's GRPO step."""
     from benchmarks.trainer.run import run
 
     run(json=as_json, quick=quick)
@@ -51,10 +52,10 @@ def asynchrony(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Less of everything, for a first look.")] = False,
     table: Annotated[
-        bool, typer.Option("--table", help="The quick start at η = 0 to ∞ instead, which takes hours.")
+        bool, typer.Option("--table", help="Train the quick start at η = 0 to ∞ instead, which takes hours.")
     ] = False,
     out: Annotated[
-        Path, typer.Option(help="With --table: the file of results; runs that are in it are not repeated.")
+        Path, typer.Option(help="With --table: the file of results; runs that it contains are not repeated.")
     ] = Path("async-table.jsonl"),
 ) -> None:
     """Asynchronous against synchronous training, weight swaps, and the store."""
@@ -72,7 +73,7 @@ def asynchrony(
 def simulator(
     as_json: AsJson = False,
     save: Annotated[
-        Path | None, typer.Option(help="A file to keep the measurements and the trace in.")
+        Path | None, typer.Option(help="A file in which to save the measurements and the trace.")
     ] = None,
 ) -> None:
     """Compare the simulator's prediction from the trace of one run with runs at several bounds on
@@ -86,7 +87,7 @@ def simulator(
 def credit(
     as_json: AsJson = False,
 ) -> None:
-    """The expected policy gradient of forests of turns over the true one, by exact enumeration."""
+    """The ratio of the expected to the true policy gradient for forests of turns, by exact enumeration."""
     from benchmarks.credit.run import run
 
     run(json=as_json)
@@ -96,7 +97,7 @@ def credit(
 def store(
     as_json: AsJson = False,
 ) -> None:
-    """Turns that 64 writers commit to a store on the disk of the working directory."""
+    """Turns per second that 64 writers commit to a store on the disk of the working directory."""
     from benchmarks.store import run
 
     run(json=as_json)

@@ -2,8 +2,8 @@
 
 Every prompt has 300 tokens, 236 of them a system prompt that all share. Its prefix is in the cache before
 the clock starts; transformers gets its keys and values precomputed too. All sides sample 48 tokens at
-temperature 1 with the same number of threads. The client is this process: plain sockets and prepared
-bodies, so that it takes as little of the cores as possible.
+temperature 1 with the same number of threads. The client is this process; it uses plain sockets and prepared
+bodies in order to use as little CPU time as possible.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def run(*, json: bool, model: str | None = None, threads: int = 0) -> dict[str, 
     """Measure, print, and return the figures; with `json` the last line printed is one JSON object.
 
     Args:
-        model: a model folder; without one, the quick-start model, or random weights of its shape.
-        threads: CPU threads for the engine and for transformers; 0 takes all cores.
+        model: a model folder; by default the quick-start model or, if it is missing, random weights of its
+            shape.
+        threads: CPU threads for the engine and for transformers; 0 uses all cores.
     """
     cores = len(os.sched_getaffinity(0))
     threads = threads or cores
@@ -64,7 +65,7 @@ def run(*, json: bool, model: str | None = None, threads: int = 0) -> dict[str, 
 
 
 def _default_model(scratch: Path) -> Path:
-    """The quick-start model, or a random one of exactly its shape."""
+    """The quick-start model, or a random model of exactly its shape."""
     if (QUICK_START_MODEL / "config.json").is_file():
         return QUICK_START_MODEL
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -99,7 +100,7 @@ def prompts(count: int, vocab_size: int) -> np.ndarray:
 def _measure_engine(
     folder: Path, threads: int, *, kernel: Literal["numba", "torch"], numba_cache: Path
 ) -> dict[str, Any]:
-    """Start-up with nothing compiled yet, then tokens per second at each concurrency."""
+    """Start-up time without compiled kernels, then tokens per second at each concurrency."""
     config = EmbeddedEngineConfig(
         model=str(folder), port=0, threads=threads, slots=96, max_context=1024, kernel=kernel
     )
@@ -115,7 +116,7 @@ def _measure_engine(
 
 
 async def _best_speed(url: str, ids: np.ndarray, rounds: int) -> float:
-    """Best tokens per second of REPEATS, after one round that fills the prefix cache."""
+    """Tokens per second, best of REPEATS, after one round that fills the prefix cache."""
     address = urlsplit(url)
     assert address.hostname is not None and address.port is not None
     connections = [await _Connection.open(address.hostname, address.port, prompt) for prompt in ids]
@@ -133,7 +134,7 @@ async def _best_speed(url: str, ids: np.ndarray, rounds: int) -> float:
 
 
 class _Connection:
-    """One keep-alive connection that repeats one prepared request."""
+    """A keep-alive connection that repeats one prepared request."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes) -> None:
         self._reader = reader
@@ -171,7 +172,7 @@ class _Connection:
 
 @torch.inference_mode()
 def _measure_generate(folder: Path, threads: int) -> float:
-    """Best tokens per second of transformers' generate on the same prompts, keys and values precomputed."""
+    """Tokens per second of transformers' generate on the same prompts, with precomputed keys and values."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     torch.set_num_threads(threads)

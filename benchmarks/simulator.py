@@ -1,7 +1,7 @@
-"""`python -m benchmarks simulator`: what the simulator foretells, against runs of this machine.
+"""`python -m benchmarks simulator`: compares the simulator's predictions with runs on this machine.
 
 The workload of `bench async` is trained at several η in one layout. The simulator is given the trace of one
-of these runs, and says how fast each of them should have been: its shape is the speed relative to η = 0.
+of these runs and predicts the speed of each run; the compared value is the speed relative to η = 0.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from benchmarks.asynchrony.model import endless_model
 from benchmarks.asynchrony.run import Layout
 
 BOUNDS = (0, 1, 2, 4)
-TRACED = 4  # the η of the run that the simulator is given
+TRACED = 4  # the η of the run whose trace the simulator is given
 LAYOUT = Layout(engine=1, trainer=1, concurrency=32)
-COUNTED = {0: 8, 1: 16, 2: 16, 4: 24}  # steps by η; a synchronous one takes three times as long
-FILLING = 3  # rounds of the gate that are not counted, and one step more
-_DIGITS = 4  # of a saved time in seconds
+COUNTED = {0: 8, 1: 16, 2: 16, 4: 24}  # steps by η; a synchronous step takes three times as long
+FILLING = 3  # rounds of the gate that are not counted, plus one step
+_DIGITS = 4  # decimal places of a saved time in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Runs of one workload, and what explains them.
+    """Measured runs of one workload, and the trace from which they are predicted.
 
     Attributes:
-        measured: sampled tokens per second of the run at each η, 0 among them.
-        parameters: the traced run's, by their names in `Parameters`; work: its episodes.
+        measured: sampled tokens per second of the run at each η, including 0.
+        parameters: parameters of the traced run, by their names in `Parameters`. work: its episodes.
     """
 
     measured: Mapping[int, float]
@@ -47,7 +47,7 @@ class Comparison:
     work: EmpiricalWork
 
     def simulated(self, bound: int) -> float:
-        """Sampled tokens per second at η = `bound`, by the trace alone."""
+        """Predicted sampled tokens per second at η = `bound`, from the trace only."""
         chosen = read_parameters([f"max_staleness={bound}"], self.parameters)
         return simulate(chosen.scenario(self.work)).tokens_per_s
 
@@ -56,7 +56,7 @@ class Comparison:
         return (self.simulated(bound) / self.simulated(0)) / (self.measured[bound] / self.measured[0])
 
     def save(self, path: Path) -> None:
-        """Write it as gzipped JSON, for `read_comparison`."""
+        """Write the comparison as gzipped JSON, for `read_comparison`."""
         plans = [[plan.tokens, [round(s, _DIGITS) for s in plan.between]] for plan in self.work.plans]
         content = {"measured": self.measured, "parameters": self.parameters, "plans": plans}
         temporary = path.with_name(path.name + ".tmp")
@@ -73,14 +73,14 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def run(*, json: bool, save: Path | None) -> Comparison:
-    """Measure, simulate, print; with `json` the last line printed is one JSON object.
+    """Measure, simulate, and print; with `json` the last line printed is one JSON object.
 
     Args:
-        save: a file to keep the measurements and the trace in.
+        save: a file in which to save the measurements and the trace.
 
     Raises:
         ConfigError: there is no quick-start model in the working directory.
-        ChildDied: a process of a run ended that should not have.
+        ChildDied: a process of a run ended unexpectedly.
     """
     with tempfile.TemporaryDirectory(prefix="areal-agents-bench-") as scratch:
         found = measure(Path(scratch))
@@ -101,7 +101,8 @@ def run(*, json: bool, save: Path | None) -> Comparison:
 
 
 def measure(scratch: Path, *, counted: Mapping[int, int] = COUNTED, **changes: Any) -> Comparison:
-    """Train the workload at each η of `counted`, for as many counted steps; `changes` go to every run."""
+    """Train the workload at each η of `counted`, for that many counted steps; `changes` apply to every
+    run."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     model = endless_model(scratch / "model")
     measured = {}

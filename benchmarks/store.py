@@ -1,7 +1,7 @@
-"""The speed of the store: turns that many writers commit through the public API, as the proxy does.
+"""The speed of the store: many writers commit turns through the public API, as the proxy does.
 
-A writer awaits the future of each turn before it makes the next one, so what is timed is what an agent
-waits for: the turn is on the disk, with the requested durability.
+A writer awaits the future of each turn before it creates the next one, so the measured time is the time that
+an agent waits: until the turn is on the disk, with the requested durability.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WRITERS = 64
 TURNS = 8192
 TOKENS = 500
 PROMPT_TOKENS = 100
-_CHARACTERS = 4  # of text for a token, about
+_CHARACTERS = 4  # characters of text per token, approximately
 _VOCABULARY = 150_000
 _TURNS_BETWEEN_ROOTS = 8
 
@@ -38,9 +38,9 @@ class StoreFigures:
 
     Attributes:
         turns_per_s: committed turns a second, over all writers.
-        commit_p50_ms, commit_p99_ms: from handing in a turn to its commit.
-        turns, writers, tokens: what was written: turns in all, by how many writers, sampled tokens a turn.
-        durability: of every commit.
+        commit_p50_ms, commit_p99_ms: time from the submission of a turn to its commit.
+        turns, writers, tokens: number of turns in total, number of writers, and sampled tokens per turn.
+        durability: the durability of every commit.
     """
 
     turns_per_s: float
@@ -60,13 +60,15 @@ def measure_store(
     durability: Durability = "power",
     folder: Path | None = None,
 ) -> StoreFigures:
-    """Commit `turns` turns of `tokens` sampled tokens from `writers` concurrent writers; how fast that was.
+    """Commit `turns` turns of `tokens` sampled tokens from `writers` concurrent writers and measure the
+    speed.
 
     Args:
-        folder: on the disk to measure; by default the working directory. The store is removed afterwards.
+        folder: a folder on the disk to measure, by default the working directory. The store is removed
+            afterwards.
 
     Raises:
-        StoreError: the disk refuses.
+        StoreError: the store cannot be written.
     """
     made = _make_turns(turns, writers, tokens)
     with (
@@ -91,7 +93,7 @@ def measure_store(
 
 
 def run(*, json: bool) -> None:
-    """Measure both durabilities, print a line for each, and last, with `json`, the figures of "power"."""
+    """Measure both durabilities and print a line for each and then, with `json`, the figures of "power"."""
     console = Console()
     figures = [measure_store(durability=durability) for durability in ("process", "power")]
     for found in figures:
@@ -107,7 +109,7 @@ def run(*, json: bool) -> None:
 
 
 async def _write(store: Store, turns: Sequence[Sequence[Turn]]) -> list[float]:
-    """Let writer i write `turns[i]`, one after the other; the seconds that each commit took."""
+    """Make writer i write `turns[i]`, one after another; return the seconds that each commit took."""
     waits: list[float] = []
 
     async def write(episode: str, own: Sequence[Turn]) -> None:
@@ -121,7 +123,7 @@ async def _write(store: Store, turns: Sequence[Sequence[Turn]]) -> list[float]:
 
 
 def _make_turns(turns: int, writers: int, tokens: int) -> list[list[Turn]]:
-    """For each writer, conversations of some turns: the work of making them is not the store's."""
+    """Create conversations of several turns for each writer in advance, so that this work is not measured."""
     rng = np.random.default_rng(0)
     made = []
     for writer in range(writers):

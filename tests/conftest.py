@@ -1,4 +1,5 @@
-"""Puts this folder on the import path, draws the same examples in each run, and knows a real SGLang."""
+"""Puts this folder on the import path, makes hypothesis generate the same examples in each run, and provides
+a real SGLang."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ SGLANG = "--sglang"
 SGLANG_TEST_S = 900
 SLOW_TEST_S = 1800
 
-# An example that a busy machine takes long for says nothing of the code. `make test` draws the same ones in
-# each run, so that it fails only of a change; `make test-all` looks for others.
+# A slow example on a busy machine says nothing about the code, so there is no deadline. `make test` generates
+# the same examples in each run, so that it fails only because of a change; `make test-all` tries others.
 settings.register_profile("new", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("same", settings.get_profile("new"), derandomize=True, database=None)
 settings.load_profile("same")
@@ -25,10 +26,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without SGLang its tests are left out: `make test-sglang` runs them.
+    """Skip the tests that need SGLang if it is not installed; `make test-sglang` runs them.
 
-    A real server on a CPU starts in half a minute and samples some hundred tokens a second. Beside other work
-    it is several times slower, so its tests have a longer limit. So have the long forms of other tests.
+    A real server on a CPU starts in half a minute and samples some hundred tokens a second. On a busy machine
+    it is several times slower, so its tests have a longer time limit, as do the long forms of other tests.
     """
     for item in items:
         if item.get_closest_marker("timeout"):
@@ -47,5 +48,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def sglang_python(request: pytest.FixtureRequest) -> str:
-    """The Python that has SGLang, from wherever it is started; a link to it stays one."""
+    """The absolute path of the Python that has SGLang; a symbolic link is not resolved."""
     return os.path.abspath(request.config.getoption(SGLANG))

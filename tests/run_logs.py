@@ -1,4 +1,4 @@
-"""What the processes of a run wrote last, for the message of a test whose run failed."""
+"""The last log lines of a run's processes, for the message of a test whose run failed."""
 
 from __future__ import annotations
 

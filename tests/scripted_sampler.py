@@ -1,7 +1,7 @@
-"""A `Sampler` within the process, for what no engine can be told to do over HTTP.
+"""An in-process `Sampler`, for behaviour that an engine cannot be told to show over HTTP.
 
-Its script may answer with any completion at all (every version, every logprob, ids that end nowhere) or raise
-any exception, and a reply can be held from another thread. Whatever can be said over HTTP is tested with
+Its script may return any completion (any version, any logprob, ids without an end) or raise any exception,
+and a reply can be held back from another thread. Behaviour that is possible over HTTP is tested with
 `areal_agents.testing`. It satisfies the contract of every sampler, tests/inference/test_sampler_contract.py.
 """
 
@@ -37,9 +37,8 @@ Script = Callable[[EngineCall], str | list[int] | Completion | Exception]
 
 @dataclass
 class ScriptedSampler:
-    """Answers from a script. A reply that is a string gets the model's stop token, ids are taken as they are.
-
-    Each reply takes `delay_s`, unless `hurry` is set meanwhile: also from another thread.
+    """Answers from a script. A reply that is a string gets the model's stop token; ids are used unchanged.
+    Each reply takes `delay_s`, unless `hurry` is set meanwhile, possibly from another thread.
     """
 
     renderer: ChatRenderer

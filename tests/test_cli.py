@@ -1,4 +1,4 @@
-"""The command line as a newcomer meets it: serve a model, point an agent at it, make mistakes."""
+"""The command line from a new user's perspective: serve a model, point an agent at it, make mistakes."""
 
 from __future__ import annotations
 

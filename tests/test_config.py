@@ -1,4 +1,4 @@
-"""The configuration: every fault is named, with what to write instead."""
+"""The configuration: every error names the setting and says what to write instead."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("algorithm=null", "algorithm: must be the name of a preset or a mapping of settings, got null"),
         (
             "algorithm={policy_loss: dpo, estimator: group}",
-            "estimator: group does not go with policy_loss: dpo",
+            "estimator: group cannot be combined with policy_loss: dpo",
         ),
         ("rollout.group_size=100000", "rollout.group_size: Input should be less than or equal to 65536"),
         ("rollout.limits.time_s=.inf", "rollout.limits.time_s: Input should be a finite number"),

@@ -32,12 +32,12 @@ EXAMPLE = PACKAGE.parent / "examples" / "search_agent"
 COMMAND = [sys.executable, str(PACKAGE.parent / "tests" / "doctor" / "doctor_agents.py"), "openai"]
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 NO_PROXY = ("NO_PROXY", "no_proxy")
-DEAD = "http://127.0.0.1:9"  # the discard port: nobody listens
+DEAD = "http://127.0.0.1:9"  # the discard port, on which nothing listens
 
 
 @pytest.fixture
 def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An environment that sends all HTTP to an address where nobody answers."""
+    """An environment that sends all HTTP to an address where nothing answers."""
     for name in PROXIES:
         monkeypatch.setenv(name, DEAD)
         monkeypatch.setenv(name.lower(), DEAD)
@@ -47,7 +47,7 @@ def dead_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def server_that_says(answer: object) -> Iterator[tuple[str, list[str]]]:
-    """A server; its URL, and the targets of the requests that it got."""
+    """A server; yields its URL and the targets of the requests that it received."""
     seen: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -75,7 +75,7 @@ def server_that_says(answer: object) -> Iterator[tuple[str, list[str]]]:
 
 @pytest.mark.usefixtures("dead_proxy")
 async def test_engine_proxy_and_clients_of_a_machine_with_an_http_proxy(tmp_path: Path) -> None:
-    """A small installation: an engine, `serve` in front of it, and what waits for and calls both."""
+    """A small installation: an engine, `serve` in front of it, and clients of both."""
     model = EXAMPLE / "model"
     with EngineProcess(EmbeddedEngineConfig(model=str(model), port=0, threads=1)) as engine:
         wait_until_ready(engine.url + "/health", timeout_s=60)
@@ -165,7 +165,7 @@ async def test_a_command_finds_its_proxy_and_keeps_the_http_proxy_for_the_rest(t
 
 
 def test_the_package_makes_its_http_clients_in_one_place() -> None:
-    """Whoever adds a client that would trust the environment is told of `direct_http`."""
+    """The failure message for a client that would trust the environment points to `direct_http`."""
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{line}: {what}; use areal_agents.direct_http"
         for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,4 +1,5 @@
-"""Processes that are ended from outside: in time, with their group and with what they left elsewhere."""
+"""Processes are ended from outside in time, together with their group and with processes that left the
+group."""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ def test_leftovers_are_found_by_their_mark_in_every_session(tmp_path: Path) -> N
     assert end_leftovers(MARK, str(tmp_path)) == 4
     assert [process.wait(60) for process in ours] == [-signal.SIGKILL] * 2
     deadline = time.monotonic() + 60
-    while end_leftovers(MARK, str(tmp_path)):  # those that are no children of this process may still be dying
+    # processes that are not children of this process may still be exiting
+    while end_leftovers(MARK, str(tmp_path)):
         assert time.monotonic() < deadline
     assert other.poll() is None
     for process in (*ours, other):

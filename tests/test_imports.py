@@ -1,4 +1,4 @@
-"""Who may import whom, and what `import areal_agents` costs."""
+"""Which package may import which, and what `import areal_agents` loads."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "simulate": {"config", "errors", "launch", "store"},
 }
-# The last is run by the Python of another environment, and imported by nobody.
+# The last module is run by the Python of another environment and never imported.
 MAY_IMPORT_TORCH = {"algorithms", "training", "inference/embedded", "inference/sglang/environment"}
 
 

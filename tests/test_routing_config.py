@@ -1,4 +1,4 @@
-"""`engine.routed_experts` where it cannot be had is refused before anything starts."""
+"""`engine.routed_experts` is refused, before anything starts, if it is not available."""
 
 from __future__ import annotations
 

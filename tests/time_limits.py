@@ -1,4 +1,4 @@
-"""Time limits of episodes that end once an agent hangs, however long a slow machine takes to get there."""
+"""Time limits of episodes that expire once an agent hangs, however long a slow machine takes to get there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ LONGEST_S = 120.0
 
 
 class TimeLimits:
-    """In place of `asyncio` in `run_rollout`: its limit ends once `reached` says so, whatever it is."""
+    """Replaces `asyncio` in `run_rollout`: a time limit expires once `reached` says so, whatever its
+    length."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, reached: Callable[[], object]) -> None:
         self._reached = reached
@@ -25,7 +26,7 @@ class TimeLimits:
         return getattr(asyncio, name)
 
     def timeout(self, delay_s: float) -> asyncio.Timeout:
-        """A limit that ends so."""
+        """A time limit that expires in this way."""
         limit = asyncio.timeout(LONGEST_S)
         self._ending.add(asyncio.create_task(self._end(limit)))
         return limit

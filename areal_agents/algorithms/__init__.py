@@ -1,5 +1,5 @@
 """Pure functions that turn groups of episodes into a loss.
 
-Nothing here talks to a store, an engine or a process group: arrays in, arrays out, and every
-formula with its source in the docstring of the function that computes it.
+No function accesses a store, an engine or a process group: all of them map arrays to arrays. The docstring of
+the function that computes a formula names the formula's source.
 """

@@ -38,7 +38,7 @@ from areal_agents.algorithms.replay import NoReplay, Replay
 Proximal = Literal["batch", "behavior"]
 
 _NO_TOKEN_RETURN = (
-    "does not go with kl_in: reward, which subtracts a penalty from the return of each token, and its "
+    "cannot be combined with kl_in: reward, which subtracts a penalty from the return of each token: its "
     "advantages are not differences of such returns; use kl_in: loss"
 )
 
@@ -53,7 +53,7 @@ class AlgorithmConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     preset: str = Field(
-        default="decoupled_ppo", description="The algorithm whose settings apply where none is given."
+        default="decoupled_ppo", description="The algorithm whose settings apply unless others are given."
     )
 
     estimator: Estimator = Field(
@@ -67,7 +67,8 @@ class AlgorithmConfig(BaseModel):
     policy_loss: PolicyLoss = Field(default_factory=PpoLoss, description="The policy's loss.")
     correction: Correction = Field(
         default_factory=TruncateCorrection,
-        description="Weights proximal/behavior out of bounds are truncated, or their tokens masked (mask).",
+        description="Weights proximal/behavior that are out of bounds are truncated, or their tokens are "
+        "masked (mask).",
     )
     trust_region: TrustRegion = Field(
         default_factory=NoTrustRegion,
@@ -84,7 +85,8 @@ class AlgorithmConfig(BaseModel):
 
     proximal: Proximal = Field(
         default="batch",
-        description="The policy that updates stay near. batch: the weights when the batch begins (decoupled "
+        description="The policy that updates stay close to. batch: the weights when the batch begins "
+        "(decoupled "
         "PPO). behavior: the policy that sampled the token (naive PPO).",
     )
     minibatches: int = Field(default=1, ge=1, description="Optimizer steps per batch.")
@@ -145,20 +147,23 @@ class AlgorithmConfig(BaseModel):
         estimator = self.estimator
         if isinstance(estimator, GaeEstimator) and estimator.value_clip and self.minibatches == 1:
             warnings.warn(
-                "algorithm.value_clip does nothing with algorithm.minibatches: 1, where no value has moved "
+                "algorithm.value_clip has no effect with algorithm.minibatches: 1, where no value has "
+                "changed "
                 "yet; raise minibatches, or leave value_clip out",
                 stacklevel=2,
             )
         return self
 
     def _faults(self) -> Iterator[str]:
-        """Describe the faults of this combination, one sentence each."""
+        """Describe what is wrong with this combination, one sentence for each error."""
         loss, estimator = self.policy_loss, self.estimator
         if loss.uses_advantages == isinstance(estimator, NoEstimator):
             needs = "needs advantages (estimator: group, maxrl, gdpo or gae)"
             if not loss.uses_advantages:
                 needs = "uses no advantages (estimator: none)"
-            yield f"estimator: {estimator.kind} does not go with policy_loss: {loss.kind}, which {needs}"
+            yield (
+                f"estimator: {estimator.kind} cannot be combined with policy_loss: {loss.kind}, which {needs}"
+            )
         if loss.is_supervised:
             yield from self._supervised_faults()
         elif isinstance(loss, DistillationLoss):
@@ -167,10 +172,11 @@ class AlgorithmConfig(BaseModel):
             yield from self._reward_faults()
             yield from self._policy_faults()
         if self.refill_equal_groups and not self.drop_equal_groups:
-            yield "refill_equal_groups needs drop_equal_groups: without it no group is missing"
+            yield "refill_equal_groups needs drop_equal_groups, because otherwise no group is missing"
 
     def _supervised_faults(self) -> Iterator[str]:
-        """Settings of policy gradients beside a loss that has neither advantages nor a behavior policy."""
+        """Describe policy gradient settings given for a loss that has neither advantages nor a behavior
+        policy."""
         fields = type(self).model_fields
         for name in (
             "rewards", "correction", "trust_region", "kl_in", "proximal", "entropy_coefficient",
@@ -195,7 +201,7 @@ class AlgorithmConfig(BaseModel):
             yield "loss_normalization has no meaning for dpo, whose loss is a mean over pairs"
 
     def _distillation_faults(self) -> Iterator[str]:
-        """Settings of rewards, advantages and ratios beside a loss that uses none of them."""
+        """Describe settings of rewards, advantages and ratios given for a loss that uses none of them."""
         for setting, value in differing(self.rewards, RewardShaping()):
             kind = getattr(value, "kind", value)
             shown = kind if isinstance(kind, str) else as_yaml(kind)
@@ -222,7 +228,7 @@ class AlgorithmConfig(BaseModel):
             keeps_bias = isinstance(credit, TurnGroups) and credit.keeps_bias
             if shaping.reward_bias and unclipped and estimator.advantage_mean != "none" and not keeps_bias:
                 yield (
-                    f"reward_bias: {shaping.reward_bias} is taken off again with the mean; it needs "
+                    f"reward_bias: {shaping.reward_bias} is subtracted again with the mean; it needs "
                     "estimator: gae, advantage_mean: none, or a reward_clip"
                 )
             alone = isinstance(shaping.length_penalty, NoLengthPenalty) and not in_reward
@@ -342,7 +348,8 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def turn_anchor(self) -> TurnAnchor | None:
-        """The anchor by which turns of a group are compared with one another; None if they are not."""
+        """The anchor by which turns of a group are compared with one another; None if they are not
+        compared."""
         estimator = self.estimator
         if isinstance(estimator, GroupEstimator) and isinstance(estimator.credit, TurnGroups):
             return estimator.credit.turn_group_by
@@ -350,7 +357,7 @@ class AlgorithmConfig(BaseModel):
 
     @property
     def compares_scores(self) -> bool:
-        """Whether a group is equal if its scores are, whatever rewards the single turns were given."""
+        """Whether a group counts as equal if its scores are equal, whatever the rewards of single turns."""
         estimator = self.estimator
         if isinstance(estimator, GdpoEstimator):
             return False

@@ -24,7 +24,8 @@ def best_of_each_group(
 ) -> dict[str, TokenIds]:
     """The tokens of the best episode of its group, by episode id, for each episode with a lower score.
 
-    The tokens are those of the last root-to-leaf path of the best episode, the first of several equals.
+    The tokens are those of the last root-to-leaf path of the best episode; the first of several equally good
+    episodes is used.
     """
     found: dict[str, TokenIds] = {}
     for group in groups:

@@ -20,7 +20,7 @@ def ordered_groups(groups: Iterable[RolloutGroup]) -> list[RolloutGroup]:
 
 
 def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
-    """The turns depth first, with siblings ordered by their tokens; the order depends on the turns alone.
+    """The turns depth first, with siblings ordered by their tokens; the order depends only on the turns.
 
     A conversation without branches keeps the order in which it was recorded.
     """
@@ -37,7 +37,7 @@ def ordered_turns(turns: Iterable[Turn]) -> list[Turn]:
 
 
 def trajectories(episode: RecordedEpisode) -> list[Trajectory]:
-    """The root-to-leaf paths of an episode, in an order that depends on the turns alone."""
+    """The root-to-leaf paths of an episode, in an order that depends only on the turns."""
     turns = ordered_turns(episode.turns)
     by_id = {turn.id: turn for turn in turns}
     continued = {turn.parent for turn in turns}

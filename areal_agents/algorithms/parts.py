@@ -25,11 +25,11 @@ class Part(BaseModel):
 
 
 def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of settings that `model` validates, from settings in any mixture of flat and nested.
+    """Build the tree of settings that `model` validates from any mixture of flat and nested settings.
 
-    What is given wins over the preset. Where the given kind of a part differs from the preset's, none of
-    the preset's settings of that part are taken. A flat setting chooses its part by itself where the part
-    would otherwise be "none" and only one alternative has such a setting.
+    Given settings take precedence over the preset. If the given kind of a part differs from the preset's,
+    none of the preset's settings of that part are used. A flat setting selects its part if the part would
+    otherwise be "none" and only one alternative has this setting.
 
     Args:
         model: its fields are plain settings, parts, or unions of parts.
@@ -52,7 +52,8 @@ def fill(model: type[BaseModel], given: Mapping[str, Any], preset: Mapping[str, 
 
 
 def alternatives(field: FieldInfo) -> dict[str, type[Part]]:
-    """The parts that a field may hold, by kind; by "" if it is always the same; empty for a plain setting."""
+    """The parts that a field may contain, by kind, or under "" if there is only one; empty for a plain
+    setting."""
     members = list(_members(field.annotation))
     if not members or not all(isinstance(m, type) and issubclass(m, Part) for m in members):
         return {}
@@ -70,7 +71,7 @@ def _keys_that_are_no_strings(tree: Mapping[Any, Any]) -> Iterator[Any]:
 def kind_given(
     model: type[BaseModel], name: str, given: Mapping[str, Any], preset: Mapping[str, Any]
 ) -> type[Part] | None:
-    """The alternative that a field would be filled with, None if there is none of the given kind."""
+    """The alternative with which a field would be filled; None if there is none of the given kind."""
     field, value = model.model_fields[name], given.get(name)
     if isinstance(value, Part):
         return type(value)
@@ -81,7 +82,7 @@ def kind_given(
 
 
 def settings_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Every setting that can be given flat, with the part and kind that it needs ("" for none).
+    """Every setting that can be given flat, with the part and kind that it needs, or "" if it needs none.
 
     For example ("clip_high", "policy_loss: ppo"); the name of a part is a setting too.
     """
@@ -97,7 +98,7 @@ def settings_of(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 
 def differing(chosen: BaseModel, default: BaseModel) -> Iterator[tuple[str, Any]]:
-    """The flat settings, with their values, in which a part differs from another of the same kind."""
+    """The flat settings, with their values, in which a part differs from another part of the same kind."""
     for name in type(chosen).model_fields:
         ours, theirs = getattr(chosen, name), getattr(default, name)
         if ours == theirs:
@@ -157,7 +158,7 @@ def _fill(
         names = {setting for setting, _ in settings_of(parts[kind])}
         for setting in sorted(names & left.keys()):
             if setting in inner:
-                faults.append(f"{setting} is given twice, by itself and in {name}; leave out one of them")
+                faults.append(f"{setting} is given twice, on its own and in {name}; remove one of them")
             inner[setting] = left.pop(setting)
         filled = _fill(parts[kind], inner, preset if kind == standard else {}, faults)
         faults += [_unplaced(parts[kind], unknown, value, where=name) for unknown, value in inner.items()]
@@ -173,7 +174,7 @@ def _chosen_by_setting(parts: Mapping[str, type[Part]], left: Iterable[str]) -> 
 
 
 def _unplaced(model: type[BaseModel], name: str, value: Any, *, where: str = "") -> str:
-    """Why a setting cannot be placed."""
+    """Describe why a setting cannot be used."""
     known: dict[str, list[str]] = {}
     for setting, needed in settings_of(model):
         known.setdefault(setting, []).append(needed)

@@ -16,7 +16,7 @@ class NoReplay(Part):
 
 
 class RecentReplay(Part):
-    """Groups that earlier batches were trained on are added to a batch, the most recently submitted first.
+    """Groups on which earlier batches were trained are added to a batch, the most recently submitted first.
 
     The weight π_prox/μ corrects for the age of their tokens, which `rollout.max_staleness` bounds.
     """
@@ -24,7 +24,9 @@ class RecentReplay(Part):
     kind: Literal["recent"] = "recent"
     replay_groups: int = Field(default=4, ge=1, description="Largest number of reused groups in a batch.")
     replay_uses: int = Field(
-        default=2, ge=2, description="How often a group is trained on at most, including the first time."
+        default=2,
+        ge=2,
+        description="Maximum number of times that a group is trained on, including the first time.",
     )
 
 

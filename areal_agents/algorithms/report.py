@@ -1,7 +1,7 @@
 """Statistics of the groups of a batch, for the metrics.
 
-Rewards and scores are as they were given, before any shaping, so that a curve keeps its meaning when
-the shaping changes.
+Rewards and scores are those recorded, before any shaping, so that curves stay comparable when the shaping
+changes.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class BatchReport:
             score; in which the scores differ; in which all have the same score and it is not positive.
         dropped_groups: number of equal groups that were left out.
         sampled_tokens: number of tokens that the policy sampled in the batch.
-        untrained_tokens: how many of these have mask 0 (constrained, aborted, excluded, truncated).
-        routed_tokens: how many of the sampled tokens the engine returned the routed experts for.
+        untrained_tokens: number of these tokens with mask 0 (constrained, aborted, excluded, truncated).
+        routed_tokens: number of sampled tokens for which the engine returned the routed experts.
         turns, branches, truncated: totals over the episodes; a branch is a trajectory.
         forks: number of forked roots by the reason for the fork.
         versions_per_rollout: mean number of policy versions that sampled the tokens of an episode.
         rewards_by_name: by reward name, the mean of the episodes' sums over the episodes that have the name.
         episode_tokens: number of tokens that the policy sampled in each episode, in the order of `rewards`.
         overlong: number of episodes with a length penalty.
-        equal_groups: the ids of the equal groups, whose scores or advantages are all the same, whether they
-            were left out or not.
+        equal_groups: the ids of the equal groups, whose scores or advantages are all the same, including
+            those that were left out.
     """
 
     rewards: tuple[float, ...]
@@ -105,8 +105,8 @@ def _routed(turn: Turn) -> int:
 def _forks(episodes: Sequence[RecordedEpisode]) -> dict[str, int]:
     """Roots beyond the first of their episode, by reason.
 
-    Of conversations that begin concurrently any one may be recorded first, and it has no fork reason. All of
-    them except one are therefore counted as new.
+    If several conversations begin concurrently, any of them may be recorded first, and that one has no fork
+    reason. All of them except one are therefore counted as new.
     """
     counts: Counter[str] = Counter()
     for episode in episodes:

@@ -1,7 +1,7 @@
 """Builds training data from complete groups: one sample per trajectory, every sampled token owned once.
 
-A group is prepared on its own: it is checked, its rewards are shaped, and its samples are built. Advantages
-are computed when a batch is assembled, because they can depend on all of its groups.
+Each group is prepared separately: it is checked, its rewards are shaped, and its samples are built.
+Advantages are computed when a batch is assembled, because they can depend on all of its groups.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from areal_agents.core.sample import TrainingSample
 from areal_agents.core.trajectory import Trajectory
 from areal_agents.errors import TrainingError
 
-_LARGEST_REWARD = 1e12  # as the proxy accepts: sums, and distances from a batch's mean, stay float32
+# the proxy has the same limit: sums, and distances from a batch's mean, stay within float32
+_LARGEST_REWARD = 1e12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,14 +37,15 @@ class TrainingData:
     """The training data of a batch of groups.
 
     Attributes:
-        samples: of the groups that are trained on; may be empty. Advantages are 0 where they wait for
-            values or penalties (`AlgorithmConfig.needs_token_credit`).
-        rewards: the shaped rewards of every episode by its id, including groups that were left out.
+        samples: the samples of the groups that are trained on; may be empty. Advantages are 0 if they are
+            still to be computed from values or penalties (`AlgorithmConfig.needs_token_credit`).
+        rewards: the shaped rewards of every episode by its id, including those of groups that were left out.
         group_scores: by group id the shaped scores of its episodes, [G].
         pairs: (chosen, rejected) episode ids (DPO only).
         report: statistics of the batch.
-        demonstrations: by episode id the tokens [D] of a better episode of its group, which the teacher of
-            self-distillation reads first; without one an episode is not trained (self-distillation only).
+        demonstrations: by episode id, the tokens [D] of a better episode of the group, which the teacher of
+            self-distillation reads first. With self-distillation, an episode without a demonstration is not
+            trained.
     """
 
     samples: tuple[TrainingSample, ...]
@@ -56,7 +58,7 @@ class TrainingData:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedGroup:
-    """A checked group with all that does not depend on the other groups of its batch.
+    """A checked group with everything that does not depend on the other groups of its batch.
 
     Attributes:
         group: the group as it was recorded.
@@ -106,21 +108,21 @@ def build_training_data(
 def assemble_batch(
     prepared: Sequence[PreparedGroup], config: AlgorithmConfig, *, replayed: Collection[str] = ()
 ) -> TrainingData:
-    """Compute the advantages of a batch of groups, and give them to the samples of the groups.
+    """Compute the advantages of a batch of groups and set them in the samples of the groups.
 
     A trajectory without a trained token yields no sample. Groups with equal scores are left out if
     `config.drop_equal_groups`; the statistics of the batch include them.
 
     Args:
-        replayed: the ids of groups that earlier batches were trained on: the report leaves them out, so that
+        replayed: the ids of groups that earlier batches were trained on. The report leaves them out, so that
             every episode is reported once.
 
     Raises:
-        ValueError: no groups.
-        TrainingError: a group or episode that occurs twice; the message names it.
+        ValueError: there are no groups.
+        TrainingError: a group or episode occurs twice; the message names it.
     """
     if not prepared:
-        raise ValueError("a batch needs at least one group")
+        raise ValueError("a batch must have at least one group, got none")
     groups = [known.group for known in prepared]
     _refuse_repeats(groups)
     rewards = {episode_id: shaped for known in prepared for episode_id, shaped in known.rewards.items()}
@@ -148,7 +150,7 @@ def assemble_batch(
 
 
 def _with_advantages(sample: TrainingSample, advantages: Floats) -> TrainingSample:
-    """The sample with the advantages [T] of its episode's turns at its trained tokens."""
+    """Return the sample with the advantages [T] of its episode's turns at its trained tokens."""
     by_token = np.where(sample.loss_mask, advantages[sample.turn_index], 0.0)
     return replace(sample, advantages=by_token.astype(np.float32))
 
@@ -156,7 +158,7 @@ def _with_advantages(sample: TrainingSample, advantages: Floats) -> TrainingSamp
 def _is_equal(
     group: RolloutGroup, shaped: Floats, advantages: Mapping[str, Floats], config: AlgorithmConfig
 ) -> bool:
-    """Whether a group is equal: its episodes' scores are the same, as given or as shaped.
+    """Whether a group is equal: its episodes' scores are the same, as recorded or as shaped.
 
     The given scores count too, because solved episodes of different lengths are all solved (DAPO, arXiv
     2503.14476, eq. 11, which asks for correctness, not for the reward). Where turns or named
@@ -176,14 +178,16 @@ def _is_equal(
 def episode_samples(
     episode: RecordedEpisode, advantages: Floats, *, group_id: str, config: AlgorithmConfig
 ) -> list[TrainingSample]:
-    """One sample per leaf of an episode; the sample that owns a turn has the turn's advantage at its tokens.
+    """Build one sample per leaf of an episode; the sample that owns a turn has the turn's advantage at its
+    tokens.
 
     A turn that several leaves share is owned by the first leaf that it leads to, and is thereby trained
     exactly once. Leaves are in the order of `ordered_turns`.
 
     With `observation_coefficient` the prompt tokens that a turn adds to its parent are observations, in the
-    first sample in which they lead to a trained token of its own: tool results and later messages, with what
-    the template writes around them, which cannot be told apart. The first prompt of a root is none.
+    first sample in which they lead to a trained token of its own: tool results and later messages, together
+    with the text that the template writes around them, which cannot be separated from them. The first prompt
+    of a root is not an observation.
 
     Args:
         advantages: of the episode's turns, [T] in recording order.
@@ -218,9 +222,10 @@ def episode_samples(
 def _observations(
     trajectory: Trajectory, mask: npt.NDArray[np.bool_], observed: set[str]
 ) -> npt.NDArray[np.bool_] | None:
-    """[L] the observation tokens before the last token of `mask`, None if there are none.
+    """Return [L] bool, the observation tokens before the last token of `mask`; None if there are none.
 
-    Turns that are `observed` have theirs elsewhere; those that are found here are added.
+    Observations of turns in `observed` belong to other samples; the turns of this sample are added to
+    `observed`.
     """
     last = int(trajectory.turn_index[np.flatnonzero(mask)[-1]])
     new = np.array([0 < i <= last and turn.id not in observed for i, turn in enumerate(trajectory.turns)])
@@ -235,7 +240,7 @@ def _turn_advantages(
     group_scores: Mapping[str, Floats],
     config: AlgorithmConfig,
 ) -> tuple[dict[str, Floats], tuple[tuple[str, str], ...]]:
-    """The advantages [T] of the turns of each trained episode, by its id; and the pairs of DPO."""
+    """The advantages [T] of the turns of each trained episode, by its id, and the pairs of DPO."""
     ids = [[rollout.episode.id for rollout in group.rollouts] for group in groups]
     if isinstance(config.policy_loss, SftLoss):
         chosen = [
@@ -288,7 +293,7 @@ def _sample(
     turn_index = places[trajectory.turn_index]
     temperatures = trajectory.temperatures
     routing = trajectory.routed_experts
-    if config.is_supervised:  # the policy is fitted as it is, however the episode was sampled
+    if config.is_supervised:  # the loss uses temperature 1, whatever the temperature of the sampling
         temperatures = np.ones_like(temperatures)
         routing = None
     return TrainingSample(
@@ -311,7 +316,7 @@ def _check(group: RolloutGroup, config: AlgorithmConfig) -> None:
     leaves_out = isinstance(config.estimator, GroupEstimator) and config.estimator.leave_one_out
     if leaves_out and len(group.rollouts) < 2:
         raise TrainingError(
-            f"group {group.id} has one episode, and leave_one_out needs another to compare it with; "
+            f"group {group.id} has one episode, but leave_one_out needs another to compare it with; "
             "raise rollout.group_size"
         )
     _refuse_repeats([group])
@@ -320,7 +325,7 @@ def _check(group: RolloutGroup, config: AlgorithmConfig) -> None:
 
 
 def _refuse_repeats(groups: Sequence[RolloutGroup]) -> None:
-    """TrainingError if a group or an episode occurs twice."""
+    """Raise TrainingError if a group or an episode occurs twice."""
     seen: set[tuple[str, str]] = set()
     for group in groups:
         ids = [("group", group.id), *(("episode", rollout.episode.id) for rollout in group.rollouts)]
@@ -333,7 +338,7 @@ def _refuse_repeats(groups: Sequence[RolloutGroup]) -> None:
 def _check_episode(episode: RecordedEpisode, group_id: str) -> None:
     where = f"group {group_id}, episode {episode.id}"
     for reward in episode.rewards:
-        if not abs(reward.value) <= _LARGEST_REWARD:  # NaN compares false
+        if not abs(reward.value) <= _LARGEST_REWARD:  # comparisons with NaN are false
             raise TrainingError(
                 f"{where}: the reward {reward.name!r} is {reward.value}, expected a number of at most "
                 f"{_LARGEST_REWARD:g}"

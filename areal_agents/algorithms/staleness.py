@@ -31,7 +31,7 @@ from areal_agents.errors import TrainingError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StalenessReport:
-    """The tokens that the bound left to train, and those that it removed.
+    """The tokens that remain to be trained under the bound, and counts of those that it removed.
 
     Attributes:
         staleness: [N] trainer's version − token's version, of the tokens that are trained. It is computed
@@ -114,7 +114,7 @@ def leaves_in_time(versions: Sequence[int], *, version: int, groups: int, max_st
     this order is not in time, no other order is.
 
     Args:
-        versions: for each group left out, a version that none of its tokens is older than.
+        versions: for each group left out, a version such that none of its tokens is older.
         version: the trainer's version.
         groups: the number of groups in a batch.
         max_staleness: η; None: no bound.
@@ -173,7 +173,8 @@ def episode_tokens(
 
 
 def stale_share_by_length(episodes: Sequence[EpisodeTokens]) -> dict[str, float]:
-    """The share of trainable tokens that staleness cost, by decile of the episodes' sampled tokens.
+    """The share of trainable tokens that were not trained because of staleness, by decile of the episodes'
+    sampled tokens.
 
     "1" is the shortest tenth of the episodes, "10" the longest; a decile without a trainable token is
     absent. If the bound takes effect, the share is larger for long episodes, so dropping and masking favour

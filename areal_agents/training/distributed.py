@@ -1,8 +1,8 @@
 """The ranks of one trainer, started by torchrun or single.
 
-There is always a process group and a mesh, so that one rank and many run the same code. Weights are
-sharded over all ranks, or over groups of them that hold a copy each (HSDP); neighbouring ranks share
-the tokens of one micro-batch (context parallelism), and then count as one in the data.
+There is always a process group and a mesh, so that one rank and many run the same code. Weights are sharded
+over all ranks, or over groups of ranks that each hold a copy (HSDP). With context parallelism, neighbouring
+ranks share the tokens of one micro-batch and count as one data rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TIMEOUT_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the ranks of the trainer.
+    """The position of this process among the ranks of the trainer.
 
     Attributes:
-        rank, count: among all of them; gradients are averaged over all.
-        mesh: what the weights are sharded over: [count], or [replicas, count / replicas].
-        data_rank, data_count: which micro-batches are this rank's: `batches[data_rank::data_count]`.
+        rank, count: this process's rank and the number of ranks; gradients are averaged over all ranks.
+        mesh: the device mesh over which the weights are sharded: [count], or [replicas, count / replicas].
+        data_rank, data_count: select this rank's micro-batches: `batches[data_rank::data_count]`.
         context_rank, context_count, context_group: this rank's index among the ranks that share each of its
             micro-batches, their number and process group; the group is None if there is one rank.
     """
@@ -89,9 +89,9 @@ class Ranks:
 def ranks(
     device: str = "auto", *, timeout_s: float = _TIMEOUT_S, replicas: int = 1, context: int = 1
 ) -> Iterator[Ranks]:
-    """Join the process group described by torchrun's environment, or make a group of one rank.
+    """Join the process group described by torchrun's environment, or create a group of one rank.
 
-    The group is left at the end if this call made it.
+    The group is destroyed at the end if this call created it.
 
     Args:
         timeout_s: the longest that a rank waits for the others.
@@ -121,7 +121,7 @@ def ranks(
 
 
 def _divide(device: torch.device, *, replicas: int, context: int) -> Ranks:
-    """Return the groups of this rank. Collective: every rank makes the same groups in the same order."""
+    """Return the groups of this rank. Collective: every rank creates the same groups in the same order."""
     rank, count = dist.get_rank(), dist.get_world_size()
     for name, size in (("replicas", replicas), ("context_parallel", context)):
         if size < 1 or count % size:

@@ -1,6 +1,6 @@
 """The training loop: takes a batch, trains on it, publishes the next version, marks its groups as trained.
 
-A step is a batch trained; a version is a number that is never used twice.
+A step is one trained batch; a version is a number that is never reused.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainingLoop:
     Attributes:
         source, metrics: exist on the first rank only.
         publisher: exists on every rank, or on none if there are no engines.
-        released: what of their memory the engines give back while a step is trained.
+        released: the kinds of memory that the engines release while a step is trained.
         progress: the last step, whose version is published.
         saved_step: the step of the newest checkpoint, or the initial step.
         last: metrics of the last step of this process run.
@@ -73,7 +73,7 @@ class TrainingLoop:
         self.saved_step = self.progress.step
 
     def run(self) -> bool:
-        """Train until the last step is done; False if a stop is requested before. Collective.
+        """Train until the last step is done; return False if a stop is requested before. Collective.
 
         In both cases, and if a batch or a teacher is not available, the last complete step is saved in a
         checkpoint.
@@ -124,14 +124,14 @@ class TrainingLoop:
         return found
 
     def _end_with(self, error: TrainingError) -> NoReturn:
-        """Save, and raise what ends the run on every rank. Collective."""
+        """Save a checkpoint, then raise the error that ends the run on every rank. Collective."""
         log.error("the run ends after step %d: %s", self.progress.step, error)
         self._save()
         self.checkpoints.finish()
         raise error
 
     def _train(self, batch: Batch, began: float) -> dict[str, Any]:
-        """Make one step with a batch that was requested at `began`, and return its metrics."""
+        """Train one step on a batch that was requested at `began`, and return its metrics."""
         rate = self.models.set_rate(self.progress.step, self.config)
         started, started_cpu = time.monotonic(), time.process_time()
         result = self._optimize(batch)
@@ -191,7 +191,7 @@ class TrainingLoop:
 
     @contextmanager
     def _engines_asleep(self) -> Iterator[None]:
-        """Release the memory of engines on the same GPUs inside the block, if the run is configured so."""
+        """Release the memory of engines on the same GPUs within the block, if the configuration says so."""
         if self.publisher is None or not self.released:
             yield
             return

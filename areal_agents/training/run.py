@@ -46,8 +46,8 @@ class RunResult:
     """The result of a training run.
 
     Attributes:
-        step: batches trained, those before a resume included; version: the last one published.
-        finished: False if it was stopped before its last step.
+        step: number of batches trained, those before a resume included. version: the last version published.
+        finished: False if the run was stopped before its last step.
     """
 
     step: int
@@ -82,13 +82,13 @@ def run(
 
     Args:
         store: the store of the run.
-        engines: the replicas that versions are published to; none with `recorded` groups, and then weights
-            are written only to checkpoints and to `final`.
+        engines: the replicas that versions are published to. With `recorded` groups there are none, and
+            weights are written only to checkpoints and to `final`.
         groups: groups per batch.
-        max_staleness: η, the hard bound on the staleness of a trained token; None: no bound. Of recorded
-            groups every token is trained; the weight π_prox/μ corrects for the policy that sampled it.
-        stop: ends the run with a checkpoint: between micro-batches, or after the batch if its first optimizer
-            step has been made.
+        max_staleness: η, the hard bound on the staleness of a trained token; None: no bound. Every token of
+            recorded groups is trained; the weight π_prox/μ corrects for the policy that sampled it.
+        stop: ends the run with a checkpoint, either between micro-batches or, once the batch's first
+            optimizer step has been taken, after the batch.
         on_stale: how tokens beyond the bound are treated, see `algorithms.staleness`.
         swap_between_batches: publish a version only when the batch that is being generated is complete.
         released: the kinds of memory that the engines release while a step is trained. recorded: groups of
@@ -100,7 +100,7 @@ def run(
     Raises:
         TrainingError: the model or checkpoint cannot be used, groups did not come in time, or too many
             of them cannot be trained on.
-        EngineError: no engine takes the weights, or one serves others than were published.
+        EngineError: no engine takes the weights, or the weights of an engine differ from those published.
         StoreError: the store is unusable.
     """
     if config.threads:
@@ -116,7 +116,7 @@ def run(
         elif store is None or bool(engines) == (recorded is not None):
             raise ValueError("the first rank needs a store, and either engines or recorded groups")
         else:
-            store.become_trainer(_ENDING_TRAINER_S)  # before a file of an earlier trainer is touched
+            store.become_trainer(_ENDING_TRAINER_S)  # before any file of an earlier trainer is changed
         models = load_models(config, algorithm, model_path, group)
         options = StepOptions(
             microbatch_tokens=config.microbatch_tokens or _MICROBATCH_TOKENS[group.device.type],

@@ -1,8 +1,8 @@
-"""The agents of the benchmark: the lengths and latencies of a workload file, over the real loop.
+"""The agents of the benchmark, which reproduce the lengths and latencies of a workload file in the real loop.
 
-Every turn requests its sampled number of tokens (`max_tokens`; the model ends a reply by itself less often
-than once in a hundred thousand tokens) and every tool sleeps for its sampled time, so all runs of one
-workload do the same work.
+Every turn requests its sampled number of tokens (`max_tokens`; the model ends a reply on its own less than
+once in a hundred thousand tokens) and every tool sleeps for its sampled time, so all runs of a workload do
+the same work.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ def workload_file() -> Path:
 
 
 def read_workload(path: Path, section: str) -> Workload:
-    """A section of a workload file. ConfigError if it is not there or malformed."""
+    """Read a section of a workload file. Raise ConfigError if it is missing or malformed."""
     try:
         return Workload.model_validate(yaml.safe_load(path.read_text())[section])
     except (OSError, KeyError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path}: no workload {section!r} can be read: {error!r}") from None
+        raise ConfigError(f"{path}: cannot read the workload {section!r}: {error!r}") from None
 
 
 def tasks() -> list[dict[str, Any]]:
-    """The tasks of every workload: a number is all that an episode needs."""
+    """The tasks of every workload; an episode needs only a number."""
     return [{"id": str(number), "number": number} for number in range(TASKS)]
 
 
 class SyntheticAgent:
-    """Plays the episodes of a workload: the n-th of a task that it is given is the n-th of the workload."""
+    """Plays the episodes of a workload: the n-th episode of a task is the n-th in the workload."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -78,7 +78,7 @@ class SyntheticAgent:
         self._http: aiohttp.ClientSession | None = None
 
     async def __call__(self, task: Mapping[str, Any], ep: Episode) -> float:
-        """One episode; its reward is sampled too."""
+        """Play one episode; its reward is also sampled."""
         number = int(task["number"])
         lengths, latencies, reward = self._workload.episode(number, self._played[number])
         self._played[number] += 1

@@ -1,7 +1,7 @@
-"""Whole runs of the loop for `python -m benchmarks async`, each timed over its steady part.
+"""Complete runs of the loop for `python -m benchmarks async`, each timed over its steady part.
 
-A run is `areal-agents train` as users start it: engine, proxy, agents and trainer in their own processes. Its
-first steps, while the queue fills, are not counted. Nor is the time to start.
+A run is `areal-agents train` as users start it: engine, proxy, agents and trainer in their own processes. The
+first steps, in which the queue fills, and the start-up time are not counted.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ LOOK_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A run over its steady part, means per step.
+    """Means per step over the steady part of a run.
 
     Attributes:
-        step_s: between the ends of two steps. work_s: the part of it in which the trainer did not wait
-            for groups; publishing is in it.
-        trainer_idle, rollout_idle: share of the time in which the trainer waited for groups, and in which the
-            engine sampled nothing.
-        tokens: sampled tokens of a batch.
-        pause_s: in which the engine was paused for a swap.
+        step_s: time between the ends of two steps. work_s: the part of it in which the trainer did not wait
+            for groups, publishing included.
+        trainer_idle, rollout_idle: share of the time in which the trainer waited for groups, and share in
+            which the engine sampled nothing.
+        tokens: number of sampled tokens in a batch.
+        pause_s: time in which the engine was paused for a swap.
         staleness: mean over the trained tokens; staleness_max: the largest.
-        failed: episodes of the whole run that failed, or were lost.
+        failed: number of episodes of the whole run that failed or were lost.
     """
 
     step_s: float
@@ -67,9 +67,8 @@ class Measured:
 def run_config(
     model: Path, folder: Path, changes: Mapping[str, Any], *, agent: str = AGENT, section: str = ""
 ) -> Config:
-    """The run of the workload file on `model`, in `folder`, with `changes` ({"trainer.threads": 1, …}).
-
-    `section` of the file goes over its `run`.
+    """The configuration of the workload file's run on `model`, in `folder`, with `changes`
+    ({"trainer.threads": 1, …}). `section` of the file overrides its `run`.
     """
     sections = yaml.safe_load(workload_file().read_text())
     tree = sections["run"]
@@ -87,10 +86,10 @@ def run_config(
 
 
 def measure_loop(config: Config, *, warm_up: int) -> Measured:
-    """Train `config` to its end, and read the steps after the first `warm_up`.
+    """Train `config` to its end, and summarise the steps after the first `warm_up`.
 
     Raises:
-        ChildDied: a process of the run ended that should not have.
+        ChildDied: a process of the run ended unexpectedly.
     """
     folder = RunFolder(Path(config.run_dir))
     with open(folder.root.with_suffix(".log"), "a") as output:
@@ -105,9 +104,9 @@ def measure_loop(config: Config, *, warm_up: int) -> Measured:
 
 
 def steady(rows: Sequence[Mapping[str, Any]], *, warm_up: int, failed: int) -> Measured:
-    """The figures of the steps after the first `warm_up`, at least two of which must be there."""
+    """The figures of the steps after the first `warm_up`; at least two such steps are required."""
     if len(rows) < warm_up + 2:
-        raise TrainingError(f"{len(rows)} steps were trained, and {warm_up} + 2 are needed")
+        raise TrainingError(f"{len(rows)} steps were trained, but {warm_up} + 2 are needed")
     counted = rows[warm_up:]
     span = counted[-1]["time"] - rows[warm_up - 1]["time"] if warm_up else sum(r["step_s"] for r in counted)
     trained = sum(row["tokens"] for row in counted)
@@ -129,17 +128,18 @@ def steady(rows: Sequence[Mapping[str, Any]], *, warm_up: int, failed: int) -> M
 
 
 def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[float, int]:
-    """Seconds per batch of the rollout side alone, and how many episodes failed.
+    """Measure the seconds per batch of the rollout side alone; also return how many episodes failed.
 
     Groups are taken as soon as a batch is complete.
 
-    Nothing is trained. With every batch the engine gets weights as it does from a trainer, the same ones
-    again, in the way that `trainer.publish.pause` says: what was running is recomputed, or waited for.
+    Nothing is trained. After every batch the engine receives weights as it does from a trainer, always the
+    same ones, in the mode that `trainer.publish.pause` selects: running requests are recomputed or waited
+    for.
 
     Raises:
-        TrainingError: the batches did not come in time.
+        TrainingError: the batches were not complete in time.
         ChildDied: a process of the run ended.
-        EngineError: the engine is lost.
+        EngineError: the engine does not answer.
     """
     folder = RunFolder(Path(config.run_dir))
     folder.set_aside()
@@ -163,7 +163,7 @@ def measure_rollout(config: Config, *, batches: int, warm_up: int) -> tuple[floa
 
 
 def _take(store: Store, children: Children, config: Config, *, step: int) -> float:
-    """Take one batch off the queue, and publish as if it were trained; when it was taken."""
+    """Take one batch off the queue and publish as if it were trained; return when it was taken."""
     deadline = time.monotonic() + ROLLOUT_TIMEOUT_S
     while not (ids := store.lease_group_ids(config.rollout.groups, step=step)):
         children.check()

@@ -1,7 +1,8 @@
-"""The models of the benchmark: the quick start's, which never ends a reply by itself, and a large one.
+"""The models of the benchmark: the quick start's, modified so that it never ends a reply on its own, and a
+large one.
 
-Lengths are sampled by the workload, so the policy must not end a reply by itself: the tokens that end a reply
-get the embedding of one that it never says. Nothing else of the model changes, and no shape.
+The workload determines the lengths, so the policy must not end a reply on its own: the tokens that end a
+reply get the embedding of a token that it never samples. Nothing else in the model changes, and no shape.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from areal_agents.errors import ConfigError
 
 QUICK_START_MODEL = Path("examples/search_agent/model")
 EMBEDDING = "model.embed_tokens.weight"
-UNLIKELY_TOKEN = 901  # of the quick start's vocabulary; its mean probability in the workload is 8e-7
+UNLIKELY_TOKEN = 901  # a token of the quick start's vocabulary; its mean probability in the workload is 8e-7
 
 
 def endless_model(folder: Path) -> Path:
-    """Write the quick-start model, kept from stopping, to `folder`.
+    """Write the quick-start model, modified so that it does not end replies, to `folder`.
 
     Raises:
         ConfigError: the working directory is not a checkout with the quick-start model.
@@ -27,7 +28,7 @@ def endless_model(folder: Path) -> Path:
 
     if not (QUICK_START_MODEL / "config.json").is_file():
         raise ConfigError(
-            f"bench async measures the quick-start model, and there is no {QUICK_START_MODEL} here; run it "
+            f"bench async measures the quick-start model, but there is no {QUICK_START_MODEL} here; run it "
             "in a checkout of the project"
         )
     shutil.copytree(QUICK_START_MODEL, folder)
@@ -65,7 +66,7 @@ def random_model(folder: Path, *, megabytes: int) -> Path:
 
 
 def other_weights(folder: Path, copy: Path) -> Path:
-    """Write the model of `folder` with all weights a little larger to `copy`."""
+    """Write the model in `folder`, with slightly larger weights, to `copy`."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.safetensors"))

@@ -1,7 +1,7 @@
-"""Measures how long an engine pauses for new weights, by the streams of the requests that it serves.
+"""Measures how long an engine pauses for new weights, as seen by the clients of streamed requests.
 
-An engine serves a few streams without end; meanwhile its weights are replaced again and again as the trainer
-does it: prepared beside serving, then pause (retract), swap, resume.
+An engine serves a few endless streams while its weights are replaced repeatedly, as the trainer replaces
+them: they are prepared while the engine serves, then the engine pauses (retract), swaps and resumes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT = 32
 OUTPUT = 96  # tokens of one request
 COPIES = 5
 TOKEN_TIMEOUT_S = 120.0
-ALLOWED_S = 0.020  # of a pause, beside the floor
+ALLOWED_S = 0.020  # allowance for a pause, in addition to the floor
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +35,15 @@ class PauseFigures:
     """The results of `measure_pause`; seconds are medians over the swaps.
 
     Attributes:
-        megabytes: of the weights, 10^6 bytes. bandwidth_gb_s: of copying as many bytes in memory.
-        floor_s: the weights' bytes at that bandwidth.
-        pause_s: from the last token before a swap to when the engine is ready to step; pause_max_s: the
-            longest.
-        recompute_s: from there to the first token after, that token's step included.
-        recomputed_tokens: prompts and outputs of the requests that were running.
-        lost: requests that did not end with all of their tokens. swaps, requests: how many there were.
+        megabytes: size of the weights in 10^6 bytes. bandwidth_gb_s: bandwidth of copying as many bytes in
+            memory.
+        floor_s: time to copy the weights at that bandwidth.
+        pause_s: time from the last token before a swap until the engine is ready to step. pause_max_s: the
+            longest such time.
+        recompute_s: time from then to the first token after the swap, the step of this token included.
+        recomputed_tokens: number of tokens in prompts and outputs of the requests that were running.
+        lost: number of requests that did not return all of their tokens. swaps, requests: numbers of swaps
+            and requests.
     """
 
     megabytes: float
@@ -57,7 +59,7 @@ class PauseFigures:
 
     @property
     def over_floor(self) -> float:
-        """(pause − 20 ms) / floor; below 0 for a pause of less than 20 ms."""
+        """(pause − 20 ms) / floor; negative for a pause of less than 20 ms."""
         return (self.pause_s - ALLOWED_S) / self.floor_s
 
 
@@ -77,7 +79,7 @@ class _Streams:
         self.came.set()
 
     async def token_after(self, moment: float) -> float:
-        """When the first token after `moment` came."""
+        """The time of the first token after `moment`."""
         async with asyncio.timeout(TOKEN_TIMEOUT_S):
             while not self.token_times or self.token_times[-1] <= moment:
                 self.came.clear()
@@ -86,14 +88,14 @@ class _Streams:
 
 
 def measure_pause(folders: Sequence[Path], *, swaps: int, threads: int = 0) -> PauseFigures:
-    """Swap the weights of the first of two model folders for the others' under load, `swaps` times.
+    """Alternate between the weights of two model folders under load, with `swaps` swaps.
 
     Args:
-        folders: two, of one shape, each with one file of float32 weights.
-        threads: of the engine; 0 takes all cores.
+        folders: two model folders with the same shapes, each with one file of float32 weights.
+        threads: CPU threads of the engine; 0 uses all cores.
 
     Raises:
-        EngineError: the engine is lost or refused the weights.
+        EngineError: the engine does not answer or refused the weights.
     """
     size = (folders[0] / "model.safetensors").stat().st_size
     bandwidth = copy_bandwidth(size)
@@ -115,7 +117,7 @@ def measure_pause(folders: Sequence[Path], *, swaps: int, threads: int = 0) -> P
 
 
 def copy_bandwidth(size: int) -> float:
-    """Bytes per second of copying `size` bytes from memory to memory on one core, the best of COPIES."""
+    """Bytes per second of copying `size` bytes within memory on one core, best of COPIES."""
     source, target = np.ones(size // 4, np.float32), np.zeros(size // 4, np.float32)
     best = 0.0
     for _ in range(COPIES):
@@ -147,7 +149,7 @@ async def _measure(
 async def _requests(
     engine: Engine, streams: _Streams, stop: asyncio.Event, stream: int, vocabulary: int
 ) -> None:
-    """One request after the other until `stop`; the last is completed."""
+    """Make one request after another until `stop`; the last request is completed."""
     random = np.random.default_rng(stream)
     for count in itertools.count():
         if stop.is_set():
@@ -167,13 +169,13 @@ async def _requests(
 
 
 async def _all_running(streams: _Streams) -> None:
-    """Return once every stream has tokens of a request that runs, and some are still to come."""
+    """Return once every stream is in the middle of a request, with some of its tokens received."""
     while len(streams.running) < STREAMS or not all(streams.running.values()):
         await streams.token_after(time.monotonic())
 
 
 async def _swap(engine: Engine, streams: _Streams, folder: Path, version: int) -> tuple[float, float, int]:
-    """Pause and recomputation in seconds, and the tokens that were recomputed."""
+    """Return pause and recomputation in seconds, and the number of recomputed tokens."""
     await engine.prepare_weights_from_disk(str(folder))
     await engine.pause("retract")
     try:

@@ -1,11 +1,11 @@
-"""`python -m benchmarks async`: what asynchrony gains, against a synchronous run that is tuned as well.
+"""`python -m benchmarks async`: the speedup of asynchrony over a synchronous run that is tuned as well.
 
-Synchronous is the same program with η = 0. Both modes run on the same cores and may share them out between
-the threads of engine and trainer as they like: each is tried with several layouts, and measured with its
-fastest, an asynchronous run with the fewest episodes at a time that are as fast. T_sync / max(R, U) is the
-most that asynchrony could gain: R is the time of a batch when agents, proxy and engine run by themselves
-(swaps included), U when the trainer does, each with the threads, the gate and the concurrency that it has in
-the asynchronous run.
+The synchronous run is the same program with η = 0. Both modes run on the same cores and may divide them
+freely between the threads of engine and trainer: each mode is tried with several layouts and measured with
+its fastest; for asynchronous runs, that is the layout with the fewest concurrent episodes among those that
+are about as fast. T_sync / max(R, U) is the largest possible speedup: R is the time per batch when agents,
+proxy and engine run alone (swaps included), U when the trainer runs alone, each with the threads, the gate
+and the concurrency of the asynchronous run.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from benchmarks.asynchrony.pause import measure_pause
 from benchmarks.store import TURNS, measure_store
 
 STALENESS = 4
-INTERRUPTIONS = ("retract", "in_place", "drain")  # how a swap meets what is running
+INTERRUPTIONS = ("retract", "in_place", "drain")  # how a swap treats running requests
 SYNC_WARM_UP = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """CPU threads of the engine and of the trainer, and episodes that run at the same time."""
+    """CPU threads of the engine and of the trainer, and the number of concurrent episodes."""
 
     engine: int
     trainer: int
     concurrency: int
 
     def changes(self) -> dict[str, Any]:
-        """To the configuration of a run."""
+        """The changes to the configuration of a run."""
         return {
             "engine.threads": self.engine,
             "trainer.threads": self.trainer,
@@ -52,24 +52,26 @@ class Layout:
 
 SYNC_LAYOUTS = (Layout(1, 1, 32), Layout(2, 1, 32), Layout(2, 2, 32))  # a batch is 32 episodes
 ASYNC_LAYOUTS = (Layout(1, 1, 32), Layout(1, 1, 64), Layout(2, 1, 64))
-AS_FAST = 1.05  # times the time of the fastest: of such layouts the first, which is the least off-policy
+# relative to the fastest time: of the layouts within it, the first is chosen, which is the least off-policy
+AS_FAST = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much is run.
+    """How much each measurement runs.
 
     Attributes:
-        tried: counted steps of a run that tries a split, synchronous and asynchronous.
-        sync, asynchronous: counted steps of the runs that are measured; batches: of the rollout side alone.
-        filling: steps before the queue of an asynchronous run is full; two rounds of the gate or more.
+        tried: counted steps of a run that tries a layout, synchronous and asynchronous.
+        sync, asynchronous: counted steps of the measured runs. batches: counted batches of the rollout side
+            alone.
+        filling: steps before the queue of an asynchronous run is full, at least two rounds of the gate.
         long_answers: counted batches of each pause mode, in each of two rounds.
-        sync_layouts, async_layouts: that are tried, the asynchronous by growing concurrency; there is a
-            synchronous one with the trainer's threads of every asynchronous one.
-        megabytes, swaps: of the model whose engine is paused.
-        turns: committed to the store.
-        changes: to the configuration of every run.
-        agent, long_agent: who plays the workloads.
+        sync_layouts, async_layouts: layouts to try, the asynchronous ones by increasing concurrency. For
+            every asynchronous layout there is a synchronous one with the same number of trainer threads.
+        megabytes, swaps: size of the model whose engine is paused, and number of swaps.
+        turns: number of turns committed to the store.
+        changes: changes to the configuration of every run.
+        agent, long_agent: the agents that play the workloads.
     """
 
     tried: tuple[int, int] = (4, 8)
@@ -99,12 +101,13 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
     """Measure, print, and return the figures; with `json` the last line printed is one JSON object.
 
     Args:
-        quick: less of everything, for a first look; the figures of docs/benchmarks.md are of a full run.
-        counts: how much is run, in place of either.
+        quick: whether to run less of everything, for a quick estimate; the figures of docs/benchmarks.md are
+            from a full run.
+        counts: how much to run; overrides `quick`.
 
     Raises:
         ConfigError: there is no quick-start model in the working directory.
-        ChildDied: a process of a run ended that should not have.
+        ChildDied: a process of a run ended unexpectedly.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="areal-agents-bench-") as scratch:
@@ -139,7 +142,8 @@ class Bench:
         return figures
 
     def _speed(self) -> tuple[dict[str, Any], Layout]:
-        """Asynchronous against synchronous, and against what it could reach; the layout it did so in."""
+        """Compare asynchronous with synchronous runs and with the largest possible speedup; return the layout
+        of the fastest asynchronous run."""
         counts = self._counts
         tried = {layout: self._loop(0, layout, counts.tried[0]) for layout in counts.sync_layouts}
         sync_layout = min(tried, key=lambda layout: tried[layout].step_s)
@@ -149,9 +153,9 @@ class Bench:
         layout = next(layout for layout, run in found.items() if run.step_s <= AS_FAST * fastest)
         quickest = self._loop(STALENESS, layout, counts.asynchronous)
         rollout_s = self._rollout_s("retract", layout, counts.batches)
-        # The batches that were counted differ in size: times are for the tokens of an asynchronous one.
+        # The counted batches differ in size, so times are scaled to the tokens of an asynchronous batch.
         sync_s = sync.step_s * quickest.tokens / sync.tokens
-        # In a synchronous run the engine rests while the trainer works.
+        # In a synchronous run the engine is idle while the trainer works.
         alone = next(run for like, run in tried.items() if like.trainer == layout.trainer)
         trainer_s = alone.work_s * quickest.tokens / alone.tokens
         bound = sync_s / max(rollout_s, trainer_s)
@@ -179,10 +183,10 @@ class Bench:
         return figures, layout
 
     def _interruption(self, rollout_s: float, layout: Layout) -> dict[str, Any]:
-        """Seconds a batch of the rollout side alone, with a swap after each, by how it meets what is running.
+        """Seconds per batch of the rollout side alone, with a swap after each batch, by pause mode.
 
-        Of long answers, each mode the mean of two runs, and of the main workload, one run each; there
-        `rollout_s` is what retract takes in `layout`.
+        Measured with long answers, as the mean of two runs per mode, and with the main workload, with one run
+        per mode; there `rollout_s` is the time of retract in `layout`.
         """
         long = dict.fromkeys(INTERRUPTIONS, 0.0)
         for mode in (*INTERRUPTIONS, *reversed(INTERRUPTIONS)):
@@ -193,7 +197,7 @@ class Bench:
         for name, spent in (("long answers", long), ("the workload", main)):
             gain = {mode: spent["drain"] / spent[mode] for mode in INTERRUPTIONS}
             self._say(
-                f"{name}: {spent['drain']:.3f} s a batch where a swap waits for what runs; interrupted "
+                f"{name}: {spent['drain']:.3f} s per batch if a swap waits for running requests; interrupted "
                 f"{spent['retract']:.3f} s ({gain['retract']:.2f}×) with keys and values recomputed, "
                 f"{spent['in_place']:.3f} s ({gain['in_place']:.2f}×) with them kept"
             )
@@ -226,7 +230,7 @@ class Bench:
         }
 
     def _loop(self, staleness: int, layout: Layout, steps: int) -> Measured:
-        """A run with `steps` counted steps."""
+        """Make a run with `steps` counted steps."""
         warm_up = self._counts.filling if staleness else SYNC_WARM_UP
         config = run_config(
             self._model, self._folder(), {
@@ -244,7 +248,8 @@ class Bench:
         return found
 
     def _rollout_s(self, mode: str, layout: Layout | None, batches: int) -> float:
-        """Seconds per batch of the rollout side alone, swapped by `mode`; without a layout: long answers."""
+        """Seconds per batch of the rollout side alone, with pause mode `mode`; without a layout, with long
+        answers."""
         changes = {
             "rollout.max_staleness": STALENESS,
             "trainer.publish.pause": mode,

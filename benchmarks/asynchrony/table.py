@@ -1,8 +1,9 @@
-"""`python -m benchmarks async --table`: what staleness costs, with naive and with decoupled PPO.
+"""`python -m benchmarks async --table`: the cost of staleness, with naive and with decoupled PPO.
 
-The quick start is trained at each η with K = 4 minibatches a batch, by both objectives, on each seed; a
-result is a line of a JSONL file. Runs that the file has are not repeated, and one that was interrupted goes
-on from its last checkpoint, so the hours that all of it takes may be had in pieces.
+The quick start is trained at each η with K = 4 minibatches per batch, with both objectives, on each seed;
+each result is a line of a JSONL file. Runs that the file contains are not repeated, and an interrupted run
+continues from its last checkpoint, so the whole table, which takes hours, can be produced in several
+sessions.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """Read the run in a folder."""
+        """Summarise the run in a folder."""
         return f"{self.objective}-eta{_shown(self.max_staleness)}-seed{self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The results of a run; rewards are held-out means, times are of the training alone."""
+    """The results of a run. Rewards are held-out means; times cover only the training."""
 
     max_staleness: int | None
     objective: str
@@ -66,20 +67,21 @@ def run(
     settings: Sequence[Setting] | None = None,
     overrides: Sequence[str] = (),
 ) -> str:
-    """Make the runs that `out` lacks, append each to it, and print the table; it is returned.
+    """Make the runs that `out` lacks, append their results to it, and print and return the table.
 
     Args:
-        out: lines of `Result`. The runs lie beside it, in a folder of its name, until their line is written.
-        json: last print all results as one JSON object.
-        settings: the runs; by default all of the table.
-        overrides: of the config, for every run.
+        out: a file with one `Result` per line. The folders of runs are kept next to it, in a folder with the
+            same name, until their line is written.
+        json: whether to print all results as one JSON object at the end.
+        settings: the runs; by default all runs of the table.
+        overrides: overrides of the configuration, for every run.
 
     Raises:
-        ConfigError: there is no quick start in the working directory, or `out` holds something else.
+        ConfigError: there is no quick start in the working directory, or `out` is not a file of results.
         ChildDied: a process of a run ended that should not have.
     """
     if not config.is_file():
-        raise ConfigError(f"the table trains the quick start, and there is no {config} here")
+        raise ConfigError(f"the table trains the quick start, but there is no {config} here")
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     results = read_results(out)
     known = {(r.max_staleness, r.objective, r.seed) for r in results}
@@ -99,7 +101,7 @@ def run(
 
 
 def all_settings() -> list[Setting]:
-    """Every run of the table, seed by seed, so that what is there early covers all of it."""
+    """Every run of the table, seed by seed, so that early results cover the whole table."""
     return [
         Setting(bound, objective, seed)
         for seed, bound, objective in itertools.product(SEEDS, STALENESS, OBJECTIVES)
@@ -141,13 +143,14 @@ def _train(
 
 
 def read_results(path: Path) -> list[Result]:
-    """The results of earlier runs, none without a file. ConfigError if it holds something else."""
+    """The results of earlier runs; empty if there is no file. Raises ConfigError if it is not a file of
+    results."""
     if not path.exists():
         return []
     try:
         return [Result(**jsonlib.loads(line)) for line in path.read_text().splitlines()]
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{path} is no file of results: {error}; choose another with --out") from None
+        raise ConfigError(f"{path} is not a file of results: {error}; choose another with --out") from None
 
 
 def _write(path: Path, results: Sequence[Result]) -> None:
@@ -157,7 +160,7 @@ def _write(path: Path, results: Sequence[Result]) -> None:
 
 
 def markdown(results: Sequence[Result]) -> str:
-    """Held-out reward after training by η and objective: mean and, in brackets, each seed."""
+    """Held-out reward after training by η and objective: the mean and, in parentheses, each seed."""
     lines = [
         "| η | naive PPO | decoupled PPO | staleness mean / max | seconds a step |",
         "| --- | --- | --- | --- | --- |",

@@ -1,1 +1,1 @@
-"""The expected policy gradient on every shape of forest."""
+"""Measures the expected policy gradient on every shape of forest."""

@@ -1,9 +1,9 @@
 """Small environments whose episodes can all be enumerated, in the shapes that the episodes of agents have.
 
 An environment is a function that plays one episode: it begins and records model calls as a proxy would, and
-posts rewards. A call that makes a decision samples one of two actions from a probability of its own. All
-probabilities and rewards are rational numbers, so that expectations over the outcomes are exact. No reward
-depends on a call that began after the rewarded turn was recorded, as `credit: reward_to_go` assumes.
+posts rewards. A call that makes a decision samples one of two actions with the decision's own probability.
+All probabilities and rewards are rational numbers, so that expectations over the outcomes are exact. No
+reward depends on a call that began after the rewarded turn was recorded, as `credit: reward_to_go` assumes.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Step:
     """One recorded turn of an episode, which samples one token.
 
     Attributes:
-        parent: index of the turn that it continues, None for a root.
+        parent: index of the turn that it continues; None for a root.
         recorded_before: the number of turns that were recorded when its call began.
-        decision: the state in which it chose between the actions 0 and 1; "" if it had no choice.
+        decision: the state in which it chose between the actions 0 and 1; "" if there was no choice.
         action: the sampled token.
     """
 
@@ -48,11 +48,11 @@ class PostedReward:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way in which an episode can go.
+    """One possible course of an episode.
 
     Attributes:
         steps: in recording order.
-        payments: what was earned, as (index of the step that earned it, value).
+        payments: rewards earned, as (index of the step that earned the reward, value).
     """
 
     steps: tuple[Step, ...]
@@ -93,7 +93,8 @@ class Outcome:
 
 @dataclass(slots=True)
 class Call:
-    """A model call that has begun; `index` is its place among the recorded turns, None before that."""
+    """A model call that has begun; `index` is its index among the recorded turns, or None until it is
+    recorded."""
 
     parent: Call | None
     recorded_before: int
@@ -104,7 +105,7 @@ class Call:
 
 @dataclass(slots=True)
 class Play:
-    """One episode while it is played. Decisions take their actions from `script`, and 0 after its end."""
+    """One episode while it is played. Decisions take their actions from `script`, and are 0 after its end."""
 
     script: Sequence[int]
     taken: list[int] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Play:
         return call
 
     def turn(self, decision: str = "", parent: Call | None = None) -> Call:
-        """A whole turn: a call that is recorded before anything else happens."""
+        """Play a whole turn: a call that is recorded before anything else happens."""
         call = self.begin(parent)
         if decision:
             self.decide(call, decision)
@@ -149,12 +150,12 @@ class Play:
 
 @dataclass(frozen=True, slots=True)
 class ForestTask:
-    """A task whose episodes have one shape.
+    """A task whose episodes have the same shape.
 
     Attributes:
-        name: of the shape.
+        name: name of the shape.
         play: plays one episode.
-        probabilities: by decision the probability of action 1; that of a logit θ, σ(θ).
+        probabilities: by decision, the probability σ(θ) of action 1, where θ is the decision's logit.
     """
 
     name: str
@@ -162,7 +163,7 @@ class ForestTask:
     probabilities: Mapping[str, Fraction]
 
     def outcomes(self) -> tuple[Outcome, ...]:
-        """Every episode that can happen, each once."""
+        """Every possible episode, each once."""
         found: list[Outcome] = []
         pending: list[tuple[int, ...]] = [()]
         while pending:
@@ -189,7 +190,7 @@ class ForestTask:
 
 
 def linear() -> ForestTask:
-    """Three turns, each continuing the one before, with a reward each."""
+    """Three turns, each with a reward and continuing the one before."""
 
     def play(episode: Play) -> None:
         first = episode.turn("first")
@@ -231,10 +232,10 @@ def new_root() -> ForestTask:
 
 
 def branches(count: int, *, overlapping: bool) -> ForestTask:
-    """A turn that `count` rewarded turns continue, side by side or one after the other; two of them decide
-    if the root's action was 1.
+    """A turn that `count` rewarded turns continue, concurrently or one after another; two of them make a
+    decision if the root's action was 1.
 
-    Where they overlap, each of the two has a reward that depends on both actions.
+    If they overlap, each of the two has a reward that depends on both actions.
     """
 
     def play(episode: Play) -> None:
@@ -274,11 +275,11 @@ def branches(count: int, *, overlapping: bool) -> ForestTask:
 
 
 def parallel_subagents() -> ForestTask:
-    """A main agent that runs two sub-agents in one environment, one after the other or side by side.
+    """A main agent that runs two sub-agents in one environment, one after another or concurrently.
 
-    The main agent's action decides whether the calls overlap. Side by side, the action of the first
-    sub-agent decides how long its own call lasts, and with that the order of recording and whether its next
-    turn begins before the other sub-agent's turn is recorded.
+    The main agent's action decides whether the calls overlap. If they do, the action of the first sub-agent
+    decides how long its own call lasts, and thereby the order of recording and whether its next turn begins
+    before the other sub-agent's turn is recorded.
     """
 
     def play(episode: Play) -> None:
@@ -304,8 +305,8 @@ def parallel_subagents() -> ForestTask:
             later = episode.turn(parent=first)
         final = episode.turn(parent=main)
         episode.pay(first, 6 * second.action - 3 * first.action)
-        # The second sub-agent finds what the first one has done so far: its later turn only if that was
-        # begun before the second one's turn was recorded.
+        # The second sub-agent observes what the first one has done so far: the first one's later turn only if
+        # it began before the second one's turn was recorded.
         episode.pay(second, 9 * first.action + (12 * later.action if is_quick else 3))
         episode.pay(later, 3 + 6 * later.action)
         episode.pay(final, 12 * second.action + 6 * later.action)
@@ -325,9 +326,9 @@ def parallel_subagents() -> ForestTask:
 
 
 def compaction() -> ForestTask:
-    """Two turns, then the conversation is compacted: a new root and a turn that continues it.
+    """Two turns, after which the conversation is compacted into a new root and a turn that continues it.
 
-    The last decision changes nothing, so that its gradient is 0.
+    The last decision changes nothing, so its gradient is 0.
     """
 
     def play(episode: Play) -> None:

@@ -1,16 +1,16 @@
 """`python -m benchmarks credit`: the expected policy gradient of every forest, by enumeration.
 
 For each task of `benchmarks.credit.forests` all groups of `GROUP_SIZE` episodes are enumerated, with their
-probabilities. The advantages come from `build_training_data`, as a trainer calls it; what they should be in
-expectation is computed here from the definition of the returns and from nothing else of the package. For a
+probabilities. The advantages come from `build_training_data`, as a trainer calls it; their correct
+expectation is computed here from the definition of the returns only, without other code of the package. For a
 decision with the logit θ the two sides are
 
     found(θ)     = E[1/G · Σ_i Σ_{t of i} A_t · ∂ log π(a_t) / ∂θ]        over groups of G episodes
     reference(θ) = E[Σ_t return_t · ∂ log π(a_t) / ∂θ]                    over episodes
 
-and a figure is the ratio found/reference of the decision for which it is furthest from the correct value:
-1 − 1/G with the mean of the group, which contains the episode itself, and 1 with leave-one-out. All sums
-are of rational numbers; the advantages, which are float32, enter as they are.
+and a figure is the ratio found/reference of the decision for which it is furthest from the correct value: 1 −
+1/G with the mean of the group, which contains the episode itself, and 1 with leave-one-out. All sums use
+rational numbers; the float32 advantages are converted exactly.
 
 The keys of the figures are `<forest>_<posting>_<credit>_<baseline>`. `mixed` posts the rewards of an
 episode in turn to the episode, to their turns and to their branches; the suffix `discounted` of a posting
@@ -44,7 +44,7 @@ from benchmarks.credit.forests import POSTINGS, ForestTask, Outcome, PostedRewar
 
 GROUP_SIZE = 4
 DISCOUNT = Fraction(1, 2)
-ZERO = 1e-12  # what an expected gradient may be at most where the reference is 0
+ZERO = 1e-12  # upper bound of an expected gradient whose reference is 0
 
 CreditName = Literal["episode", "reward_to_go"]
 Baseline = Literal["mean", "loo", "std"]
@@ -55,9 +55,9 @@ class Attempt:
     """An outcome with its rewards posted.
 
     Attributes:
-        number: of the outcome among those of its task.
-        steps: its turns in recording order.
-        rewards: of the episode, of turns and of branches.
+        number: index of the outcome among those of its task.
+        steps: the turns in recording order.
+        rewards: the rewards of the episode, of turns and of branches.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Attempt:
     rewards: tuple[PostedReward, ...]
 
 
-# The advantages of a group: for each of its episodes one number per turn, 0 where a turn is not trained.
+# The advantages of a group: for each of its episodes, one number per turn, 0 if the turn is not trained.
 Advantages = Callable[[Sequence[Attempt]], Sequence[Sequence[float | Fraction]]]
 # The return of one turn of an episode, given by its index.
 Return = Callable[[Attempt, int], Fraction]
@@ -202,9 +202,10 @@ def worst_ratio(found: Gradients, reference: Gradients, right: Fraction) -> Frac
 
 @dataclass(slots=True)
 class BuiltAdvantages:
-    """The advantages that `build_training_data` gives a group, as trained: summed over a turn's tokens.
+    """Computes the advantages of a group with `build_training_data`, as they are trained: summed over a
+    turn's tokens.
 
-    One object serves the attempts of one task and posting, whose episodes it makes once.
+    One object serves the attempts of one task and posting, and builds their episodes once.
     """
 
     config: AlgorithmConfig
@@ -265,7 +266,7 @@ def _turn_id(episode: str, place: int) -> str:
 
 
 def algorithm(credit: CreditName, baseline: Baseline, discount: Fraction = Fraction(1)) -> AlgorithmConfig:
-    """Dr. GRPO with one way of credit and one baseline; every group is trained on."""
+    """Dr. GRPO with one kind of credit and one baseline; every group is trained on."""
     settings: dict[str, Any] = {"credit": credit, "leave_one_out": baseline == "loo"}
     settings["advantage_std"] = "group" if baseline == "std" else "none"
     if discount != 1:
@@ -279,11 +280,11 @@ def right_value(baseline: Baseline) -> Fraction:
 
 
 def measure(tasks: Sequence[ForestTask] | None = None) -> dict[str, float]:
-    """All figures by their keys; see the module.
+    """Compute all figures by their keys; see the module's docstring.
 
     Raises:
-        ValueError: an expected gradient that is not 0 where it should be.
-        RuntimeError: a task for which the return's gradient is not that of the expected score although
+        ValueError: an expected gradient that should be 0 is not.
+        RuntimeError: for some task, the return's gradient differs from that of the expected score although
             nothing is discounted.
     """
     return dict(_figures(forests() if tasks is None else tasks))
@@ -293,7 +294,7 @@ def _figures(tasks: Sequence[ForestTask]) -> Iterator[tuple[str, float]]:
     for task in tasks:
         outcomes = task.outcomes()
         total = sum((task.probability(outcome) for outcome in outcomes), Fraction(0))
-        assert total == 1, f"{task.name}: the outcomes have the probability {total} together"
+        assert total == 1, f"{task.name}: the probabilities of the outcomes sum to {total}"
         straight = linear_attempts(outcomes)
         as_linear = expected_gradients(task, outcomes, straight, BuiltAdvantages(algorithm("episode", "std")))
         for posting in POSTINGS:
@@ -307,7 +308,9 @@ def _figures(tasks: Sequence[ForestTask]) -> Iterator[tuple[str, float]]:
                     of = score_return if credit == "episode" else reward_to_go(discount)
                     reference = return_gradients(task, outcomes, made, of)
                     if discount == 1 and reference != score_gradients(task, outcomes):
-                        raise RuntimeError(f"{key}: the return's gradient is not that of the expected score")
+                        raise RuntimeError(
+                            f"{key}: the return's gradient differs from that of the expected score"
+                        )
                 built = BuiltAdvantages(algorithm(credit, baseline, discount))
                 found = expected_gradients(task, outcomes, made, built)
                 try:
@@ -331,7 +334,7 @@ _TABLE_WIDTH = 120
 
 
 def run(*, json: bool) -> dict[str, float]:
-    """Measure, print a table, and last, with `json`, one JSON object of all figures."""
+    """Measure and print a table and then, with `json`, one JSON object with all figures."""
     figures = measure()
     table = Table("forest", "rewards", title=f"Expected gradient over the true one, G = {GROUP_SIZE}")
     for credit, discount, baseline in _SETTINGS:

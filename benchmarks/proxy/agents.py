@@ -15,7 +15,8 @@ from benchmarks.proxy.load import Call, Connection, Conversation, Tally, all_at_
 from benchmarks.proxy.processes import Server
 from benchmarks.proxy.texts import TOOLS, Texts
 
-ADMIN_KEY, BARE_KEY = "benchmark-admin-key", "sk-benchmark"  # of the proxy; of those without episodes
+# the admin key of the proxy, and the key for proxies without episodes
+ADMIN_KEY, BARE_KEY = "benchmark-admin-key", "sk-benchmark"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Length:
     Args:
         output: sampled tokens of every reply.
         warm_turns, warm_result: turns before the timed ones, and the tokens of the tool result in each.
-        timed_turns: turns per episode that are timed; the prompt's mean over them is the nominal length.
+        timed_turns: timed turns per episode; the mean prompt length over them is the nominal length.
     """
 
     output: int
@@ -37,14 +38,14 @@ class Length:
 
 
 class Agents:
-    """Makes conversations with a server, and the calls in them; `tally` counts what fails besides."""
+    """Creates conversations with a server and makes their calls; `tally` counts other failures."""
 
     def __init__(self, texts: Texts, tally: Tally) -> None:
         self._texts = texts
         self._tally = tally
 
     async def episodes(self, proxy: Server, count: int, *, system: int = 600) -> list[Conversation]:
-        """Open episodes on the proxy, each with a connection of its own."""
+        """Open episodes on the proxy, each with its own connection."""
         control = await Connection.open(proxy.url)
         conversations = []
         for _ in range(count):
@@ -62,7 +63,7 @@ class Agents:
         return conversations
 
     async def finish(self, proxy: Server, episodes: Sequence[Conversation]) -> None:
-        """Finish episodes, so that the proxy can let go of them, and close their connections."""
+        """Finish episodes, so that the proxy can release them, and close their connections."""
         control = await Connection.open(proxy.url)
         for episode in episodes:
             status, raw = await control.post(f"/episodes/{episode.episode_id}/finish", b"{}", ADMIN_KEY)
@@ -72,7 +73,7 @@ class Agents:
         control.close()
 
     async def bare(self, server: Server, count: int, *, system: int) -> list[Conversation]:
-        """Conversations with a proxy that knows no episodes."""
+        """Conversations with a proxy that has no episodes."""
         path = "/v1/chat/completions"
         return [
             self._conversation(await Connection.open(server.url), path, BARE_KEY, system)
@@ -88,7 +89,7 @@ class Agents:
     def turns(
         self, conversations: Sequence[Conversation], turns: int, output: int, result: int, tally: Tally
     ) -> list[Call]:
-        """Calls in order: each conversation's next turn, then each one's next again."""
+        """The calls, round by round: in each round, the next turn of every conversation."""
         texts = itertools.cycle(self._texts.results(result))
         return [
             functools.partial(conversation.call, output, tally, next(texts))

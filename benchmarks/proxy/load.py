@@ -1,7 +1,7 @@
-"""Conversations that are really played, over plain sockets, so that the load generator costs little.
+"""Plays complete conversations over plain sockets, so that the load generator uses little CPU time.
 
-A conversation echoes back what the server answered, as an agent does, and adds a tool result. Its body is
-kept in serialised pieces: a call costs one join, whatever the length of the history.
+A conversation sends back the server's replies, as an agent does, and adds a tool result. Its body is kept in
+serialised pieces, so a call costs one join, whatever the length of the history.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ CALL_TIMEOUT_S = 120.0
 
 
 class Connection:
-    """One keep-alive HTTP/1.1 connection. It is opened again when the server has closed it between two calls,
-    or a call failed on it.
+    """A keep-alive HTTP/1.1 connection. It is reopened when the server has closed it between two calls, or
+    after a failed call.
 
     Attributes:
-        reopened: how often that was.
+        reopened: number of times that it was reopened.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
@@ -30,7 +30,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._used = False
-        self._clean = True  # no answer, or part of one, is outstanding, and the server may be asked again
+        self._clean = True  # no part of a response is outstanding, so the next request may be sent
         self.reopened = 0
 
     @classmethod
@@ -40,12 +40,12 @@ class Connection:
         return cls(*await _connected(address), address)
 
     async def post(self, path: str, body: bytes, key: str) -> tuple[int, bytes]:
-        """(status, body) of an answer that comes in one piece."""
+        """Return (status, body) of a response that is not streamed."""
         head = await self._head(path, body, key)
         return int(head[9:12]), await self._body(head)
 
     async def post_streamed(self, path: str, body: bytes, key: str) -> tuple[int, bytes, float]:
-        """(status, body, time.monotonic() at which the first text of the reply was here)."""
+        """Return (status, body, time.monotonic() when the first text of the reply arrived)."""
         head = await self._head(path, body, key)
         status, first = int(head[9:12]), 0.0
         if b"transfer-encoding: chunked" not in head:
@@ -59,10 +59,10 @@ class Connection:
         return status, b"".join(pieces), first
 
     async def _head(self, path: str, body: bytes, key: str) -> bytes:
-        """Send a request; the head of its answer, in lower case.
+        """Send a request; return the head of the response, in lower case.
 
-        A server may close an idle connection at any moment, also just before it would have read the request:
-        then there is not one byte of an answer, and the request is sent again on a new connection, once.
+        A server may close an idle connection at any time, even just before it reads the request. If not a
+        single byte of a response arrives, the request is sent once more on a new connection.
         """
         if not self._clean or self._writer.is_closing() or self._reader.at_eof():
             await self._reopen()
@@ -86,7 +86,7 @@ class Connection:
         self.reopened += 1
 
     async def _body(self, head: bytes) -> bytes:
-        """The rest of an answer, all of it."""
+        """Read the rest of a response."""
         if b"transfer-encoding: chunked" in head:
             body = b"".join([piece async for piece in self._pieces()])
         else:
@@ -116,9 +116,8 @@ class Connection:
 
 @dataclass
 class Tally:
-    """The results: latencies in seconds and prompt lengths of whole replies, the first failures in words.
-
-    `reopened` counts connections that the server had closed.
+    """The results: latencies in seconds and prompt lengths of whole replies, and descriptions of the first
+    failures. `reopened` counts connections that the server had closed.
     """
 
     latencies_s: list[float] = field(default_factory=list)
@@ -134,22 +133,22 @@ class Tally:
             self.examples.append(what)
 
     def add(self, other: Tally) -> None:
-        """Count another's failures here too."""
+        """Add the failures of another tally."""
         self.failures += other.failures
         self.reopened += other.reopened
         self.examples += other.examples[: 5 - len(self.examples)]
 
 
 class Conversation:
-    """One episode's agent: a system prompt, a task, then tool results, over a connection of its own.
+    """The agent of one episode: a system prompt, a task, then tool results, over its own connection.
 
     Args:
         system, task: texts of the first two messages.
-        tools: in OpenAI's form.
-        path, key: of the chat endpoint, and the bearer.
+        tools: tools in OpenAI's format.
+        path, key: path of the chat endpoint, and the bearer token.
 
     Attributes:
-        episode_id: of the episode on the proxy; "" with a proxy that has none.
+        episode_id: id of the episode on the proxy; "" with a proxy that has no episodes.
     """
 
     def __init__(
@@ -168,16 +167,17 @@ class Conversation:
         self.episode_id = ""
 
     def add_result(self, text: str) -> None:
-        """The result of the tool that the last reply called."""
+        """The message with the result of the tool that the last reply called."""
         self._messages.append(orjson.dumps({"role": "tool", "tool_call_id": self._call_id, "content": text}))
 
     def add_reply(self, message: dict[str, Any]) -> None:
-        """An assistant message, as the server sent it."""
+        """The assistant message, as the server sent it."""
         self._call_id = message["tool_calls"][0]["id"]
         self._messages.append(orjson.dumps(message))
 
     async def call(self, max_tokens: int, tally: Tally, newest: str | None = None) -> None:
-        """One turn: add `newest` as the last call's result, ask, check, and keep the reply."""
+        """Play one turn: add `newest` as the last call's result, send the request, check and keep the
+        reply."""
         async with self._busy:
             if newest is not None:
                 self.add_result(newest)
@@ -202,7 +202,8 @@ class Conversation:
             self.add_reply({name: value for name, value in message.items() if value is not None})
 
     async def call_streamed(self, max_tokens: int, tally: Tally) -> tuple[str, float]:
-        """(completion id, time.monotonic() of the first text) of one streamed reply, which is not kept."""
+        """Return (completion id, time.monotonic() of the first text) of one streamed reply, which is not
+        kept."""
         body = self._body(max_tokens, stream=True)
         try:
             async with asyncio.timeout(CALL_TIMEOUT_S):
@@ -245,7 +246,7 @@ Call = Callable[[], Awaitable[None]]
 
 
 async def all_at_once(calls: Iterable[Call], *, at_a_time: int) -> None:
-    """Run every call, `at_a_time` of them at any moment, in order."""
+    """Run the calls in order, `at_a_time` of them concurrently."""
     waiting = iter(list(calls))
 
     async def work() -> None:
@@ -256,7 +257,8 @@ async def all_at_once(calls: Iterable[Call], *, at_a_time: int) -> None:
 
 
 async def at_rate(calls: Sequence[Call], *, per_s: float) -> None:
-    """Start one call each 1 / per_s seconds, whether or not those before have ended; return with the last."""
+    """Start one call every 1 / per_s seconds, whether or not the earlier ones have ended; return when all
+    have ended."""
     started = time.perf_counter()
     tasks = []
     for index, call in enumerate(calls):

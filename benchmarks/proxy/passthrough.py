@@ -1,7 +1,8 @@
-"""The least that a recording proxy does: `python -m benchmarks.proxy.passthrough ENGINE_URL`.
+"""A minimal recording proxy: `python -m benchmarks.proxy.passthrough ENGINE_URL`.
 
-It asks an engine's own chat endpoint for ids and logprobs, keeps what comes back in memory, and answers the
-client without them. No auth, no tree, no rendering, no store. It ends when its standard input does.
+It requests ids and logprobs from an engine's own chat endpoint, keeps the response in memory, and answers the
+client without them. It has no authentication, no tree, no rendering and no store. It exits when its standard
+input is closed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import uvloop
 from aiohttp import web
 
 _JSON = {"Content-Type": "application/json"}
-_KEPT = 64  # calls; enough to be a record, few enough that memory stays flat
+_KEPT = 64  # number of calls kept: enough to serve as a record, few enough that memory use stays constant
 
 
 class Passthrough:

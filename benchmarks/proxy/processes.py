@@ -1,4 +1,5 @@
-"""Servers under measurement: each a process of its own, its CPU time and peak memory read from outside."""
+"""Servers under measurement: each runs in its own process, whose CPU time and peak memory are read from
+outside."""
 
 from __future__ import annotations
 
@@ -25,13 +26,14 @@ _POLL_S = 0.1
 
 
 class Server:
-    """A server process; a context manager, which returns once the server answers.
+    """A server process, as a context manager that is entered once the server answers.
 
     Args:
-        command: what to start. Its first line on standard output that holds a URL says where it serves.
-        url: where it serves, for a server that does not say.
-        ready: path that answers 200 when it does; None: the line alone says so.
-        env: variables to add to this process's environment.
+        command: the command to start. The first line of its standard output that contains a URL gives the
+            server's address.
+        url: the server's address, for a server that does not print it.
+        ready: path that answers 200 once the server is ready; None if the printed line shows that it is.
+        env: environment variables added to those of this process.
         start_s: longest wait until it answers.
     """
 
@@ -81,18 +83,19 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """Return the figure of the process that was started."""
+        """Return the process id."""
         assert self._process is not None
         return self._process.pid
 
     def cpu_s(self) -> float:
-        """User and system seconds so far, of the process and its children."""
-        # utime and stime stand 12th and 13th after the name, which ends with the last bracket.
+        """User and system time in seconds so far, of the process and its children."""
+        # utime and stime are the 12th and 13th fields after the name, which ends with the last parenthesis.
         stats = [_proc(pid, "stat").rpartition(")")[2].split() for pid in self._tree()]
         return sum(int(stat[11]) + int(stat[12]) for stat in stats) / os.sysconf("SC_CLK_TCK")
 
     def memory_mb(self) -> tuple[float, float]:
-        """(resident now, highest so far) in MB of 10⁶ bytes, summed over the process and its children."""
+        """Return (current, peak) resident memory in MB (10⁶ bytes), summed over the process and its
+        children."""
         status = [_proc(pid, "status") for pid in self._tree()]
         now, peak = (
             sum(int(text.partition(name)[2].split()[0]) for text in status) for name in ("VmRSS:", "VmHWM:")
@@ -100,7 +103,7 @@ class Server:
         return now * 1024 / 1e6, peak * 1024 / 1e6
 
     def _tree(self) -> list[int]:
-        """The process and all below it."""
+        """The process and all of its descendants."""
         found = [self.pid]
         for pid in found:
             for thread in Path(f"/proc/{pid}/task").iterdir():
@@ -122,7 +125,7 @@ class Server:
                 text += piece.decode(errors="replace")
                 if (found := _URL.search(text)) and "\n" in text[found.end() :]:
                     return found[0]
-        raise EngineUnavailable(f"{' '.join(self._command[:4])} did not say where it serves: {self._tail()}")
+        raise EngineUnavailable(f"{' '.join(self._command[:4])} did not print its address: {self._tail()}")
 
     def _wait_ready(self, deadline: float) -> None:
         assert self._process is not None

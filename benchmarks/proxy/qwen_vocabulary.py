@@ -1,7 +1,7 @@
 """Model folders with the real Qwen vocabulary, without weights and without a download.
 
-The byte-pair ranks come from the `dashscope` package. A folder is built once per machine and kept below the
-system's temporary folder under a name that changes with this file and with the ranks.
+The byte-pair ranks come from the `dashscope` package. A folder is built once per machine and kept in the
+system's temporary folder under a name that depends on this file and on the ranks.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def qwen_folder(model_type: str = "qwen3") -> Path:
 
 
 def _publish(building: Path, folder: Path) -> None:
-    """A whole folder appears at once; where another process was first, its folder is as good."""
+    """Give the complete folder its name, in one step; if another process was first, its folder is used
+    instead."""
     try:
         building.rename(folder)
     except OSError:
@@ -230,7 +231,7 @@ def _tokenizer(rank_file: Path, markers: list[str]) -> Tokenizer:
 
 
 def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
-    """The pair that each token of two bytes or more was merged from, in the order of the ranks."""
+    """The pair of tokens from which each token of two or more bytes was merged, in the order of the ranks."""
     for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
         parts = [bytes([byte]) for byte in token]
         while len(parts) > 2:

@@ -1,9 +1,9 @@
-"""Measures the proxy's cost per call, beside a minimal recording proxy and LiteLLM's proxy.
+"""Measures the proxy's cost per call, compared with a minimal recording proxy and LiteLLM's proxy.
 
-Every server is a process of its own; its CPU time and memory are read from outside. The proxy is started as
-users start it, with `areal-agents serve`: an admin key, a store on disk, the real Qwen vocabulary. The model
-is a stub whose answers are prepared. Timed calls arrive at a fixed rate that loads the proxy with less than
-half a core; each continues from a turn that was played before and brings one new message.
+Every server runs in its own process; its CPU time and memory are read from outside. The proxy is started as
+users start it, with `areal-agents serve`, an admin key, a store on disk and the real Qwen vocabulary. The
+model is a stub with prepared replies. Timed calls arrive at a fixed rate that loads the proxy with less than
+half a core; each continues a turn that was played before and adds one new message.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from benchmarks.proxy.qwen_vocabulary import qwen_folder
 from benchmarks.proxy.servers import litellm_server, passthrough, proxy_server, stub_engine
 from benchmarks.proxy.texts import Texts
 
-LOAD = 0.4  # cores' worth of calls that a server is given while it is timed
-MANY_ENGINE_S, MANY_TOOL_S = 2.0, 3.0  # one turn of many episodes: the engine's part, the tool's
+LOAD = 0.4  # load of a server while it is timed, in cores
+MANY_ENGINE_S, MANY_TOOL_S = 2.0, 3.0  # time of the engine and of the tool in one turn of the memory scenario
 MANY_OUTPUT, STREAMED_OUTPUT = 100, 64
 
 
@@ -49,16 +49,16 @@ LENGTHS = {
 
 @dataclass(frozen=True)
 class Counts:
-    """How much is run."""
+    """How much each measurement runs."""
 
-    waves: int  # of episodes at each length
-    episodes: int  # per wave
+    waves: int  # waves of episodes at each length
+    episodes: int  # episodes per wave
     litellm_waves: int
-    long_episodes: int  # that are played to turn 64
+    long_episodes: int  # episodes that are played to turn 64
     memory_episodes: int
     memory_turns: int
     streamed: int
-    pause: float = 1.0  # factor on the engine's and the tool's time of the memory scenario
+    pause: float = 1.0  # factor of the engine's and the tool's time in the memory scenario
 
 
 FULL = Counts(
@@ -79,18 +79,19 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
     """Measure, print, and return the figures; with `json` the last line printed is one JSON object.
 
     Args:
-        quick: fewer calls, for a first look; the figures of docs/benchmarks.md are those of a full run.
-        counts: how much is run, in place of either.
+        quick: whether to make fewer calls, for a quick estimate; the figures of docs/benchmarks.md are from a
+            full run.
+        counts: how much to run; overrides `quick`.
 
     Raises:
         ConfigError: the vocabulary's package is missing.
         EngineError: a server does not start, or a figure would include failed calls; all other figures are
-            printed before.
+            printed first.
     """
     counts = counts or (QUICK if quick else FULL)
     folder = qwen_folder()
     texts = Texts(Tokenizer.from_folder(folder))
-    # SIGTERM too must end the servers.
+    # SIGTERM must also end the servers.
     with interruptible(), tempfile.TemporaryDirectory(prefix="areal-agents-bench-") as scratch:
         bench = Bench(Path(scratch), folder, texts, counts)
         figures = bench.measure()
@@ -108,16 +109,16 @@ def run(*, json: bool, quick: bool = False, counts: Counts | None = None) -> dic
 
 
 class UnsoundFigure(EngineError):
-    """Some of the calls that a figure averages have failed."""
+    """Some of the calls over which a figure is averaged have failed."""
 
 
 class Bench:
-    """The scenarios, one method each, over servers that it starts and ends."""
+    """The scenarios, one method each, with servers that this class starts and ends."""
 
     def __init__(self, scratch: Path, folder: Path, texts: Texts, counts: Counts) -> None:
         self.tally = Tally()  # of the proxy
         self.tallies = {"the proxy": self.tally, "the pass-through": Tally(), "LiteLLM": Tally()}
-        self.unsound: list[str] = []  # figures that could not be given, and why
+        self.unsound: list[str] = []  # figures that could not be measured, with the reason
         self._agents = Agents(texts, self.tally)
         self._scratch = scratch
         self._folder = folder
@@ -185,7 +186,7 @@ class Bench:
             return {"litellm_cpu_ms_4k": self.litellm_cpu_ms(server)}
 
     def litellm_cpu_ms(self, server: Server) -> float | None:
-        """CPU ms per call of LiteLLM, or None, with the reason in `unsound`, if calls of it failed."""
+        """CPU ms per call of LiteLLM; None, with the reason in `unsound`, if some of its calls failed."""
         try:
             return round(uvloop.run(self._bare_waves(server)), 2)
         except UnsoundFigure as error:
@@ -193,7 +194,7 @@ class Bench:
             return None
 
     async def _beside(self, proxy: Server, least: Server, name: str, length: Length) -> dict[str, Any]:
-        """CPU ms per call of the proxy and of the pass-through, their waves taking turns."""
+        """CPU ms per call of the proxy and of the pass-through, measured in alternating waves."""
         ours: list[float] = []
         theirs: list[float] = []
         timed = Tally()
@@ -224,10 +225,11 @@ class Bench:
     async def _bare_wave(
         self, server: Server, length: Length, name: str, *, per_s: float | None = None
     ) -> float:
-        """The same timed calls through a proxy that has no state: what came before is only written down.
+        """Make the same timed calls through a proxy without state; the earlier turns are only written into
+        the history.
 
         Args:
-            name: of the server, as in `tallies`.
+            name: name of the server, as in `tallies`.
 
             per_s: calls per second; without it, a rate that suits the server.
 
@@ -258,7 +260,8 @@ class Bench:
     async def _early_and_late(self, proxy: Server, call_s: float) -> dict[str, Any]:
         """CPU ms per call at turn 2 and at turn 64, each with 250 new and 300 sampled tokens.
 
-        They come at the rate that suits a call of `call_s`: turn 1, a full rendering, says nothing of it.
+        The calls arrive at a rate suited to calls of `call_s`, since turn 1, a full rendering, does not show
+        their cost.
         """
         length = LENGTHS["4k"]
         episodes = await self._agents.episodes(proxy, self._counts.long_episodes)
@@ -279,7 +282,8 @@ class Bench:
         }
 
     async def _throughput(self, proxy: Server) -> float:
-        """Calls per second that a proxy answers at most at the 4k length, its load generator beside it."""
+        """Maximum calls per second of a proxy at the 4k length, with the load generator on the same
+        machine."""
         length = LENGTHS["4k"]
         episodes = await self._agents.episodes(proxy, self._counts.episodes)
         await self._agents.play(episodes, length, turns=length.warm_turns, result=length.warm_result)
@@ -303,7 +307,8 @@ class Bench:
         return _percentiles("ttft_overhead_ms", overhead)
 
     async def _many_episodes(self, proxy: Server, stub: Server) -> dict[str, Any]:
-        """Memory and added latency with many episodes at once, each turn a tool's result of 500 tokens."""
+        """Memory and added latency with many concurrent episodes, in which each turn adds a tool result of
+        500 tokens."""
         counts = self._counts
         own = Tally()
         direct = await self._agents.bare(stub, 8, system=600)
@@ -341,19 +346,19 @@ class Bench:
         }
 
     async def _bare_waves(self, server: Server) -> float:
-        """CPU ms per call of a stateless proxy at the 4k length, at a rate that suits it."""
+        """CPU ms per call of a stateless proxy at the 4k length, at a rate suited to it."""
         length = LENGTHS["4k"]
         waves = [await self._bare_wave(server, length, "LiteLLM") for _ in range(self._counts.litellm_waves)]
         return statistics.mean(waves)
 
 
 def _rate(cpu_s: float) -> float:
-    """Calls per second that take LOAD of a core, at `cpu_s` each as measured at full speed."""
+    """Calls per second that use LOAD of a core, if each uses `cpu_s`, as measured at full speed."""
     return LOAD / max(cpu_s, 1e-3)
 
 
 def _refuse_failures(name: str, calls: Sequence[Call], tally: Tally, before: int) -> None:
-    """UnsoundFigure if some of the calls failed; `before` had failed before them."""
+    """Raise UnsoundFigure if some of the calls failed; `before` is the number of failures before them."""
     if failed := tally.failures - before:
         seen = f"; the first failures: {tally.examples}" if tally.examples else ""
         raise UnsoundFigure(
@@ -362,8 +367,8 @@ def _refuse_failures(name: str, calls: Sequence[Call], tally: Tally, before: int
 
 
 async def _timed(name: str, server: Server, calls: Sequence[Call], per_s: float, tally: Tally) -> float:
-    """CPU ms of a server per call, at a fixed rate. UnsoundFigure if one of the calls fails."""
-    await asyncio.sleep(0.2)  # what the calls before left behind ends outside the window
+    """CPU ms of a server per call, at a fixed rate. Raises UnsoundFigure if one of the calls fails."""
+    await asyncio.sleep(0.2)  # work left over from earlier calls ends outside the measured window
     before, failed = server.cpu_s(), tally.failures
     await at_rate(calls, per_s=per_s)
     _refuse_failures(name, calls, tally, failed)
@@ -371,7 +376,7 @@ async def _timed(name: str, server: Server, calls: Sequence[Call], per_s: float,
 
 
 def _ratio(above: float, below: float) -> float | None:
-    """None where too few calls were made for the clock, which ticks in hundredths of a second."""
+    """None if there were too few calls for the resolution of the clock, a hundredth of a second."""
     return round(above / below, 2) if below else None
 
 

@@ -26,7 +26,7 @@ def stub_engine(scratch: Path, replies: Mapping[int, Mapping[str, Any]], model: 
 
 
 def proxy_server(model: Path, engine_url: str, store: Path, admin_key: str, extra: Sequence[str]) -> Server:
-    """`areal-agents serve`; `extra` are more of its options."""
+    """`areal-agents serve`; `extra` contains additional options."""
     command = [
         *(sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(model), "--port", "0"),
         *("--engine-url", engine_url, "--store", str(store), *extra),
@@ -35,17 +35,17 @@ def proxy_server(model: Path, engine_url: str, store: Path, admin_key: str, extr
 
 
 def passthrough(engine_url: str) -> Server:
-    """The least that any recording proxy does."""
+    """The minimal recording proxy."""
     return Server([sys.executable, "-m", "benchmarks.proxy.passthrough", engine_url])
 
 
 def litellm_server(scratch: Path, engine_url: str, key: str) -> Server | None:
-    """LiteLLM's proxy from an environment of its own; None, with a hint printed, where there is none."""
+    """LiteLLM's proxy from its own environment; None, with a printed hint, if there is none."""
     command = Path(os.environ.get(LITELLM_FOLDER, LITELLM_DEFAULT)) / "bin" / "litellm"
     if not command.is_file():
         print(f"LiteLLM is not measured: no {command}; `make litellm` installs it", file=sys.stderr)
         return None
-    config, port = scratch / "litellm.yaml", _free_port()  # JSON is YAML
+    config, port = scratch / "litellm.yaml", _free_port()  # JSON is valid YAML
     served = {"model": "openai/policy", "api_base": f"{engine_url}/v1", "api_key": "none"}
     models = [{"model_name": "policy", "litellm_params": served}]
     config.write_text(json.dumps({"model_list": models, "general_settings": {"master_key": key}}))
@@ -58,7 +58,7 @@ def litellm_server(scratch: Path, engine_url: str, key: str) -> Server | None:
 
 
 def _free_port() -> int:
-    """For a server that cannot say which one it took."""
+    """A free port, for a server that cannot report which port it chose."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

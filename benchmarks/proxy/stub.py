@@ -1,8 +1,8 @@
-"""An engine that costs next to nothing: `python -m benchmarks.proxy.stub CONFIG.json`.
+"""An engine that uses almost no CPU time: `python -m benchmarks.proxy.stub CONFIG.json`.
 
-It speaks the part of SGLang's protocol that the proxy uses, and an engine's own chat endpoint for the proxies
-that it is compared with. Every answer is serialised before the first call; the token limit that a request
-asks for chooses the answer. It ends when its standard input does.
+It implements the part of SGLang's protocol that the proxy uses, and an engine's own chat endpoint for the
+proxies that the proxy is compared with. Every reply is serialised before the first call; the token limit of a
+request selects the reply. It exits when its standard input is closed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, cast
 import uvloop
 
 _LIMIT = re.compile(rb'"max_(?:new_|completion_)?tokens": ?(\d+)')
-_RID = re.compile(rb'"rid": ?"([^"$]+)')  # less the end mark of `inference.sglang.client`
+_RID = re.compile(rb'"rid": ?"([^"$]+)')  # without the end marker of `inference.sglang.client`
 _STREAM = re.compile(rb'"stream": ?true')
 _ENDS = 2000  # bytes at either end of a body
 _NO_REPLY = b'{"error":{"message":"no reply is prepared for this limit"}}'
@@ -27,11 +27,11 @@ _WITH_IDS = re.compile(rb'"return_token_ids": ?true')
 
 
 class Reply:
-    """One prepared answer in each of its forms.
+    """One prepared reply in each of its forms.
 
     Args:
-        spec: ids [N] with the stop token last, their texts [N]; the chat `message` that they mean;
-            `prompt_tokens` that are reported; `delay_s` before the answer; `token_s` between streamed tokens.
+        spec: ids [N] with the stop token last, and their texts [N]; the chat `message` that they represent;
+            the reported `prompt_tokens`; `delay_s` before the reply; `token_s` between streamed tokens.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class Reply:
 def _native(ids: list[int], triples: list[Any], spec: dict[str, Any], *, finished: bool) -> dict[str, Any]:
     """SGLang's /generate answer; streamed pieces are cumulative, as its server sends them by default.
 
-    What would differ from call to call, the id and the number of prompt tokens, is left out.
+    Values that would differ between calls, the id and the number of prompt tokens, are left out.
     """
     meta: dict[str, Any] = {
         "finish_reason": {"type": "stop", "matched": ids[-1]} if finished else None,
@@ -68,7 +68,7 @@ def _native(ids: list[int], triples: list[Any], spec: dict[str, Any], *, finishe
 
 
 def _chat(spec: dict[str, Any], logprobs: list[float] | None) -> dict[str, Any]:
-    """An engine's own chat answer; with ids and logprobs in vLLM's form where the request asks for them."""
+    """An engine's own chat response, with ids and logprobs in vLLM's form if the request asks for them."""
     ids, prompt_tokens = spec["ids"], spec["prompt_tokens"]
     choice: dict[str, Any] = {"index": 0, "finish_reason": "tool_calls", "message": spec["message"]}
     answer: dict[str, Any] = {
@@ -96,7 +96,7 @@ def _chat(spec: dict[str, Any], logprobs: list[float] | None) -> dict[str, Any]:
 
 
 class Engine:
-    """The prepared answers, and when the first token of each streamed call was sent."""
+    """The prepared replies, and the time at which the first token of each streamed call was sent."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.replies = {int(limit): Reply(spec) for limit, spec in config["replies"].items()}
@@ -105,17 +105,17 @@ class Engine:
 
 
 class _Connection(asyncio.Protocol):
-    """One HTTP/1.1 connection; requests on it come one after another."""
+    """An HTTP/1.1 connection that handles one request at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._buffer = bytearray()
-        self._needed = 0  # bytes of the request that is arriving, once its head is here
+        self._needed = 0  # size of the request that is arriving, once its head is complete
         self._head = b""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -154,7 +154,7 @@ class _Connection(asyncio.Protocol):
                 self._later(reply, reply.native)
         elif path == b"/sent":
             self._write(_http(_dump(engine.sent)))
-        else:  # /model_info, /server_info, /health and what only wants a 200
+        else:  # /model_info, /server_info, /health and other requests that need only a 200
             self._write(engine.info)
 
     def _later(self, reply: Reply, answer: bytes) -> None:
@@ -164,7 +164,7 @@ class _Connection(asyncio.Protocol):
             self._write(answer)
 
     def _stream(self, reply: Reply, rid: str, index: int) -> None:
-        """Send piece `index` of a streamed answer, and arrange for the next."""
+        """Send piece `index` of a streamed reply and schedule the next."""
         if index == 0:
             self._write(_STREAM_HEAD)
             self._engine.sent[rid] = time.monotonic()

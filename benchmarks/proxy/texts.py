@@ -1,7 +1,7 @@
 """The messages of the benchmark's agents and model: prose and Python from the standard library, cut to
 length.
 
-Every reply is a little reasoning, some text and one tool call, since that is what agents are made of.
+Every reply consists of a little reasoning, some text and one tool call, as is typical of agents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from areal_agents.rendering import Tokenizer
 
 ARGUMENTS = '{"path": "src/service/handlers.py", "first_line": 120, "last_line": 180}'
 _CALL = f'\n<tool_call>\n{{"name": "read_lines", "arguments": {ARGUMENTS}}}\n</tool_call><|im_end|>'
-_POOL = 64  # different texts of one length
+_POOL = 64  # number of different texts of the same length
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -26,7 +26,7 @@ TOOLS: list[dict[str, Any]] = [
             "parameters": {
                 "type": "object",
                 "properties": {
-                    "path": {"type": "string", "description": "A path below the repository's root."},
+                    "path": {"type": "string", "description": "A path relative to the repository's root."},
                     "first_line": {"type": "integer"},
                     "last_line": {"type": "integer"},
                 },
@@ -53,11 +53,11 @@ class Texts:
         self._code = tokenizer.encode("\n".join(path.read_text() for path in modules))
 
     def prose(self, tokens: int) -> str:
-        """A text of about `tokens` tokens."""
+        """Return a text of about `tokens` tokens."""
         return self._tokenizer.decode(self._prose[:tokens])
 
     def results(self, tokens: int) -> list[str]:
-        """Different texts of about `tokens` tokens: what a tool that reads files returns."""
+        """Different texts of about `tokens` tokens, such as a tool that reads files returns."""
         step = max(1, (len(self._code) - tokens) // _POOL)
         return [self._tokenizer.decode(self._code[i * step : i * step + tokens]) for i in range(_POOL)]
 

@@ -1,8 +1,8 @@
 """Builds the data that the trainer is timed on: groups of recorded episodes with random tokens, and random
 models.
 
-The episodes go through the trainer's own door, `build_training_data`, so samples, owners of shared
-tokens and advantages are what a run would have.
+The samples are built by `build_training_data`, as in the trainer, so samples, owners of shared tokens and
+advantages are those of a real run.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Lengths = npt.NDArray[np.int64]
 ALGORITHM = AlgorithmConfig.model_validate(
     {"preset": "dapo", "minibatches": 1, "length_penalty": "none", "refill_equal_groups": False}
 )
-FIRST_TOKEN = 4  # ids below it are the tokenizer's own
+FIRST_TOKEN = 4  # smaller ids are the tokenizer's special tokens
 
 
 def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False) -> Path:
-    """Random weights of a dense Qwen3 of this shape, with tied embeddings, in a Hugging Face folder."""
+    """Write random weights of a dense Qwen3 of this shape, with tied embeddings, as a Hugging Face folder."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -55,14 +55,14 @@ def save_model(folder: Path, shape: ModelShape, *, bfloat16: bool = False) -> Pa
 
 
 class Recorder:
-    """Samples episodes over a vocabulary; equal seeds sample equal ones."""
+    """Samples random episodes over a vocabulary; equal seeds give equal episodes."""
 
     def __init__(self, vocab: int, *, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self._vocab = vocab
 
     def log_normal(self, count: int, *, median: int, longest: int) -> Lengths:
-        """Lengths in tokens, log-normal with σ = 1, at most `longest`."""
+        """Log-normal lengths in tokens with σ = 1, at most `longest`."""
         lengths = median * self.rng.lognormal(0.0, 1.0, count)
         return np.clip(lengths, 2, longest).astype(np.int64)
 
@@ -79,12 +79,12 @@ class Recorder:
     def branching(
         self, group: int, *, episodes: int, turns: int, system: int, added: int, sampled: int
     ) -> RolloutGroup:
-        """Episodes whose turns form a tree: each continues from the turn before, or, one time in four,
-        from any earlier one.
+        """Episodes whose turns form a tree: each turn continues the previous one or, with probability 1/4,
+        any earlier one.
 
         Args:
-            system: tokens of the first prompt, which all episodes share.
-            added, sampled: tokens that each turn adds to the prompt and draws.
+            system: number of tokens of the first prompt, which all episodes share.
+            added, sampled: number of tokens that each turn adds to the prompt, and that it samples.
         """
         first = self._tokens(system)
         name = f"group-{group}"
@@ -103,7 +103,8 @@ class Recorder:
     def _turn(self, name: str, parent: str | None, prompt: npt.NDArray[np.int64], sampled: int) -> Turn:
         completion = Completion(
             token_ids=as_token_ids(self._tokens(sampled)),
-            logprobs=as_logprobs(np.full(sampled, -np.log(self._vocab))),  # as of a model that knows nothing
+            # the logprob of a uniform distribution
+            logprobs=as_logprobs(np.full(sampled, -np.log(self._vocab))),
             versions=as_token_ids(np.zeros(sampled)),
             finish_reason="stop",
         )
@@ -129,5 +130,5 @@ class Recorder:
 
 
 def training_data(groups: Sequence[RolloutGroup]) -> TrainingData:
-    """Samples and advantages of the groups, with the algorithm that everything here is timed with."""
+    """Samples and advantages of the groups, with the algorithm used in all measurements."""
     return build_training_data(groups, ALGORITHM)

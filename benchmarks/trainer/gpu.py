@@ -1,4 +1,4 @@
-"""Measures what only a GPU can show: the MFU of a 1.7B model in bfloat16, and where its time goes."""
+"""Measures the MFU of a 1.7B model in bfloat16 on a GPU, and which kernels take the time."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from benchmarks.trainer.peers import Ours, Setting
 QWEN3_1_7B = ModelShape(
     layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, intermediate=6144, vocab=151_936
 )
-TOKENS = 8192  # of a micro-batch
+TOKENS = 8192  # tokens of a micro-batch
 MICROBATCHES, REPEATS, TOP = 8, 5, 12
 
 
 def measure_gpu(scratch: Path, joined: Ranks) -> dict[str, Any]:
-    """Tokens per second, MFU, peak memory, and the kernels that take most of the time.
+    """Measure tokens per second, MFU, peak memory, and the kernels that take most of the time.
 
     Args:
-        joined: on a GPU.
+        joined: the ranks, on a GPU.
     """
     folder = save_model(scratch / "1.7b", QWEN3_1_7B, bfloat16=True)
     side = Ours(Setting(folder, torch.bfloat16, TOKENS, joined), share_prefixes=False)
     data = _full_microbatches()
-    side.step(data)  # kernels are compiled and chosen
+    side.step(data)  # kernels are compiled and selected
     torch.cuda.reset_peak_memory_stats()
     best, flops = float("inf"), 0.0
     for _ in range(REPEATS):
@@ -57,7 +57,8 @@ def measure_gpu(scratch: Path, joined: Ranks) -> dict[str, Any]:
 
 
 def _full_microbatches() -> TrainingData:
-    """Samples that fill each micro-batch: four of a quarter, nearly all of each trained."""
+    """Samples that fill each micro-batch: four samples of a quarter each, of which nearly all tokens are
+    trained."""
     recorder = Recorder(QWEN3_1_7B.vocab, seed=3)
     prompt = 64
     groups = [

@@ -1,6 +1,6 @@
-"""Peak memory of one training step, alone in a process: `python -m benchmarks.trainer.memory`.
+"""Peak memory of one training step in its own process: `python -m benchmarks.trainer.memory`.
 
-The two ways differ in nothing but the logits: in chunks, as the trainer computes them, or whole.
+The two modes differ only in the logits, which are computed in chunks, as in the trainer, or whole.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _LONGEST_S = 1800.0
 
 
 def peak_bytes(folder: Path, *, way: Way, tokens: int, device: str) -> int:
-    """Peak memory of a step on `tokens` tokens, in a process of its own: resident memory on a CPU,
-    PyTorch's allocations on a GPU.
+    """Peak memory of a step on `tokens` tokens in its own process: resident memory on a CPU, PyTorch's
+    allocations on a GPU.
 
     Raises:
         TrainingError: the process failed, or did not end in time.
@@ -43,7 +43,7 @@ def peak_bytes(folder: Path, *, way: Way, tokens: int, device: str) -> int:
 
 
 def measure(folder: Path, *, way: Way, tokens: int, device: str) -> int:
-    """Make the step here, and return the peak in bytes."""
+    """Run the step in this process, and return the peak in bytes."""
     with ranks(device) as joined:
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         side = Ours(Setting(folder, dtype, tokens, joined))
@@ -54,7 +54,7 @@ def measure(folder: Path, *, way: Way, tokens: int, device: str) -> int:
         side.step(training_data([group]))
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    # ru_maxrss would count the process that started this one too
+    # ru_maxrss would also count the process that started this one
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
 
@@ -62,7 +62,7 @@ def measure(folder: Path, *, way: Way, tokens: int, device: str) -> int:
 def _whole_logits(
     policy: Policy, batch: MicroBatch, *, entropy_gradient: bool = False, teacher: None = None
 ) -> PolicyOutput:
-    """`Policy.forward` with all logits at once, without the entropies, which would cost more still."""
+    """`Policy.forward` with all logits at once, without the entropies, which would need even more memory."""
     logits = policy.model.get_output_embeddings()(hidden_rows(policy.model, batch)).float()
     logprobs = torch.log_softmax(logits, -1).gather(1, batch.target_ids[:, None])[:, 0]
     return PolicyOutput(logprobs, torch.zeros_like(logprobs))

@@ -1,7 +1,7 @@
-"""The sides of the comparison: this trainer, a padded Hugging Face loop, and TRL's GRPO step.
+"""The implementations compared: this trainer, a padded Hugging Face loop, and TRL's GRPO step.
 
-Each makes one optimizer step on the same samples from the same weights with the same AdamW: a token
-mean of the clipped loss, the proximal policy being the current one. A `step` is everything between
+Each takes one optimizer step on the same samples from the same weights with the same AdamW and the same loss,
+the token mean of the clipped loss with the current policy as the proximal one. A `step` is everything between
 the samples and the new weights, padding or packing included.
 """
 
@@ -27,12 +27,12 @@ from areal_agents.training.step.step import StepOptions, StepResult, train_batch
 from benchmarks.trainer.data import ALGORITHM
 
 OPTIMIZER = TrainerConfig(lr=1e-6)
-SEQUENCES = 8  # of a padded micro-batch: what GRPO recipes take, and TRL's default
+SEQUENCES = 8  # sequences of a padded micro-batch, as in GRPO recipes and TRL's default
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The device and the precision with which all sides compute."""
+    """The device and the precision with which all implementations compute."""
 
     folder: Path
     dtype: torch.dtype
@@ -40,21 +40,21 @@ class Setting:
     ranks: Ranks
 
     def autocast(self) -> torch.autocast:
-        """Lower precision as the loops use it: float32 weights, products in `dtype`."""
+        """Autocast as the loops use it: float32 weights, products in `dtype`."""
         return torch.autocast(
             self.ranks.device.type, dtype=torch.bfloat16, enabled=self.dtype == torch.bfloat16
         )
 
 
 class Side(Protocol):
-    """One way to train on samples."""
+    """An implementation of a training step on samples."""
 
     def step(self, data: TrainingData) -> object:
-        """One optimizer step on all of them."""
+        """Take one optimizer step on all samples."""
 
 
 class Ours:
-    """The trainer, as a run calls it."""
+    """This project's trainer, called as in a run."""
 
     def __init__(self, setting: Setting, *, share_prefixes: bool = True) -> None:
         self._setting = setting
@@ -122,7 +122,7 @@ class PaddedLoop:
 
 
 class Trl:
-    """TRL's GRPO trainer on prepared completions: its padding, its loss, its optimizer."""
+    """TRL's GRPO trainer on prepared completions, with its padding, loss and optimizer."""
 
     def __init__(self, setting: Setting, scratch: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -166,11 +166,12 @@ def grpo_trainer(
     rollout_func: Callable[..., dict[str, Any]] | None = None,
     **options: Any,
 ) -> Any:
-    """A TRL GRPOTrainer around a model, for completions that are recorded already.
+    """Create a TRL GRPOTrainer around a model, for completions that are already recorded.
 
     Args:
-        reward, rollout_func: as GRPOTrainer takes them; needed only where it scores completions itself.
-        options: of GRPOConfig, over what is set here: no reports, no reference, nothing recomputed.
+        reward, rollout_func: as for GRPOTrainer; needed only if it scores completions itself.
+        options: options of GRPOConfig, which override those set here: no reports, no reference policy,
+            nothing recomputed.
 
     Raises:
         ImportError: TRL is not installed.
@@ -209,7 +210,7 @@ def grpo_trainer(
 
 
 def trl_inputs(data: TrainingData) -> Mapping[str, Tensor]:
-    """Samples of one turn as TRL lays them out: prompts padded on the left, completions on the right,
+    """Lay out samples of one turn as TRL does: prompts are padded on the left and completions on the right,
     both to the longest of the whole batch."""
     samples = data.samples
     starts = [int(np.flatnonzero(sample.loss_mask)[0]) for sample in samples]
@@ -247,7 +248,7 @@ def _batches(samples: Sequence[TrainingSample]) -> Iterator[Sequence[TrainingSam
 
 
 def _padded(samples: Sequence[TrainingSample], name: str, dtype: type) -> Tensor:
-    """[B, longest] an array of the samples, zero where a sample has ended."""
+    """Return [B, longest], an array of the samples, padded with zeros."""
     out: np.ndarray = np.zeros((len(samples), max(map(len, samples))), dtype)
     for row, sample in enumerate(samples):
         out[row, : len(sample)] = getattr(sample, name)

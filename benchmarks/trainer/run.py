@@ -1,7 +1,9 @@
-"""Speed and memory of the trainer, beside a padded Hugging Face loop and TRL's GRPO step in the same run.
+"""Speed and memory of the trainer, compared with a padded Hugging Face loop and TRL's GRPO step in the same
+run.
 
-All sides train one random model of a real shape on the same samples and take turns; each has the best of
-its times. Tokens are those of the samples, padding left out and a shared prefix counted every time.
+All implementations train the same random model of a realistic shape on the same samples and are timed in
+turns; the best time of each counts. Tokens are those of the samples, without padding and with a shared prefix
+counted every time.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from benchmarks.trainer.peers import Ours, PaddedLoop, Setting, Side, Trl
 RANKS = (1, 2, 4, 8)
 SMALL = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=4, head_dim=32, intermediate=768, vocab=8192
-)  # the throughput model on a CPU
+)  # the model of the throughput scenario on a CPU
 LARGE_VOCABULARY = ModelShape(
     layers=2, hidden=128, heads=4, kv_heads=2, head_dim=32, intermediate=384, vocab=151_936
 )
@@ -48,15 +50,16 @@ QWEN3_0_6B = ModelShape(
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How much is run.
+    """How much each measurement runs.
 
     Attributes:
-        packed_groups: of 8 samples, that are packed but not trained on.
-        groups: of 8 samples, median: of their log-normal lengths, longest: of a sample in tokens.
-        prefix_groups: of each prefix-sharing scenario; prompt: tokens of their prompts, four times
-            the answer.
-        memory_tokens: of the memory scenario.
-        rounds: turns that every side takes.
+        packed_groups: number of groups of 8 samples that are packed but not trained on.
+        groups: number of groups of 8 samples. median: median of their log-normal lengths. longest: longest
+            sample in tokens.
+        prefix_groups: number of groups in each prefix-sharing scenario. prompt: number of tokens of their
+            prompts, four times that of the answers.
+        memory_tokens: number of tokens in the memory scenario.
+        rounds: number of timed steps of every implementation.
     """
 
     packed_groups: int
@@ -87,9 +90,10 @@ def run(*, json: bool, quick: bool = False, threads: int = 0, counts: Counts | N
     """Measure, print, and return the figures; with `json` the last line printed is one JSON object.
 
     Args:
-        quick: less of everything, for a first look; the figures of docs/benchmarks.md are of a full run.
-        threads: CPU threads of every side; 0 takes all cores.
-        counts: how much is run, in place of either.
+        quick: whether to run less of everything, for a quick estimate; the figures of docs/benchmarks.md are
+            from a full run.
+        threads: CPU threads of every implementation; 0 uses all cores.
+        counts: how much to run; overrides `quick`.
 
     Raises:
         TrainingError: this trainer and the padded loop do not compute the same gradient.
@@ -127,7 +131,8 @@ class Bench:
         )
 
     def measure(self) -> dict[str, Any]:
-        """Every figure, by name. What each scenario found goes to standard error at once."""
+        """Measure every figure, by name. The figures of each scenario are printed to standard error as soon
+        as it ends."""
         figures: dict[str, Any] = {"mfu": None}
         scenarios = [self._memory, self._packing, self._prefixes, self._against_peers]
         if self._ranks.device.type == "cuda":
@@ -139,7 +144,7 @@ class Bench:
         return figures
 
     def _memory(self) -> dict[str, Any]:
-        """Peak memory of a step with a large vocabulary: logits in chunks, and whole."""
+        """Peak memory of a step with a large vocabulary, with chunked and with whole logits."""
         folder = save_model(self._scratch / "large-vocabulary", LARGE_VOCABULARY)
         peak = partial(peak_bytes, folder, tokens=self._counts.memory_tokens, device=self._ranks.device.type)
         chunked, whole = peak(way="chunked"), peak(way="whole")
@@ -150,7 +155,7 @@ class Bench:
         }
 
     def _packing(self) -> dict[str, Any]:
-        """Fill and imbalance of log-normal lengths: the worst over several numbers of ranks."""
+        """Fill and imbalance for log-normal lengths, the worst over several numbers of ranks."""
         budget = 16_384
         recorder = Recorder(self._shape.vocab, seed=0)
         groups = [
@@ -173,7 +178,8 @@ class Bench:
         }
 
     def _prefixes(self) -> dict[str, Any]:
-        """Speed with shared prefixes against flat samples, as a share of what the token counts allow."""
+        """Speedup of shared prefixes over flat samples, as a share of the speedup that the token counts
+        allow."""
         counts, recorder = self._counts, Recorder(self._shape.vocab, seed=1)
         groups = [
             recorder.answers(g, prompt=counts.prompt, lengths=[counts.prompt // 4] * 8)
@@ -201,7 +207,7 @@ class Bench:
         return {"prefix_share_of_bound": round(min(shares), 3)} | figures
 
     def _against_peers(self) -> dict[str, Any]:
-        """Tokens per second on log-normal lengths, all sides in turns."""
+        """Tokens per second on log-normal lengths, with all implementations in turns."""
         counts, recorder = self._counts, Recorder(self._shape.vocab, seed=2)
         prompt = counts.median // 4
         lengths = recorder.log_normal(8 * counts.groups, median=counts.median, longest=counts.longest)
@@ -239,7 +245,7 @@ class Bench:
             )
 
     def _best_seconds(self, sides: Sequence[Side], data: TrainingData) -> list[float]:
-        """Each side's best time of a step, after one that does not count."""
+        """The best time of a step of each implementation, after one uncounted step."""
         best = [float("inf")] * len(sides)
         for turn in range(self._counts.rounds + 1):
             for place, side in enumerate(sides):
@@ -253,7 +259,7 @@ class Bench:
 
 
 def merged_tokens(samples: Sequence[TrainingSample]) -> int:
-    """Tokens of the samples with every common prefix counted once."""
+    """Number of tokens of the samples with every common prefix counted once."""
     ordered = sorted(sample.token_ids.astype(">u4").tobytes() for sample in samples)
     total = len(ordered[0]) // 4
     for before, after in zip(ordered, ordered[1:], strict=False):

@@ -1,4 +1,4 @@
-"""Episodes, groups and samples in few words."""
+"""Concise constructors of episodes, groups and samples."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def group(episodes: Sequence[RecordedEpisode], *, id: str = "g") -> RolloutGroup
 def random_episode(
     rng: random.Random, *, id: str = "e", turns: int = 8, start: int = 0, dense: bool = False
 ) -> RecordedEpisode:
-    """A random forest; token ids count up from `start`, so that every sampled token has an id of its own.
+    """A random forest; token ids count up from `start`, so that every sampled token has a unique id.
 
     A call begins at a random moment after its parent was recorded, so calls overlap. With `dense` turns and
     branches have rewards, and every fourth turn is constrained.

@@ -1,4 +1,4 @@
-"""Random tokens in float64, the loss of them, and numerical derivatives for the oracles."""
+"""Random tokens in float64, their loss, and numerical derivatives for the oracles."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Tokens:
         return len(self.current)
 
     def sequences(self) -> list[npt.NDArray[np.int64]]:
-        """The places of each sequence's tokens."""
+        """The indices of each sequence's tokens."""
         return [np.flatnonzero(self.sequence_ids == i) for i in np.unique(self.sequence_ids)]
 
     def turns(self) -> list[npt.NDArray[np.int64]]:
-        """The places of each turn's tokens."""
+        """The indices of each turn's tokens."""
         return [np.flatnonzero(self.turn_ids == i) for i in np.unique(self.turn_ids)]
 
 

@@ -214,7 +214,7 @@ def test_normalised_steps_on_forests(seed: int, mean: str, std: str) -> None:
     groups = [[r.episode for r in g.rollouts] for g in random_groups(seed, groups=2)]
 
     def steps(recorded: RecordedEpisode) -> list[tuple[float, float]]:
-        """The place after which each step ends, and its reward; the episode's comes at the end."""
+        """The index after which each step ends, and its reward; the episode's reward comes at the end."""
         ids = [t.id for t in recorded.turns]
         found: dict[float, float] = {}
         for reward in recorded.rewards:

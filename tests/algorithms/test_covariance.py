@@ -77,7 +77,7 @@ def test_clip_cov_is_the_same_for_the_same_state_of_the_generator() -> None:
 
     assert draw(7) == draw(7) != draw(8)
     first, second, _ = draw(7)
-    assert first != second  # minibatches draw on
+    assert first != second  # each minibatch continues the random generator
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,4 +1,4 @@
-"""What a turn has earned, against values worked out by hand and against the definition."""
+"""The return of a turn, against values worked out by hand and against the definition."""
 
 from __future__ import annotations
 

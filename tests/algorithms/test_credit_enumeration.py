@@ -107,7 +107,7 @@ def test_the_command_prints_the_figures_as_its_last_line(tmp_path) -> None:
     assert sum(line.count("new_root") for line in printed.splitlines()[:-1]) == len(POSTINGS)
 
 
-# --- The oracle itself: it finds no fault in the definition, and finds the faults that were made.
+# --- The oracle itself: it accepts the definition, and detects deliberate errors.
 
 
 def by_definition(of: Return | None, discount: Fraction, *, leave_one_out: bool) -> Advantages:
@@ -310,7 +310,7 @@ def test_outcomes_are_enumerated_once_each() -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is drawn of an algorithm."""
+    """The settings of an algorithm that are generated at random."""
 
     credit: Literal["episode", "reward_to_go"]
     discount: float

@@ -163,8 +163,8 @@ def test_a_reward_without_a_weight_beside_weights_is_refused_and_the_group_named
         ({"reward_scale": 2.0}, "reward_scale: 2.0 has no meaning for estimator: gdpo"),
         ({"reward_bias": 1.0}, "reward_bias: 1.0 has no meaning for estimator: gdpo"),
         ({"reward_clip": 1.0}, "reward_clip: 1.0 has no meaning for estimator: gdpo"),
-        ({"kl_in": "reward", "kl_coefficient": 0.1}, "estimator: gdpo does not go with kl_in: reward"),
-        ({"reward_weights": {"a": 0.0}}, "must have a weight other than 0"),
+        ({"kl_in": "reward", "kl_coefficient": 0.1}, "estimator: gdpo cannot be combined with kl_in: reward"),
+        ({"reward_weights": {"a": 0.0}}, "must contain a weight other than 0"),
         ({"reward_weights": {"a": float("nan")}}, "finite"),
         ({"preset": "grpo", "reward_weights": {"a": 1.0}}, "needs estimator: gdpo"),
         (

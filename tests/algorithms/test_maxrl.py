@@ -81,11 +81,17 @@ def test_groups_of_equal_scores_are_equal() -> None:
             {"length_penalty": "linear", "overlong_limit": 10, "overlong_buffer": 5},
             "length_penalty: linear makes scores negative",
         ),
-        ({"kl_in": "reward", "kl_coefficient": 0.1}, "estimator: maxrl does not go with kl_in: reward"),
+        (
+            {"kl_in": "reward", "kl_coefficient": 0.1},
+            "estimator: maxrl cannot be combined with kl_in: reward",
+        ),
         ({"advantage_std": "none"}, "advantage_std: none needs estimator: group or estimator: gae"),
         ({"leave_one_out": True}, "leave_one_out: true needs estimator: group"),
         ({"credit": "reward_to_go"}, "credit: reward_to_go needs estimator: group"),
-        ({"policy_loss": "sft", "estimator": "maxrl"}, "estimator: maxrl does not go with policy_loss: sft"),
+        (
+            {"policy_loss": "sft", "estimator": "maxrl"},
+            "estimator: maxrl cannot be combined with policy_loss: sft",
+        ),
     ],
 )
 def test_what_does_nothing_beside_it_is_refused(given: dict[str, Any], reason: str) -> None:

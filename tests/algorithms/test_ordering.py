@@ -31,7 +31,8 @@ def turn(
 
 
 def group(group_id: str, shuffled: random.Random, scores: tuple[float, ...] = (0.25, 1.0)) -> RolloutGroup:
-    """Episodes of a conversation that branches and another beside it, in ids and in an order by chance."""
+    """Episodes with a branching conversation and a second conversation, with random ids and in random
+    order."""
     task, rollouts = Task("t", {}), []
     for index, score in enumerate(scores):
         ids = [f"turn-{shuffled.getrandbits(32)}" for _ in range(5)]
@@ -76,7 +77,7 @@ def trained(groups: list[RolloutGroup]) -> list[tuple]:
             s.loss_mask.tolist(),
             s.advantages.tobytes(),
             [score.hex() for score in data.group_scores[s.group_id]],
-            # which tokens are of one turn; the index itself is the place in the order of recording
+            # which tokens belong to the same turn; the index itself is the turn's position in recording order
             [s.token_ids[s.turn_index == place].tolist() for place in dict.fromkeys(s.turn_index)],
         )
         for s in data.samples

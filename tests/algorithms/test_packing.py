@@ -1,4 +1,4 @@
-"""Micro-batches: everything trained once, within the budget, as many on each rank."""
+"""Micro-batches: every token is trained once, within the budget, and each rank has the same number."""
 
 from __future__ import annotations
 

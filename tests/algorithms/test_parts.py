@@ -116,8 +116,8 @@ def test_what_is_given_wins_over_the_preset_and_another_kind_over_all_of_it() ->
         ({"shape": {"radus": 1.0}}, ["unknown setting shape.radus; did you mean 'radius'?"]),
         ({"shape": 7}, ["shape must be one of round, square, or a mapping, got 7"]),
         ({"shape": None}, ["shape must be one of round, square, or a mapping, got null"]),
-        ({"radius": 1.0, "shape": {"radius": 1.0}}, ["radius is given twice, by itself and in shape"]),
-        ({"radius": 1.0, "look": {"radius": 1.0}}, ["radius is given twice, by itself and in look"]),
+        ({"radius": 1.0, "shape": {"radius": 1.0}}, ["radius is given twice, on its own and in shape"]),
+        ({"radius": 1.0, "look": {"radius": 1.0}}, ["radius is given twice, on its own and in look"]),
         ({"frame": "none", "width": 1.0, "colr": 1}, ["width: 1.0 needs", "did you mean 'colour'"]),
     ],
 )
@@ -260,7 +260,7 @@ def test_overrides_reach_into_parts(
         ),
         (
             {"policy_loss": {"clip_high": 0.1}, "clip_high": 0.2},
-            "clip_high is given twice, by itself and in policy_loss",
+            "clip_high is given twice, on its own and in policy_loss",
         ),
     ],
 )

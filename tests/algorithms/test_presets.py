@@ -1,4 +1,4 @@
-"""Presets: what they set, what wins over them, what is refused, and that the documentation says the same."""
+"""Presets: what they set, what overrides them, what is refused, and that the documentation agrees."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"advantage_mean": "none", "leave_one_out": True}, "leave_one_out: true needs"),
         ({"credit": "step_normalized", "leave_one_out": True}, "whose mean is over steps"),
         ({"credit": "step_normalized", "kl_in": "reward", "kl_coefficient": 0.1}, "use kl_in: loss"),
-        ({"advantage_statistics": "token", "leave_one_out": True}, "goes with neither"),
-        ({"advantage_statistics": "token", "credit": "step_normalized"}, "goes with neither"),
+        ({"advantage_statistics": "token", "leave_one_out": True}, "can be combined with neither"),
+        ({"advantage_statistics": "token", "credit": "step_normalized"}, "can be combined with neither"),
         (
             {"advantage_statistics": "token", "advantage_mean": "none", "advantage_std": "none"},
             "needs an advantage_mean or an advantage_std",
@@ -260,7 +260,7 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
             {"kl_in": "loss", "kl_estimator": "k1", "kl_coefficient": 0.1},
             "gradient of k1 in the loss is 0 on average",
         ),
-        ({"reward_bias": -0.5}, "reward_bias: -0.5 is taken off again with the mean"),
+        ({"reward_bias": -0.5}, "reward_bias: -0.5 is subtracted again with the mean"),
         ({"reward_scale": 2.0}, "reward_scale: 2.0 is divided out again by the deviation"),
         (
             {"preset": "distillation", "correction": "truncate"},
@@ -285,11 +285,11 @@ def test_what_a_given_part_switches_off_goes_with_it(given: dict, chosen: dict, 
         ({"preset": "sft", "correction": "truncate"}, "correction: truncate has no meaning for sft"),
         ({"preset": "sft", "trust_region": "m2po"}, "trust_region: m2po has no meaning for sft"),
         ({"preset": "sft", "entropy_coefficient": 0.1}, "entropy_coefficient: 0.1 has no meaning for sft"),
-        ({"preset": "sft", "estimator": "group"}, "does not go with policy_loss: sft"),
-        ({"preset": "grpo", "estimator": "none"}, "does not go with policy_loss: ppo"),
+        ({"preset": "sft", "estimator": "group"}, "cannot be combined with policy_loss: sft"),
+        ({"preset": "grpo", "estimator": "none"}, "cannot be combined with policy_loss: ppo"),
         ({"preset": "dpo", "reward_scale": 2.0}, "reward_scale: 2.0 has no meaning for dpo"),
         ({"preset": "dpo", "loss_normalization": "constant", "loss_constant": 9}, "a mean over pairs"),
-        ({"drop_equal_groups": False, "refill_equal_groups": True}, "without it no group is missing"),
+        ({"drop_equal_groups": False, "refill_equal_groups": True}, "because otherwise no group is missing"),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_reason(given: dict, reason: str) -> None:
@@ -317,7 +317,7 @@ def test_shaping_that_does_something_is_allowed(given: dict) -> None:
 
 
 def test_a_value_clip_that_does_nothing_is_warned_about() -> None:
-    with pytest.warns(UserWarning, match="value_clip does nothing with algorithm.minibatches: 1"):
+    with pytest.warns(UserWarning, match="value_clip has no effect with algorithm.minibatches: 1"):
         config(preset="ppo", minibatches=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -358,7 +358,7 @@ def test_samples_of_a_critic_wait_for_its_values() -> None:
 
 def broken_reward(value: float) -> Reward:
     reward = Reward("episode", "", "return", 0.0)
-    object.__setattr__(reward, "value", value)  # a reward refuses this at its own door
+    object.__setattr__(reward, "value", value)  # the reward's own validation refuses this
     return reward
 
 

@@ -1,6 +1,6 @@
 """Advantages, losses and gradients against TRL's published GRPO trainer, on the same model and episodes.
 
-TRL is driven through its own doors: a rollout function hands it the recorded completions, a reward
+TRL is used through its public interface: a rollout function returns the recorded completions, a reward
 function their rewards, and its `compute_loss` runs a real model. Where its definitions differ from the
 papers' or ours, the test says so and allows for exactly that:
 
@@ -53,7 +53,7 @@ def load(folder: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():  # the initial weights know nothing: every logprob would be the same
+    with torch.no_grad():  # under the initial weights every logprob would be nearly the same
         for parameter in model.parameters():
             parameter.mul_(8 if parameter.ndim > 1 else 1)
     return model

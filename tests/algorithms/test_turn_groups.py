@@ -295,7 +295,7 @@ def test_reward_to_go_without_a_std_is_equal_only_if_all_advantages_are_zero() -
 def test_a_bias_matters_only_where_the_episode_reward_is_discounted() -> None:
     assert config(reward_bias=0.5, turn_discount=0.9).rewards.reward_bias == 0.5
     for given in ({}, {"turn_return": "own"}):
-        with pytest.raises(ValidationError, match="reward_bias: 0.5 is taken off again"):
+        with pytest.raises(ValidationError, match="reward_bias: 0.5 is subtracted again"):
             config(reward_bias=0.5, **given)
 
 
@@ -307,10 +307,16 @@ def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        ({"kl_in": "reward", "kl_coefficient": 0.1}, "credit: turn_groups does not go with kl_in: reward"),
-        ({"leave_one_out": True}, "leave_one_out: true does not go with credit: turn_groups"),
-        ({"advantage_statistics": "token"}, "advantage_statistics: token does not go with credit: turn_g"),
-        ({"advantage_mean": "none"}, "advantage_mean: none does not go with credit: turn_groups"),
+        (
+            {"kl_in": "reward", "kl_coefficient": 0.1},
+            "credit: turn_groups cannot be combined with kl_in: reward",
+        ),
+        ({"leave_one_out": True}, "leave_one_out: true cannot be combined with credit: turn_groups"),
+        (
+            {"advantage_statistics": "token"},
+            "advantage_statistics: token cannot be combined with credit: turn_g",
+        ),
+        ({"advantage_mean": "none"}, "advantage_mean: none cannot be combined with credit: turn_groups"),
         ({"turn_return": "own", "turn_discount": 0.9}, "turn_discount: 0.9 needs turn_return: reward_to_go"),
         ({"turn_weight": 0.0}, "greater than 0"),
         ({"credit": "episode", "turn_weight": 0.5}, "turn_weight: 0.5 needs credit: turn_groups"),

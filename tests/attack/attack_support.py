@@ -48,7 +48,7 @@ def scripted_engine(model: Path, *, reply_tokens: int) -> Iterator[Server]:
 def proxy(
     model: Path, engine_url: str, store: Path, *extra: str, admin_key: str | None = ADMIN_KEY
 ) -> Iterator[Server]:
-    """`areal-agents serve` in a process of its own; without an admin key it is open to this machine."""
+    """`areal-agents serve` in its own process; without an admin key it is open to this machine."""
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(model), "--port", "0"]
     command += ["--engine-url", engine_url, "--store", str(store), *extra]
     env = {} if admin_key is None else {"AREAL_AGENTS_ADMIN_KEY": admin_key}

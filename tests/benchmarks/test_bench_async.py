@@ -49,7 +49,7 @@ def test_the_workload_is_the_one_that_was_fixed() -> None:
 
 
 def test_a_workload_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no workload 'other' can be read"):
+    with pytest.raises(ConfigError, match="cannot read the workload 'other'"):
         read_workload(workload_file(), "other")
     assert isinstance(agent._workload, Workload)
 
@@ -68,7 +68,7 @@ def test_the_first_steps_do_not_count() -> None:
         step_s=2.0, work_s=1.5, trainer_idle=0.25, rollout_idle=0.25, tokens=12.0, pause_s=pytest.approx(0.1),
         staleness=pytest.approx((10 + 10 + 90) / 50), staleness_max=2, failed=3,
     )  # fmt: skip
-    with pytest.raises(TrainingError, match="4 steps were trained, and 3 \\+ 2 are needed"):
+    with pytest.raises(TrainingError, match="4 steps were trained, but 3 \\+ 2 are needed"):
         steady(rows, warm_up=3, failed=0)
 
 
@@ -186,7 +186,7 @@ class TestTable:
     def test_a_foreign_file_is_left_alone(self, tmp_path: Path, trained: list[Any]) -> None:
         out = tmp_path / "table.jsonl"
         out.write_text(json.dumps({"something": "else"}) + "\n")
-        with pytest.raises(ConfigError, match="is no file of results"):
+        with pytest.raises(ConfigError, match="is not a file of results"):
             table.run(out, json=False, settings=self.SETTINGS)
         assert not trained
 

@@ -1,6 +1,7 @@
-"""An agent that does not give up: it calls until it is answered, and writes down what it was answered.
+"""An agent that never gives up: it repeats a call until it is answered, and records the answers.
 
-So whatever dies behind the proxy, an episode ends well; and what its file says, the store must have.
+Whatever dies behind the proxy, its episodes therefore finish, and the store must contain what its file
+records.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def tasks() -> list[dict[str, Any]]:
 
 @episode
 def talk(task: dict[str, Any], ep: Episode) -> float:
-    """Some turns of talk, slower than training; the reward hangs on every letter: no group is equal."""
+    """A few turns of conversation, slower than training. The reward depends on every letter, so no group is
+    equal."""
     client = OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=0, timeout=60)
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"What is {task['number']}?"}]
     said = ""

@@ -1,7 +1,7 @@
-"""What chaos cost: counted from the store, the metrics, the agents' own notes and the weights.
+"""Counts the damage of the kills from the store, the metrics, the agents' own notes and the weights.
 
-A `Ledger` looks at the store from outside while the run goes on, so that it can tell afterwards what was
-lost; `count` then compares.
+A `Ledger` reads the store from outside during the run, so that `count` can determine afterwards what was
+lost.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.store import Store
 
-TOLERANCE = 2e-3  # of a logprob: another kernel, other rounding
+TOLERANCE = 2e-3  # tolerance of a logprob, since another kernel rounds differently
 _LOOK_S = 1.0
 
 
@@ -47,7 +47,7 @@ class Ledger:
     _next_look: float = 0.0
 
     def look(self) -> None:
-        """Note what is there, at most once a second."""
+        """Record the state of the store, at most once a second."""
         if time.monotonic() < self._next_look or not self.store.exists():
             return
         try:
@@ -128,7 +128,8 @@ def count(run: ChaosRun, ledger: Ledger, *, most_turns: int = 500) -> Counts:
     """Compare what is there now with what was seen. The run has ended.
 
     Args:
-        most_turns: whose tokens are computed again; of more, as many drawn at random.
+        most_turns: largest number of turns whose tokens are recomputed; of more turns, a random sample of
+            this size is used.
     """
     left = run.processes()
     ledger._next_look = 0.0
@@ -243,7 +244,8 @@ def _check_tokens(
 def _sampled(
     store_path: Path, most_turns: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
-    """(token ids, recorded logprobs, versions, whether its last turn drew it) [L] of root-to-turn paths."""
+    """(token ids, recorded logprobs, versions, whether its last turn sampled it) [L] of root-to-turn
+    paths."""
     with Store.open(store_path) as store:
         ids = [summary.id for summary in store.episodes(split="train") if summary.turns]
         rng = random.Random(0)

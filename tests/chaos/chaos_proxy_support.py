@@ -1,7 +1,7 @@
-"""`areal-agents serve --workers 2` under kill -9, agents that talk to it all the while, and what they lost.
+"""`areal-agents serve --workers 2` under kill -9, agents that call it continuously, and what they lost.
 
-The agents note what they were answered and what was acknowledged. When the last of them has ended, `count`
-compares their notes with the store, and the store with what the engine sampled.
+The agents record the replies that they received and what was acknowledged. When the last of them has ended,
+`count` compares their notes with the store, and the store with what the engine sampled.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WORKER = b"areal_agents.proxy.workers.process"
 
 
 class Talkative:
-    """A script whose every reply is another text, so that a reply tells which sample it is."""
+    """A script in which every reply is different, so that a reply identifies its sample."""
 
     def __init__(self) -> None:
         self._samples = itertools.count()
@@ -80,7 +80,7 @@ class ChaosProxy:
 
     @property
     def url(self) -> str:
-        """The one URL, through all lives."""
+        """The URL, which stays the same across restarts."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
@@ -91,7 +91,7 @@ class ChaosProxy:
         return False
 
     def see_to(self) -> None:
-        """What a service manager does: start the supervisor at once where there is none."""
+        """Start the supervisor if there is none, as a service manager does."""
         if self._supervisor is not None and (code := self._supervisor.poll()) is None:
             return
         if self._supervisor is not None and code != -signal.SIGKILL:
@@ -105,7 +105,7 @@ class ChaosProxy:
             self._supervisor = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
     def kill(self, role: str, rng: random.Random) -> bool:
-        """kill -9 one process of a role; whether there was one."""
+        """kill -9 one process of a role; return whether there was one."""
         assert self._supervisor is not None
         if role == "supervisor":
             self._supervisor.kill()
@@ -120,7 +120,7 @@ class ChaosProxy:
         return True
 
     def processes(self) -> list[int]:
-        """Every process of this proxy, of whatever life."""
+        """Every process of this proxy, across all restarts."""
         mark = f"{_MARK}={self.root}".encode()
         found = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
         return [process for process in found if mark in _read(process, "environ").split(b"\0")]
@@ -165,7 +165,7 @@ class Refused(Exception):
 
 @dataclass(slots=True)
 class Agents:
-    """Agents that play episodes one after the other, each in a thread of its own.
+    """Agents that play episodes one after another, each agent in its own thread.
 
     Attributes:
         is_over: set when no more episodes are to be opened.
@@ -181,7 +181,7 @@ class Agents:
     refused: list[str] = field(default_factory=list)
 
     def play(self, number: int) -> None:
-        """One agent's life. Its connections are shared by all its episodes."""
+        """Run one agent. Its connections are shared by all its episodes."""
         with httpx.Client(timeout=60) as http:
             for count in itertools.count():
                 if self.is_over.is_set():
@@ -350,7 +350,7 @@ def lasting_port() -> int:
 
 
 def scripted_engine() -> ScriptedApp:
-    """An engine that outlives the proxy, remembers everything, and never says the same twice."""
+    """An engine that outlives the proxy, remembers every request, and never returns the same reply twice."""
     return ScriptedApp.from_folder(MODEL, Talkative())
 
 

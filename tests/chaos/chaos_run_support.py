@@ -37,7 +37,7 @@ CONFIG = {
         "retries": 100, "give_up_after": 100_000,
     },
     "algorithm": {"drop_equal_groups": False, "replay": "recent", "replay_groups": 1, "replay_uses": 3},
-    # So far apart that a token tells which version it is of; and all of them are kept to ask.
+    # The versions are so far apart that a token identifies its version; all of them are kept for comparison.
     "trainer": {
         "lr": 3e-3, "checkpoint_every": CHECKPOINT_EVERY, "keep_weights": 100_000, "trackers": [],
         "device": "cpu",

@@ -107,9 +107,9 @@ class Target:
 
 
 class Missed(Exception):
-    """A generation had ended, or had not begun, when the test did to it what is to happen meanwhile.
+    """The generation had already ended, or had not yet begun, when the test acted on it.
 
-    The models are small: on a machine that stalls for a moment, hundreds of tokens are drawn in it.
+    The models are small, so an engine samples hundreds of tokens while another process of the machine stalls.
     """
 
 

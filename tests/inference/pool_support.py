@@ -1,4 +1,4 @@
-"""Engines whose every token is known beforehand, and servers of them that are killed and started again."""
+"""Engines whose tokens are all known beforehand, and servers of them that are killed and restarted."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from areal_agents.testing.wire import version_spans
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 TOKENIZER = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
-# Between two tokens: of hundreds of them the last arrives long after whatever a test does meanwhile, on a
-# machine that stalls too.
+# Delay between two tokens: the last of hundreds of tokens arrives long after any action of a test, even on a
+# machine that stalls.
 SLOW_S = 0.05
 # Seconds that a test can wait for.
 QUICK = PoolLimits(
@@ -62,7 +62,7 @@ def text_of(ids: Sequence[int]) -> str:
 
 @dataclass
 class Part:
-    """One attempt of a `PlayedEngine`: it samples `tokens` of what it is asked for, and ends so.
+    """One attempt of a `PlayedEngine`: it samples `tokens` of the requested tokens and ends in this way.
 
     `versions` is of its first tokens, the last for all further ones; `told` is how many of them its chunks
     name. It streams `chunk` tokens at a time.
@@ -80,7 +80,7 @@ class Part:
 
 @dataclass
 class PlayedEngine:
-    """Plays its parts one after the other; remembers what it was asked."""
+    """Plays its parts one after another and remembers the requests."""
 
     parts: list[Part]
     asked: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
@@ -151,7 +151,7 @@ class ReplicaServer:
     def __init__(
         self, *, chunk_delay_s: float = 0.002, chunk_tokens: int = 1, spans: bool = False, **options: Any
     ) -> None:
-        self.exchanges: list[ServedCall] = []  # of all its lives
+        self.exchanges: list[ServedCall] = []  # over all restarts
         self.chunk_delay_s = chunk_delay_s
         self._chunk_tokens = chunk_tokens
         self._spans = spans
@@ -169,7 +169,7 @@ class ReplicaServer:
     def start(self, **options: Any) -> None:
         """Start it, at version "default"."""
         if self._thread is not None:
-            self._thread.join(30)  # after a crash it may still be ending
+            self._thread.join(30)  # after a crash it may still be exiting
         self.app = ScriptedApp.from_folder(MODEL, self._answer, **self._options | options)
         self.app.exchanges = self.exchanges
         listener = listen("127.0.0.1", self._port)
@@ -183,7 +183,8 @@ class ReplicaServer:
                     message = {**message, "body": self._written(orjson.loads(body[6:]))}
                 await send(message)
 
-            if not self.is_alive and scope["type"] == "http":  # of a connection that was made while it died
+            # an error of a connection that was made while it died
+            if not self.is_alive and scope["type"] == "http":
                 self._break_connections()
                 return
             await self.app(scope, receive, spoiled)
@@ -207,15 +208,15 @@ class ReplicaServer:
             time.sleep(0.001)
 
     def kill(self) -> None:
-        """End it as kill -9 does: every connection breaks off, and nobody listens."""
+        """End it as kill -9 does: every connection breaks, and nothing listens any more."""
         assert self._loop is not None and self._thread is not None
-        thread = self._thread  # it may be started again as soon as it is known to be dead
+        thread = self._thread  # it may be restarted as soon as it is known to be dead
         self._loop.call_soon_threadsafe(self.crash)
         thread.join(30)
         assert not thread.is_alive()
 
     def crash(self) -> None:
-        """End so of itself; on its event loop."""
+        """Crash in this way on its own; called on its event loop."""
         for server in self._server.servers:
             server.close()
         self._break_connections()
@@ -228,7 +229,7 @@ class ReplicaServer:
 
     @contextmanager
     def hanging(self) -> Iterator[None]:
-        """It goes on listening, and nothing else happens in it."""
+        """Keep listening but do nothing else."""
         self._open.clear()
         self.do(lambda: self._open.wait(30))
         try:
@@ -243,7 +244,7 @@ class ReplicaServer:
         return b"data: " + orjson.dumps(chunk) + b"\n\n" if self.spoil is None else self.spoil(chunk)
 
     def hurry(self) -> None:
-        """Have all that runs, and that comes, arrive without delays."""
+        """Deliver all running and future requests without delays."""
         self.chunk_delay_s = 0.0
 
         def all_at_once() -> None:
@@ -270,7 +271,7 @@ class ReplicaServer:
 
 
 class Rows:
-    """What a store would say is published, and whether the trainer of it lives."""
+    """Stands in for the store: the published version, and whether its trainer lives."""
 
     def __init__(self) -> None:
         self.current: CurrentVersion | None = None
@@ -311,8 +312,8 @@ def reached(pool: EnginePool, rid: str) -> int:
 
 
 def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[ServedCall]) -> None:
-    """Every token of a completion was drawn by an engine after just the tokens that come before it there, and
-    has the logprob and the version of that drawing."""
+    """Check that an engine sampled every token of a completion after exactly the tokens that precede it, and
+    that the token has the logprob and the version of that sample."""
     ids = completion.token_ids.tolist()
     assert ids == chain(prompt.tolist(), len(ids))
     reached = {0}
@@ -332,7 +333,7 @@ def check_drawn(prompt: TokenIds, completion: Completion, exchanges: Sequence[Se
                 if not same:
                     break
                 reached.add(start + index + 1)
-    assert len(ids) in reached, f"no engine drew token {max(reached)} so"
+    assert len(ids) in reached, f"no engine sampled token {max(reached)} in this way"
 
 
 def prompt_of(seed: int, length: int = 12) -> TokenIds:

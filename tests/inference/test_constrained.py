@@ -161,7 +161,7 @@ async def test_the_text_of_incremental_chunks_joined_is_the_text(qwen_url: str) 
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     assert sum((chunk["output_ids"] for chunk in chunks), []) == whole["output_ids"]
     assert [chunk["meta_info"]["completion_tokens"] for chunk in chunks][-1] == 200
-    if len(chunks) <= 2:  # the reader of a stalled machine finds many steps' tokens in one chunk
+    if len(chunks) <= 2:  # on a stalled machine the reader finds the tokens of many steps in one chunk
         raise Missed
 
 

@@ -196,7 +196,7 @@ async def test_streaming_sends_what_grows_and_then_done(url: str) -> None:
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event) for event in events]
     lengths = [len(chunk["output_ids"]) for chunk in chunks]
-    if len(chunks) <= 2:  # the reader of a stalled machine finds many steps' tokens in one chunk
+    if len(chunks) <= 2:  # on a stalled machine the reader finds the tokens of many steps in one chunk
         raise Missed
     assert lengths == sorted(lengths)
     assert all(chunk["meta_info"]["finish_reason"] is None for chunk in chunks[:-1])

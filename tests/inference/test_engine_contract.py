@@ -39,7 +39,7 @@ from areal_agents.inference import PauseMode, SGLangEngine, running_engine
 
 GREEDY = SamplingParams(40, temperature=0.0, ignore_eos=True)
 STREAMING = [*EVERY_SERVER, PLAIN_SGLANG]  # of both kinds of server, one with either form of chunks
-STREAMED_GREEDILY = [  # a real server on a CPU heeds no seeds
+STREAMED_GREEDILY = [  # a real server on a CPU ignores seeds
     pytest.param(name, 0.0, marks=pytest.mark.sglang) for name in ("sglang", "sglang-plain")
 ]
 
@@ -261,7 +261,7 @@ async def test_a_streamed_completion_is_the_one_that_is_not_streamed(
     whole = await engine.generate("w", prompt, params)
     pieces: list[TokenChunk] = []
     streamed = await engine.generate("s", prompt, params, pieces.append)
-    if len(pieces) <= 2:  # the reader of a stalled machine finds many steps' tokens in one piece
+    if len(pieces) <= 2:  # on a stalled machine the reader finds the tokens of many steps in one piece
         raise Missed
     assert_joined(pieces, streamed)
     exact = (await engine.model_info()).kernel == "numba"
@@ -514,7 +514,7 @@ async def test_a_pause_without_a_swap_changes_nothing(
     engine: SGLangEngine, target: Target, mode: PauseMode
 ) -> None:
     prompts = [prompt_of(20 + 40 * i, seed=30 + i) for i in range(9)]  # more than there are slots
-    sampled = int(target.embedded)  # only the embedded engine heeds seeds
+    sampled = int(target.embedded)  # only the embedded engine respects seeds
     params = [
         SamplingParams(300, temperature=float(i % 2 * sampled), ignore_eos=True, seed=i) for i in range(9)
     ]

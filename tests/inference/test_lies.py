@@ -1,4 +1,5 @@
-"""Engines that lie: no answer that cannot be is taken, and what is always answered so stops nothing else."""
+"""Engines that lie: an impossible answer is never accepted, and a request that always gets one stops no other
+request."""
 
 from __future__ import annotations
 
@@ -118,7 +119,7 @@ GRAMMAR = Grammar("regex", "[a-z]+")
         (asked(sampling={"stop_token_ids": (7,), "ignore_eos": True}), [1, 7], "stop", 7, False),
         (asked(end_ids=frozenset({5})), [1, 5], "stop", 5, True),  # the model's own
         (asked(end_ids=frozenset({5})), [1, 6], "stop", 6, False),
-        (asked(end_ids=None), [1, 6], "stop", 6, True),  # nobody knows: it is believed
+        (asked(end_ids=None), [1, 6], "stop", 6, True),  # it cannot be checked, so it is accepted
         (asked(end_ids=None), [1, 6], "stop", 5, False),
         (asked(sampling={"stop": ("END",)}), [1, 6], "stop", "END", True),
         (asked(sampling={"stop": ("END",)}, end_ids=frozenset()), [1, 6], "stop", None, True),
@@ -256,7 +257,7 @@ async def test_one_poisoned_prompt_in_every_episode_of_a_group_fails_alone(
 
 
 async def test_a_resting_engine_keeps_its_reason(engines: dict[Form, tuple[ScriptedApp, str]]) -> None:
-    """Health checks find it alive, and say no more than that."""
+    """Health checks find it alive, and nothing more."""
     app, url = engines["whole"]
     app.script = lambda call: TEXT
     async with pool_over(url) as pool:

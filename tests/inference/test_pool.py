@@ -58,7 +58,7 @@ async def serving(
 
 
 async def until(holds: Callable[[], bool], within_s: float = 30.0) -> None:
-    """Wait for something that is to become true."""
+    """Wait until a condition becomes true."""
     async with asyncio.timeout(within_s):
         while not holds():
             await asyncio.sleep(0.005)
@@ -110,7 +110,7 @@ async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: boo
 
 
 async def test_a_replica_that_hangs_is_lost_and_its_requests_go_on() -> None:
-    """It still listens, and says nothing: only the looks can tell."""
+    """It still listens but never answers, so only health checks can detect that it is lost."""
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers, limits=replace(QUICK, probe_timeout_s=0.5)) as pool:
             call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
@@ -141,7 +141,7 @@ async def test_a_pause_is_no_death() -> None:
             clients = [replica.engine for replica in pool.replicas]
             await asyncio.gather(*(engine.pause("retract") for engine in clients))
             rows.publish(1)
-            await asyncio.sleep(0.3)  # six looks, within the time that a swap may take
+            await asyncio.sleep(0.3)  # six health checks, within the time that a swap may take
             assert states(pool) == ["serving"] * 2 and not any(call.done() for call in calls)
             held = asyncio.create_task(pool.generate("new", prompt_of(9), FORTY))
             await asyncio.gather(*(engine.update_weights_from_disk("/w/1", 1) for engine in clients))
@@ -192,7 +192,7 @@ async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
 
 
 async def test_a_replica_started_again_within_a_moment_hands_out_nothing_of_its_old_weights() -> None:
-    """Between two looks: only the version of its tokens tells."""
+    """Between two health checks, only the version of its tokens shows the restart."""
     with servers_of(1) as servers:
         rows = Rows()
         rows.publish(4)
@@ -255,7 +255,7 @@ def broken(kind: str) -> Callable[[dict[str, Any]], bytes]:
 
 @pytest.mark.parametrize("kind", ["garbage", "half", "nan", "ids", "version", "ahead", "abort"])
 async def test_an_engine_that_answers_garbage_spoils_nothing(kind: str) -> None:
-    """It is one of two: every request ends as if it were not there."""
+    """It is one of two replicas: every request ends as if it did not exist."""
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(0)

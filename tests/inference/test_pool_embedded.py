@@ -1,4 +1,4 @@
-"""A pool of two real engine processes: one is killed in mid-generation, started again, and brought up."""
+"""A pool of two real engine processes: one is killed in mid-generation, restarted, and updated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def engine_on(model: Path, port: int = 0) -> EngineProcess:
 
 @again_if_missed
 async def test_kill_9_in_mid_generation_and_the_way_back(model_folder: Path, next_model_folder: Path) -> None:
-    """Greedy and seeded completions are, token by token, what one engine that never died would have drawn."""
+    """Greedy and seeded completions are, token by token, what one engine that never died would have
+    sampled."""
     old, new = load_reference(model_folder), load_reference(next_model_folder)
     rows, prompts = Rows(), [prompt_of(20, seed) for seed in range(2)]
     greedy = reference_greedy(old, prompts[0], 1000).tolist()

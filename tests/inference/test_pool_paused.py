@@ -12,7 +12,7 @@ from areal_agents.inference import SGLangEngine
 
 
 async def test_a_swap_that_the_trainer_never_finished_is_finished_here() -> None:
-    """It was lost after the row and the pause: the row is the truth, and nobody else would resume."""
+    """It was lost after the row and the pause: the row is the truth, and nothing else would resume it."""
     with servers_of(2) as servers:
         rows = Rows()
         rows.publish(0)
@@ -21,7 +21,7 @@ async def test_a_swap_that_the_trainer_never_finished_is_finished_here() -> None
             await asyncio.gather(*(replica.engine.pause("retract") for replica in pool.replicas))
             rows.publish(1)
             call = asyncio.create_task(pool.generate("r", prompt_of(1), FORTY))
-            await asyncio.sleep(0.3)  # six looks
+            await asyncio.sleep(0.3)  # six health checks
             assert states(pool) == ["serving"] * 2 and pool.counts.catch_ups == 0
             rows.trainer_lives = False
             assert set((await call).versions) == {1}

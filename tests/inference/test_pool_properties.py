@@ -28,7 +28,7 @@ class Trainer:
         self.version = 0
 
     async def swap(self) -> None:
-        """The row, and then pause, update and resume of every engine that answers."""
+        """Write the row, then pause, update and resume every engine that answers."""
         self.version += 1
         row = self._rows.publish(self.version)
         mode = self._rng.choice(["retract", "in_place", "abort"])

@@ -1,4 +1,4 @@
-"""A completion in several attempts: what is kept, what is asked for next, and what cannot go on."""
+"""A completion in several attempts: what is kept, what is requested next, and what cannot continue."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_what_the_caller_aborts_stays_ended() -> None:
         engine.on_part = lambda index: pool.abort("r") if index == 1 else None
         completion = await pool.generate("r", PROMPT, TWENTY)
     assert completion.finish_reason == "abort" and len(completion) == 9
-    assert engine.aborted == [engine.asked[1][0]]  # under the name that the engine knows
+    assert engine.aborted == [engine.asked[1][0]]  # under the request id that the engine knows
 
 
 async def test_an_engine_that_aborts_without_end_is_given_up() -> None:

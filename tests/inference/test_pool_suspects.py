@@ -1,4 +1,5 @@
-"""Requests that engines die of, those that run beside them, and those whose engines die of something else."""
+"""Requests that crash engines, requests that run at the same time, and requests whose engines die for other
+reasons."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class DeadlyServer(ReplicaServer):
 async def pool_over(
     servers: Sequence[ReplicaServer], limits: PoolLimits = QUICK
 ) -> AsyncIterator[EnginePool]:
-    """A pool over servers that are started again as soon as the pool knows that they are dead."""
+    """A pool over servers that are restarted as soon as the pool knows that they are dead."""
 
     async def keep(server: ReplicaServer, replica: Replica) -> None:
         while True:

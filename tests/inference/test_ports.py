@@ -1,4 +1,4 @@
-"""Ports that are reserved for servers: nobody else gets them, the server does."""
+"""Ports that are reserved for servers: no other process gets them, but the server does."""
 
 from __future__ import annotations
 

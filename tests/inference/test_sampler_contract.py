@@ -1,4 +1,5 @@
-"""What `Sampler` promises, of each implementation: scripted, embedded, SGLang, pools of them, in-process."""
+"""The contract of `Sampler`, for each implementation: scripted, embedded, SGLang, pools of them,
+in-process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws against exact small distributions."""
+"""Samples against exact small distributions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Random traffic through the scheduler: whatever it does with slots, each output is the one drawn alone."""
+"""Random traffic through the scheduler: however it uses the slots, each output equals that of the request
+alone."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def test_an_error_in_a_step_reaches_the_owner_of_the_thread(model_folder: Path) 
 
 
 def test_a_call_that_was_cancelled_is_not_run_and_harms_nobody_after(model_folder: Path) -> None:
-    """Its caller hung up while it waited; the engine's thread goes on."""
+    """Its caller disconnected while it waited; the engine's thread continues."""
     failures: Queue[Exception] = Queue()
     thread = EngineThread(
         make_scheduler(make_runner("torch", model_folder), slots=1, prefill_tokens=8),

@@ -151,7 +151,8 @@ async def test_what_an_engine_takes_at_most(engine: SGLangEngine, target: Target
 
 
 async def test_either_form_of_the_wire_is_read(engine: SGLangEngine, target: Target) -> None:
-    """Top logprobs as arrays, which are asked for, and as lists, from a server that does not know arrays."""
+    """Top logprobs as arrays, which are requested, and as lists, from a server that does not support
+    arrays."""
     ids = prompt_of(30, seed=87)
     body = scoring_to_wire(ids, 10, 3)
     plain = {name: value for name, value in body.items() if not name.startswith("return_flat")}
@@ -409,7 +410,7 @@ def test_scores_are_checked_when_they_are_made(arrays: Any, message: str) -> Non
 
 
 class PlayedScorer:
-    """The client of a server; its first calls fail with `failures`. It remembers what it was asked."""
+    """The client of a server; its first calls fail with `failures`. It remembers the requests."""
 
     def __init__(self, url: str) -> None:
         self.client = SGLangEngine(url)

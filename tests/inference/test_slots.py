@@ -1,4 +1,4 @@
-"""Where a request goes and what it may reuse."""
+"""Which slot a request gets and which keys and values it may reuse."""
 
 from __future__ import annotations
 

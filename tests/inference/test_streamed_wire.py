@@ -129,7 +129,7 @@ async def test_however_a_stream_is_cut_it_reads_the_same(form: list[dict[str, An
 
 
 async def test_of_many_cumulative_events_in_one_read_only_the_last_is_needed() -> None:
-    """What stands between is not even looked at, once it is known that chunks repeat what was sent."""
+    """The text in between is not even read once it is known that chunks repeat what was sent."""
     whole = StreamedCompletion()
     whole.feed(event(chunk(0, 1))[6:])
     assert not whole.cumulative

@@ -1,6 +1,7 @@
-"""New weights by every transport: what is served afterwards, and that whatever fails changes nothing.
+"""New weights by every transport: what is served afterwards, and that a failure changes nothing.
 
-One list of tests for the embedded engine's kernels and a real SGLang, less what a real one does not survive.
+The same tests run for the embedded engine's kernels and for a real SGLang, except those that a real one does
+not survive.
 """
 
 from __future__ import annotations
@@ -293,7 +294,7 @@ async def test_a_trainer_that_hangs_holds_up_nobody(
     group, _ = silent_trainer
     async with SGLangEngine(hurried_url) as engine:
         with fresh_group() as lonely, pytest.raises(EngineError, match="could not be joined"):
-            await engine.join_weight_group(lonely)  # nobody listens
+            await engine.join_weight_group(lonely)  # nothing listens there
         await until_listening(group.port)
         await engine.join_weight_group(group)
         await engine.begin_weight_update()

@@ -111,7 +111,7 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
     """By transport, how far the engine's logprobs are from the policy's after it is published, though it was
     lost on the way; and how it ends where the engine is not there."""
     results: dict[str, float] = {}
-    preflight._LOOK_S = swapping._FIRST_PAUSE_S = 0.02
+    preflight._POLL_S = swapping._FIRST_PAUSE_S = 0.02
     for number, transport in enumerate((*WHOLE, "lora"), 1):
         lora = LoraOptions(rank=2) if transport == "lora" else None
         policy = load_policy(folder, group, options=ModelOptions(lora=lora))

@@ -130,7 +130,7 @@ BAD = {
     ),
     "long": (_long, "a sample of 84 tokens does not fit a micro-batch of 64"),
     "token": (_foreign_token, "token 96 is not in the model's vocabulary of 96"),
-    "future": (_future, "a token of version 5, but the trainer is at version 0"),
+    "future": (_future, "a token has version 5, but the trainer is at version 0"),
 }
 
 

@@ -34,7 +34,7 @@ OPTIONS = {"kernel": "torch", "threads": 1, "slots": 4, "max_context": 256}
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several buckets where there would be one, and short pauses between two looks."""
     monkeypatch.setattr(f"{PUBLISHING}.transports.MB", 100)
-    monkeypatch.setattr(f"{PUBLISHING}.preflight._LOOK_S", 0.02)
+    monkeypatch.setattr(f"{PUBLISHING}.preflight._POLL_S", 0.02)
     monkeypatch.setattr(f"{PUBLISHING}.swapping._FIRST_PAUSE_S", 0.02)
 
 

@@ -81,7 +81,7 @@ def test_a_group_of_another_model_is_dropped_by_name(store: Store) -> None:
     put_routed(store, "right", layers=3)
     batch = take(store, 1)
     assert batch.group_ids == ("right",)
-    assert "routed experts are of 2 layers, 2 per token, and the model has 3" in drop_reasons(store)["other"]
+    assert "routed experts cover 2 layers, 2 per token, but the model has 3" in drop_reasons(store)["other"]
 
 
 def test_groups_come_in_the_order_of_their_ids(store: Store) -> None:

@@ -1,4 +1,4 @@
-"""Credit: turns the rewards of an episode into the advantage of each trained token, with NumPy only.
+"""Computes the advantage of each trained token from the rewards of an episode, with NumPy only.
 
 `rewards.py` shapes the recorded rewards, `returns.py` computes the return of each turn, `advantages.py`
 compares the returns within a group, and `tokens.py` computes advantages of single tokens if there is a critic

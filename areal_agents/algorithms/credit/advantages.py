@@ -19,17 +19,17 @@ NormLevel = Literal["group", "batch", "none"]
 StdEstimator = Literal["sample", "population"]
 
 STD_EPSILON = 1e-5
-_EQUAL = 1e-9  # scores closer than this, relative to their size, are one score
+_EQUAL = 1e-9  # scores closer than this, relative to their size, count as equal
 
 
 def all_equal(scores: npt.ArrayLike) -> bool:
-    """Whether all scores [G] are the same number, up to rounding."""
+    """Whether all scores [G] are equal up to rounding."""
     values = np.asarray(scores, np.float64)
     return bool(np.ptp(values) <= _EQUAL * max(1.0, float(np.abs(values).max())))
 
 
 def differences(values: Floats, baselines: npt.ArrayLike) -> Floats:
-    """values − baselines, elementwise, and exactly 0 where the two are equal up to rounding.
+    """Compute values − baselines elementwise, exactly 0 where the two are equal up to rounding.
 
     The mean of n equal numbers can differ from them in the last bit. A group is equal if all its advantages
     are 0, and such a remainder must not change that.
@@ -45,8 +45,8 @@ class Comparison:
     """The returns of a group's turns and their baselines.
 
     Attributes:
-        returns: per episode [T] D_i(k) of each turn.
-        baselines: per episode [T] the baseline that is subtracted, 0 without a mean.
+        returns: per episode [T], D_i(k) of each turn.
+        baselines: per episode [T], the baseline that is subtracted; 0 if no mean is subtracted.
         scale: the factor of the difference: 1/(std + 1e-5); 1 without a std; 0 if the scores that the std is
             computed from are all equal.
     """
@@ -82,7 +82,7 @@ def compare(
     Args:
         groups: the episodes of each group.
         returns: D, see `returns.EpisodeCredit` and `returns.RewardToGo`.
-        mean: where the baseline is taken: over the group, over all episodes of the batch, or nowhere.
+        mean: the episodes over which the baseline is computed: those of the group, of the batch, or none.
         std: the same for the standard deviation of the scores.
         std_estimator: "sample" divides by n − 1, as torch.std does and as the measured recipes
             did; "population" by n.
@@ -131,7 +131,7 @@ def compare(
 
 
 class _Pool:
-    """The episodes that a baseline is taken over; returns are cached for each k."""
+    """The episodes over which a baseline is computed; returns are cached for each k."""
 
     def __init__(self, members: Sequence[EpisodeRewards], off: Sequence[float], returns: Returns) -> None:
         self._members, self._off, self._returns = members, np.asarray(off, np.float64), returns
@@ -140,7 +140,7 @@ class _Pool:
         self.scores = np.array([member.score for member in members]) - self._off
 
     def baselines(self, before: Sequence[int], *, left_out: int | None) -> Floats:
-        """[n] the mean over the episodes of D_j(k), for each k in `before`.
+        """Return [n], the mean of D_j(k) over the episodes, for each k in `before`.
 
         `left_out` is the index of an episode that does not count, or None.
         """
@@ -169,12 +169,13 @@ def step_advantages(
 
         r̃ = (r − mean)/(std + 1e-5)        A_t = Σ_{steps that end at turn t or later} r̃
 
-    A step ends at each turn that was given a reward of its own; the episode's reward, where one was given, is
-    one more step after the last turn. Steps are in recording order, and a turn counts the steps of the
-    turns that were recorded after its call began.
+    A step ends at each turn that has its own reward; the episode's reward, if there is one, is an additional
+    step after the last turn. Steps are in recording order, and a turn counts the steps of the turns that were
+    recorded after its call began.
 
     Args:
-        mean, std: whether the statistic is over the steps of the group, over those of the batch, or left out.
+        mean, std: whether the statistic is computed over the steps of the group, over those of the batch, or
+            not at all.
 
     Returns:
         Per group and episode an array [T]; all zero where the rewards that the std is computed from are
@@ -220,8 +221,8 @@ def whitened(
     Args:
         advantages: per sample an array [N_s] over its trained tokens.
         group_ids: the group id of each sample.
-        mean, std: whether the statistic is over the tokens of the group, over those of the batch, or left
-            out.
+        mean, std: whether the statistic is computed over the tokens of the group, over those of the batch, or
+            not at all.
 
     Source: the advantages of a critic are normalised over the batch's tokens since PPO (arXiv
     1707.06347); REINFORCE++ does so without a critic (arXiv 2501.03262).
@@ -239,7 +240,7 @@ def whitened(
 def _over_pools(
     arrays: Sequence[Floats], pools: Sequence[str], statistic: Callable[[Floats], float]
 ) -> list[float]:
-    """For each array, the statistic over all arrays that have the same pool name."""
+    """For each array, the statistic over all arrays with the same pool name."""
     members: dict[str, list[Floats]] = {}
     for array, pool in zip(arrays, pools, strict=True):
         members.setdefault(pool, []).append(array)

@@ -1,4 +1,4 @@
-"""Anchors: a value for what a turn saw before it was sampled, by which turns are compared.
+"""Anchors: values that represent a turn's input before it was sampled, by which turns are compared.
 
 Turns of one group with equal anchors were sampled in the same situation, so their returns can be compared.
 """
@@ -20,10 +20,10 @@ def turn_anchors(episode: RecordedEpisode, by: TurnAnchor) -> tuple[Anchor, ...]
     """The anchor of each turn of an episode, [T] in recording order.
 
     Args:
-        by: "observation": the messages after the last reply in the turn's prompt, all messages where there is
-            no reply yet; two messages are the same if their canonical keys are (ids of tool calls do not
-            count). "prompt": the token ids of the whole prompt. "label": the label of the turn. "position":
-            its place in recording order.
+        by: "observation": the messages after the last reply in the turn's prompt, or all messages if there is
+            no reply yet; two messages are the same if their canonical keys are equal (ids of tool calls do
+            not count). "prompt": the token ids of the whole prompt. "label": the label of the turn.
+            "position": its index in recording order.
     """
     if by == "observation":
         return tuple(_digest_of(_observation(turn.new_messages)) for turn in episode.turns)
@@ -35,8 +35,8 @@ def turn_anchors(episode: RecordedEpisode, by: TurnAnchor) -> tuple[Anchor, ...]
 
 
 def _observation(messages: Sequence[Message]) -> Sequence[Message]:
-    """The messages after the last reply; an assistant message at the end is a prefix that the turn continues,
-    and belongs to what it saw."""
+    """The messages after the last reply. An assistant message at the end is a prefix that the turn continues,
+    so it is part of the input."""
     end = len(messages)
     while end and messages[end - 1].role == "assistant":
         end -= 1
@@ -51,7 +51,7 @@ def _digest_of(messages: Sequence[Message]) -> bytes:
 
 
 def _prompt_digests(episode: RecordedEpisode) -> tuple[bytes, ...]:
-    """Each turn's digest of its prompt, continued from the digest of its parent's prompt and completion."""
+    """The digest of each turn's prompt, continued from the digest of its parent's prompt and completion."""
     after: dict[str, hashlib.blake2b] = {}
     digests = []
     for turn in episode.turns:

@@ -29,8 +29,8 @@ from areal_agents.algorithms.parts import Part
 
 GaeLevel = Literal["token", "turn"]
 
-_MEAN = "What the subtracted mean is taken over: group, batch, or none."
-_STD = "What the dividing standard deviation is taken over: group, batch, or none."
+_MEAN = "The episodes over which the subtracted mean is computed: group, batch, or none."
+_STD = "The episodes over which the dividing standard deviation is computed: group, batch, or none."
 _STD_ESTIMATOR = "sample divides by n - 1 (as torch.std does), population by n."
 
 
@@ -68,7 +68,8 @@ class GroupEstimator(Part):
             )
         if self.advantage_statistics == "token" and (self.leave_one_out or by_steps):
             raise ValueError(
-                "advantage_statistics: token takes mean and std over tokens; it goes with neither "
+                "advantage_statistics: token computes mean and std over tokens; it can be combined with "
+                "neither "
                 "leave_one_out nor credit: step_normalized"
             )
         if self.advantage_statistics == "token" and self.advantage_mean == self.advantage_std == "none":
@@ -80,17 +81,19 @@ class GroupEstimator(Part):
     def _check_turn_groups(self) -> None:
         if self.leave_one_out:
             raise ValueError(
-                "leave_one_out: true does not go with credit: turn_groups, where a turn is compared with a "
-                "step group that may hold nothing else"
+                "leave_one_out: true cannot be combined with credit: turn_groups, where a turn is compared with "
+                "a step group that may hold nothing else"
             )
         if self.advantage_statistics == "token":
             raise ValueError(
-                "advantage_statistics: token does not go with credit: turn_groups, whose statistics are over "
+                "advantage_statistics: token cannot be combined with credit: turn_groups, whose statistics "
+                "are over "
                 "the episodes of a group and the turns of a step group"
             )
         if self.advantage_mean == "none":
             raise ValueError(
-                "advantage_mean: none does not go with credit: turn_groups, which compares turns with the "
+                "advantage_mean: none cannot be combined with credit: turn_groups, which compares turns "
+                "with the "
                 "mean of their step group; use group or batch"
             )
 
@@ -155,7 +158,10 @@ class GdpoEstimator(Part):
     @model_validator(mode="after")
     def _check(self) -> GdpoEstimator:
         if self.reward_weights and not any(self.reward_weights.values()):
-            raise ValueError("reward_weights must have a weight other than 0, or nothing would be trained")
+            raise ValueError(
+                "reward_weights must contain a weight other than 0, because otherwise nothing "
+                "would be trained"
+            )
         return self
 
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
@@ -193,12 +199,13 @@ class GaeEstimator(Part):
 
 
 class NoEstimator(Part):
-    """No advantages: the loss has targets of its own."""
+    """No advantages are computed: the loss has its own targets."""
 
     kind: Literal["none"] = "none"
 
 
-WithinGroups = GroupEstimator | MaxRlEstimator | GdpoEstimator  # those that compare episodes of a group
+# the estimators that compare episodes of a group
+WithinGroups = GroupEstimator | MaxRlEstimator | GdpoEstimator
 Estimator = Annotated[
     GroupEstimator | MaxRlEstimator | GdpoEstimator | GaeEstimator | NoEstimator, Field(discriminator="kind")
 ]

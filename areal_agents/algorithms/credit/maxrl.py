@@ -14,7 +14,7 @@ _ROUNDING = 1e-9  # rounding can make a sum of rewards that is 0 negative by thi
 
 
 def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
-    """Each turn has the advantage of its episode: A_i = (s_i − mean)/mean, over the scores s of the group.
+    """Each turn gets the advantage of its episode: A_i = (s_i − mean)/mean, over the scores s of the group.
 
     All advantages are 0 where all scores are equal, all of them 0 included. With scores 0 and 1, and p the
     probability of 1, the expectation of Σ_i A_i ∇log π(episode i) over a group of G is therefore G times the
@@ -23,13 +23,13 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
         −Σ_{k=1}^{G−1} (1 − p)^k / k
 
     which are the first G − 1 terms of the expansion of log p. (The paper's estimator without a baseline has
-    one term more; a group without a success is where the two differ.)
+    one more term; the two differ only for groups without a success.)
 
     Returns:
         Per group and episode an array [T] in recording order.
 
     Raises:
-        TrainingError: a score is below 0, so that it is not a likelihood; the message names the group.
+        TrainingError: a score is below 0 and therefore not a likelihood; the message names the group.
 
     Source: MaxRL, arXiv 2602.02710.
     """

@@ -1,7 +1,7 @@
 """The return of each turn of an episode, and the settings of the kinds of credit.
 
-The return of a turn contains everything that the turn can have caused, and the baseline must be the mean of
-the same quantity over the group. Otherwise the expected gradient shrinks or changes its sign: see
+The return of a turn contains every reward that the turn can have caused, and the baseline must be the mean of
+the same quantity over the group. Otherwise the expected gradient shrinks or changes its sign; see
 docs/credit.md.
 """
 
@@ -25,7 +25,7 @@ class Returns(Protocol):
     """A return that is a function of an episode and of k, the turns recorded when a turn's call began."""
 
     def after(self, rewards: EpisodeRewards, before: Sequence[int]) -> Floats:
-        """[n] the return of an episode after its first k turns, for each k in `before`, [n]."""
+        """Return [n], the return of an episode after its first k turns, for each k in `before` [n]."""
         ...
 
 
@@ -52,7 +52,7 @@ class RewardToGo(Part):
 
 
 def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discount: float) -> Floats:
-    """D(k) for each k in `before` [n]: the return of an episode after its first k turns, [n].
+    """Return D(k) [n] for each k in `before` [n]: the return of an episode after its first k turns.
 
         D(k) = R + Σ_{u ≥ k} γ^max(0, depth(u) − depth(k)) · r_u
 
@@ -74,7 +74,7 @@ def rewards_to_go(rewards: EpisodeRewards, before: Sequence[int], *, turn_discou
 
 
 class StepNormalized(Part):
-    """The return of a turn is the sum of the normalised rewards of the steps that end at it or later.
+    """The return of a turn is the sum of the normalised rewards of the steps that end at this turn or later.
 
     See `advantages.step_advantages`.
     """
@@ -115,7 +115,8 @@ TurnReturn = Annotated[ReturnToGo | OwnReturn, Field(discriminator="kind")]
 
 
 class TurnGroups(Part):
-    """The advantage of a turn is that of its episode plus its own among turns sampled in the same situation.
+    """The advantage of a turn is the advantage of its episode plus its own advantage among turns sampled in
+    the same situation.
 
     See `turn_groups.turn_group_advantages`.
     """
@@ -128,21 +129,22 @@ class TurnGroups(Part):
     )
     turn_return: TurnReturn = Field(
         default_factory=ReturnToGo,
-        description="What turns are compared by: their own reward and later ones, or their own only.",
+        description="The rewards by which turns are compared: their own and later ones, or only their own.",
     )
     turn_weight: float = Field(
         default=1.0, gt=0, description="Weight ω of a turn's advantage in its step group."
     )
     episode_return: Literal["score", "outcome"] = Field(
         default="score",
-        description="What episodes are compared by: the sum of all rewards, or the episode reward only.",
+        description="The rewards by which episodes are compared: the sum of all rewards, or only the "
+        "episode reward.",
     )
 
     @property
     def keeps_bias(self) -> bool:
         """Whether a constant added to every episode reward changes advantages.
 
-        It does if the episode reward is discounted by a distance that differs within a step group.
+        It changes them if the episode reward is discounted by a distance that differs within a step group.
         """
         return isinstance(self.turn_return, ReturnToGo) and self.turn_return.turn_discount < 1
 

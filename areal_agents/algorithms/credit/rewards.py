@@ -56,7 +56,7 @@ class RewardShaping(Part):
     """How recorded rewards are shaped before training."""
 
     reward_scale: float = Field(default=1.0, gt=0, description="Every reward is multiplied by it.")
-    reward_bias: float = Field(default=0.0, description="Added to the episode reward before the scale.")
+    reward_bias: float = Field(default=0.0, description="Added to the episode reward before scaling.")
     reward_clip: float | None = Field(
         default=None, gt=0, description="Scaled rewards are clipped to ± this; absent: not clipped."
     )
@@ -66,7 +66,7 @@ class RewardShaping(Part):
 
     @property
     def rewards_every_episode(self) -> bool:
-        """Whether the shaping gives an episode reward to episodes that were given none."""
+        """Whether the shaping adds an episode reward to episodes that have none."""
         return self.reward_bias != 0 or not isinstance(self.length_penalty, NoLengthPenalty)
 
 
@@ -76,13 +76,14 @@ class EpisodeRewards:
 
     Attributes:
         group_id: the group whose baseline the episode shares.
-        turns: [T] each turn's own reward, in recording order; a branch's is its last turn's.
-        episode: the episode's own reward, 0 without one.
+        turns: [T] each turn's own reward, in recording order; the reward of a branch belongs to its last
+            turn.
+        episode: the episode's own reward; 0 if there is none.
         recorded_before: per turn, how many turns of the episode were recorded when its call began.
-        rewarded: [T] bool, turns that were given a reward of their own.
-        has_episode_reward: whether the episode was given one.
-        by_name: the sum of the given rewards of each name, not shaped; where there is a length penalty, it is
-            one of them, as "length_penalty".
+        rewarded: [T] bool, whether a turn has its own reward.
+        has_episode_reward: whether the episode has a reward of its own.
+        by_name: the sum of the recorded rewards of each name, not shaped; a length penalty is included under
+            the name "length_penalty".
         anchors: [T] the anchor of each turn (`anchors.turn_anchors`); empty unless requested.
     """
 
@@ -109,7 +110,8 @@ class EpisodeRewards:
 
     @property
     def score(self) -> float:
-        """The sum of all rewards, each once, rounded once: the order of recording does not change it."""
+        """The sum of all rewards, each counted once. It is rounded only once, so the order of recording does
+        not change it."""
         return math.fsum([*self.turns.tolist(), self.episode])
 
     @property
@@ -128,8 +130,8 @@ def episode_rewards(
 ) -> EpisodeRewards:
     """The shaped rewards of an episode.
 
-    With R the sum of its episode rewards, r_t that of the rewards of turn t, s the scale, b the bias
-    and c the clip:
+    Let R be the sum of the episode rewards, r_t the sum of the rewards of turn t, s the scale, b the bias and
+    c the clip:
 
         r_t ← clip(s · r_t, −c, c)        R ← clip(s · (R + b), −c, c) + length penalty
 

@@ -16,9 +16,9 @@ from areal_agents.algorithms.credit.advantages import all_equal
 def best_episodes(scores: npt.ArrayLike, *, min_score: float | None) -> list[int]:
     """The members of a group, by index, that SFT trains on.
 
-    With `min_score`, these are the members with at least that score. Without it, they are all members with
-    the highest score, but none of a group of several whose scores are all equal, because they may be equally
-    bad. The only member of a group is chosen: it is a demonstration.
+    With `min_score`, these are the members with at least that score. Otherwise they are all members with the
+    highest score; if a group has several members with equal scores, none is chosen, because they may be
+    equally bad. The only member of a group is chosen as a demonstration.
 
     Source: rejection-sampled fine-tuning, arXiv 2308.01825, section 3.3.
     """
@@ -35,9 +35,9 @@ def preference_pair(scores: npt.ArrayLike, *, usable: Sequence[bool]) -> tuple[i
 
     Args:
         scores: [G].
-        usable: [G] whether the member has a token to train.
+        usable: [G] whether the member has a token to train on.
 
-    The first of several equals is taken, so that a batch is the same every time it is built.
+    The first of several equal members is chosen, so that building a batch is deterministic.
     """
     values = np.asarray(scores, np.float64)
     members = [index for index, fit in enumerate(usable) if fit]

@@ -1,7 +1,7 @@
 """Advantages of single tokens: with a critic (GAE), or with penalties in the rewards of tokens.
 
-An episode is one sequence of states here: its trained tokens, turn after turn in recording order. The reward
-of a turn comes with its last token, the episode's reward once, at the end. Tokens between two trained tokens
+Here an episode is one sequence of states: its trained tokens, turn by turn in recording order. The reward of
+a turn is received at its last token, the episode's reward once, at the end. Tokens between two trained tokens
 are part of the step from the first to the second.
 """
 
@@ -33,7 +33,7 @@ class TokenCredit:
 
     Attributes:
         advantages: [N_s] each.
-        value_targets: [N_s] each, what the critic is fitted to; None without a critic.
+        value_targets: [N_s] each, the targets of the critic; None without a critic.
     """
 
     advantages: list[npt.NDArray[np.float32]]
@@ -47,7 +47,7 @@ def token_advantages(
     penalties: Sequence[Array] | None,
     config: AlgorithmConfig,
 ) -> TokenCredit:
-    """The advantage of every trained token of a batch.
+    """Compute the advantage of every trained token of a batch.
 
     With a critic the advantages are computed by `gae` and whitened over tokens. Without a critic the return
     of a token is the return of its turn less the penalties of this token and of later ones
@@ -55,10 +55,10 @@ def token_advantages(
     mean penalty to go of the episode's tokens; with `advantage_statistics: token` it is the mean over tokens.
 
     Args:
-        data: made by `build_training_data`; tokens that were masked afterwards are not states.
+        data: the result of `build_training_data`; tokens that were masked afterwards are not states.
         values: per sample the critic's V(state before each scored token), [N_s]; None without a critic.
-        penalties: per sample an estimate of KL(proximal, reference) at each scored token, [N_s]; times
-            the KL's coefficient it is subtracted from the token's reward. None where kl_in is not "reward".
+        penalties: per sample an estimate of KL(proximal, reference) at each scored token, [N_s]; multiplied
+            by the KL's coefficient, it is subtracted from the token's reward. None if kl_in is not "reward".
 
     Raises:
         ValueError: values or penalties that the algorithm needs are missing, or ones that it does not use are
@@ -124,10 +124,10 @@ def gae(
 
     With level "token" a state is a trained token, and the first of the next turn follows the last of a turn.
     With level "turn" a state is a turn: its value is V before its first token, its reward is reduced by all
-    its penalties, and every token has the turn's advantage and target. The turn's own reward comes with its
-    last token, the episode's reward with the last token of the last turn, and the value after that is 0. A
-    turn without a trained token has no value of its own: its reward belongs to the step that passes it, and
-    at level "turn" it is a step.
+    its penalties, and every token has the turn's advantage and target. The turn's own reward is received at
+    its last token, the episode's reward at the last token of the last turn, and the value after that is 0. A
+    turn without a trained token has no value of its own; its reward belongs to the step that spans it. At
+    level "turn" such a turn still counts as a step.
 
     With γ = λ = 1, no costs and values 0, an advantage is the sum of the rewards from its turn on.
 
@@ -169,10 +169,10 @@ def gae(
 
 
 def penalties_to_go(rewards: EpisodeRewards, costs: _ByTurn, *, turn_discount: float) -> dict[int, Floats]:
-    """The sum of the penalties of each trained token and of those after it, in the form of `costs`.
+    """The sum of the penalties of each trained token and of later tokens, in the form of `costs`.
 
-    The sum over the rest of the token's turn, itself included, and over the turns that were recorded after
-    it, those discounted by turn_discount^max(0, difference in depth), as rewards to go are.
+    The sum covers the rest of the token's turn, the token itself included, and the turns that were recorded
+    after it, which are discounted by turn_discount^max(0, difference in depth), as rewards to go are.
     """
     depths = rewards.depths
     out: dict[int, Floats] = {}
@@ -206,7 +206,7 @@ def _with_critic(
 
 
 def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
-    """[N] the sum of the penalties of each trained token and of those after it."""
+    """Return [N], the sum of the penalties of each trained token and of later tokens."""
     credit = estimator.credit
     discount = credit.turn_discount if isinstance(credit, RewardToGo) else 1.0
     paid = np.empty_like(costs)
@@ -222,7 +222,7 @@ def _paid(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Float
 
 
 def _token_returns(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
-    """[N] the return of each trained token, less the penalties of this token and of later ones."""
+    """Return [N], the return of each trained token minus the penalties of this token and of later ones."""
     credit = estimator.credit
     assert isinstance(credit, EpisodeCredit | RewardToGo)
     returns = -_paid(data, costs, estimator)
@@ -235,7 +235,7 @@ def _token_returns(data: TrainingData, costs: Floats, estimator: GroupEstimator)
 
 
 def _without_critic(data: TrainingData, costs: Floats, estimator: GroupEstimator) -> Floats:
-    """[N] advantages against baselines over episodes, each once."""
+    """Return [N], the advantages relative to baselines over episodes, each episode counted once."""
     members: dict[str, list[str]] = {}
     for episode_id, rewards in data.rewards.items():
         members.setdefault(rewards.group_id, []).append(episode_id)
@@ -270,7 +270,7 @@ def _discounted_sums(deltas: Floats, factor: float, after: float) -> Floats:
 
 
 def _spans(samples: Sequence[TrainingSample]) -> dict[str, dict[int, slice]]:
-    """By episode and turn, where the turn's trained tokens are among those of all samples."""
+    """By episode and turn, the slice of the turn's trained tokens among those of all samples."""
     spans: dict[str, dict[int, slice]] = {}
     offset = 0
     for sample in samples:
@@ -288,7 +288,7 @@ def _spans(samples: Sequence[TrainingSample]) -> dict[str, dict[int, slice]]:
 
 
 def _joined(name: str, arrays: Sequence[Array], samples: Sequence[TrainingSample]) -> Floats:
-    """One array [N] of the numbers at the trained tokens of all samples, checked."""
+    """Check the arrays and return one array [N] of the numbers at the trained tokens of all samples."""
     if len(arrays) != len(samples):
         raise ValueError(f"{name} must have one array per sample, {len(samples)}, got {len(arrays)}")
     for array, sample in zip(arrays, samples, strict=True):
@@ -309,7 +309,7 @@ def _split(flat: Floats, sizes: Sequence[int]) -> list[Floats]:
 
 
 def _scored(arrays: Sequence[Floats], samples: Sequence[TrainingSample]) -> list[npt.NDArray[np.float32]]:
-    """Numbers of trained tokens as arrays over the scored tokens, 0 at those that are not trained."""
+    """Spread the numbers of trained tokens over the scored tokens, with 0 at tokens that are not trained."""
     out = []
     for array, sample in zip(arrays, samples, strict=True):
         spread = np.zeros(int(sample.scored_mask.sum()), np.float32)

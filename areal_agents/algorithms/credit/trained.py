@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 
-_GREEDY_BELOW = 1e-5  # engines sample greedily there: vLLM below 1e-5, SGLang below 1e-6
+_GREEDY_BELOW = 1e-5  # engines sample greedily below it: vLLM below 1e-5, SGLang below 1e-6
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,8 @@ def turn_group_advantages(
 
     Args:
         groups: the episodes of each group, with `EpisodeRewards.anchors`.
-        mean, std: of A^E, over the group or the batch; without a std A^S is not divided either.
+        mean, std: the statistics of A^E, over the group or the batch; without a std, A^S is not divided
+            either.
 
     Returns:
         Per group and episode an array [T] in recording order; exactly 0 where the two parts cancel.
@@ -76,7 +77,7 @@ def turn_group_advantages(
 def _step_advantages(
     group: Sequence[EpisodeRewards], credit: TurnGroups, *, divided: bool, std_estimator: StdEstimator
 ) -> list[Floats]:
-    """Per episode [T] A^S of its turns."""
+    """Return A^S of the turns of each episode, [T] per episode."""
     returns = [credit.turn_return.of_turns(member) for member in group]
     step_groups: dict[Anchor, list[tuple[int, int]]] = {}
     for place, member in enumerate(group):

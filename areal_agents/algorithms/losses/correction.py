@@ -23,10 +23,10 @@ CorrectionLevel = Literal["token", "turn", "turn_geometric", "sequence", "geomet
 
 _CAP = "Upper bound of the weight proximal/behavior."
 _LEVEL = (
-    "What the weight proximal/behavior is of: a token; the product over its turn or its sequence (turn, "
+    "The unit of the weight proximal/behavior: a token; the product over its turn or its sequence (turn, "
     "sequence); or the geometric mean over it (turn_geometric, geometric)."
 )
-_VETO = "A sequence that contains a token whose weight is below it is left out."
+_VETO = "A sequence that contains a token with a weight below this value is left out."
 
 
 class TruncateCorrection(Part):
@@ -97,7 +97,7 @@ Correction = Annotated[TruncateCorrection | MaskCorrection | NoCorrection, Field
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CorrectionWeights:
-    """The weight of each token, and what was done to it.
+    """The weight of each token, and whether it was capped, rejected or vetoed.
 
     Attributes:
         weight: [N], 0 where rejected.
@@ -137,14 +137,15 @@ def correct(
 
     Args:
         log_weight: [N], from `ratios.log_ratio`.
-        sequences, turns: of the same N tokens; a token that does not count there is in no product. By
-            default a sequence is one turn.
+        sequences, turns: grouping of the same N tokens; a token that does not count there is in no product.
+            By default each sequence is one turn.
         cap: upper bound, > 0.
         floor: lower bound of a mask.
         veto: a sequence with a token weight below it is rejected whole, at every level.
 
     Raises:
-        ValueError: a floor with truncate or not below the cap, or a veto that no clamped weight can meet.
+        ValueError: a floor is given with truncate or is not below the cap, or no clamped weight can fall
+            below the veto.
     """
     if floor and (action == "truncate" or floor >= cap):
         raise ValueError(

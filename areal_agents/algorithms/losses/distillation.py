@@ -12,7 +12,7 @@ from areal_agents.algorithms.losses.loss import LossPart, LossTokens, TokenLosse
 if TYPE_CHECKING:
     from torch import Tensor
 
-_REST_EPSILON = 1e-6  # the least probability that is left to the tokens outside of the top k
+_REST_EPSILON = 1e-6  # lower bound of the total probability of the tokens outside the top k
 
 TeacherKind = Literal["model", "engine", "self"]
 
@@ -26,7 +26,7 @@ class DistillationLoss(LossPart):
 
     The divergence at a position depends on the context and not on the token that was sampled there, so
     the weight π_prox/μ of that token, whose mean over the sampled tokens is 1, would only add variance:
-    there is no correction. Contexts that older versions sampled are learned from as they are, within the
+    there is no correction. Contexts that older versions sampled are used without a correction, within the
     staleness bound.
     """
 

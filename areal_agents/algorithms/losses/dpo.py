@@ -34,10 +34,10 @@ class DpoLoss(LossPart):
 
 @dataclass(frozen=True, slots=True)
 class DpoCoefficients:
-    """The factors of −log π of each episode's tokens in the second pass, and the loss itself.
+    """The coefficients of −log π of each episode's tokens in the second pass, and the loss itself.
 
     Attributes:
-        by_episode: c = −∂loss/∂(log π), by episode id; the division by the number of pairs is in it.
+        by_episode: c = −∂loss/∂(log π), by episode id; it includes the division by the number of pairs.
         loss: mean over the pairs.
         accuracy: share of pairs whose margin is positive.
         margin: mean of β [log π/π_ref (chosen) − log π/π_ref (rejected)].
@@ -59,15 +59,15 @@ def dpo_coefficients(
     """Coefficients of the mean DPO loss over the pairs of one optimizer step (arXiv 2305.18290, eq. 7).
 
         loss = −1/P Σ log σ(m),  m = β [log π/π_ref (chosen) − log π/π_ref (rejected)]
-        c(chosen) = β σ(−m) / P,  c(rejected) = −β σ(−m) / P, added up where an episode is in several
+        c(chosen) = β σ(−m) / P,  c(rejected) = −β σ(−m) / P, summed if an episode is in several pairs
 
     Args:
-        current_sums, reference_sums: Σ log π over all trained tokens of an episode, whatever number of
-            samples they lie in, by episode id.
+        current_sums, reference_sums: Σ log π over all trained tokens of an episode, over all of its samples,
+            by episode id.
         pairs: (chosen, rejected) episode ids.
 
     Raises:
-        ValueError: no pairs, an episode without a sum, or β that is not positive.
+        ValueError: there are no pairs, an episode has no sum, or β is not positive.
     """
     if not pairs or not beta > 0:
         raise ValueError(

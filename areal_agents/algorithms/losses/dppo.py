@@ -1,4 +1,4 @@
-"""DPPO: a mask on the divergence from the behavior policy in place of the clip."""
+"""DPPO: a mask on the divergence from the behavior policy instead of the clip."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ class DppoLoss(LossPart):
     dppo_low: float = Field(
         default=0.2,
         gt=0,
-        description="Tokens with a negative advantage are masked above it if they became less likely.",
+        description="Tokens with a negative advantage that became less likely are masked above this "
+        "divergence.",
     )
     dppo_high: float = Field(
         default=0.2,
         gt=0,
-        description="Tokens with a positive advantage are masked above it if they became more likely.",
+        description="Tokens with a positive advantage that became more likely are masked above this "
+        "divergence.",
     )
     dppo_kl_coefficient: float = Field(
         default=1e-3, ge=0, description="Weight of the squared log-ratio current/behavior of every token."
@@ -109,7 +111,8 @@ def dppo(
 
 
 def _divergence(logprobs: Tensor, behavior: Tensor, kind: Divergence) -> Tensor:
-    """[N] divergence of two Bernoulli distributions: of the sampled token against any other."""
+    """Return [N], the divergence of two Bernoulli distributions: the sampled token against any other
+    token."""
     current, sampled = logprobs.double().exp().clamp(max=1), behavior.double().exp().clamp(max=1)
     if kind == "tv":
         return (current - sampled).abs()

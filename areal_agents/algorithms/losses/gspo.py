@@ -22,7 +22,7 @@ class GspoLoss(LossPart):
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high.")
     gspo_level: Literal["sequence", "turn"] = Field(
-        default="sequence", description="What the geometric mean of the ratios is taken over."
+        default="sequence", description="The unit over which the geometric mean of the ratios is computed."
     )
 
     @property
@@ -52,7 +52,7 @@ def gspo(
     Args:
         log_ratio: [N] log u, with the gradient.
         advantages: [N].
-        sequences: of the same N tokens; a token that does not count there is in no mean.
+        sequences: grouping of the same N tokens; a token that does not count there is in no mean.
     """
     detached = log_ratio.detach()
     sequence = sequences.spread(sequences.means(detached))

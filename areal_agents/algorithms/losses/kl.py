@@ -1,16 +1,16 @@
-"""Estimates of KL(π, reference) from the sampled tokens, one per token, and where they are charged.
+"""Estimates of KL(π, reference) from the sampled tokens, one per token, added to the reward or to the loss.
 
 With d = log π_ref − log π (J. Schulman, http://joschu.net/blog/kl-approx.html):
 
     k1 = −d        k2 = d²/2        k3 = e^d − 1 − d
 
 All three estimate the same number; k1 is unbiased with the largest variance, k2 is biased, k3 is
-unbiased and never negative. Their gradients differ, which is why the place matters. Over tokens that π
-itself sampled, with s = ∇ log π:
+unbiased and never negative. Their gradients differ, so it matters where the estimate is added. Over tokens
+that π itself sampled, with s = ∇ log π:
 
     in the reward (no gradient through it): k1 gives E[(log π − log π_ref) s], the gradient of
         KL(π, ref), as intended; k2 and k3 give gradients of other quantities.
-    in the loss (differentiated): k2 gives (log π − log π_ref) s, that same gradient; k3 gives
+    in the loss (differentiated): k2 gives (log π − log π_ref) s, the same gradient; k3 gives
         (1 − π_ref/π) s, which is on average the gradient of KL(ref, π), the other direction; k1
         gives s alone, which is zero on average: a penalty that only adds noise.
 
@@ -75,10 +75,10 @@ KlPlace = Annotated[NoKl | KlInReward | KlInLoss, Field(discriminator="kind")]
 def kl_estimate(
     logprobs: Tensor, reference: Tensor, *, estimator: KlEstimator, keep: Tensor | None = None
 ) -> Tensor:
-    """[N] estimates of KL(π, reference), differentiable in `logprobs`; log-ratios are clamped to ±20.
+    """Return [N] estimates of KL(π, reference), differentiable in `logprobs`; log-ratios are clamped to ±20.
 
     Args:
-        logprobs: [N] of the policy: current for a term of the loss, proximal for one of the reward.
+        logprobs: [N] of the policy: the current one for a term of the loss, the proximal one for the reward.
         reference: [N] of the frozen reference policy (detached here).
         keep: [N] bool; 0 where it is False.
     """

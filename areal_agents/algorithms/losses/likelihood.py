@@ -33,6 +33,6 @@ def likelihood(logprobs: Tensor, coefficients: Tensor) -> TokenLosses:
 
     Args:
         logprobs: [N] of the current policy, with the gradient.
-        coefficients: [N] c, given in place of advantages.
+        coefficients: [N] c, used instead of advantages.
     """
     return TokenLosses(-coefficients * logprobs)

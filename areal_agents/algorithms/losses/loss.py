@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossTokens:
-    """The N tokens that a loss is taken over.
+    """The N tokens over which a loss is computed.
 
     Attributes:
         log_ratio: [N] log u, masked and clamped, with the gradient.
@@ -48,10 +48,10 @@ class TokenLosses:
 
     Attributes:
         values: [N], with the gradient.
-        clipped_low, clipped_high: [N] bool, the token was clipped or masked at the lower or upper bound;
-            None: there is none.
+        clipped_low, clipped_high: [N] bool, the token was clipped or masked at the lower or upper bound; None
+            if the loss has no such bound.
         dual_clipped: [N] bool, the dual clip bounded the loss; None: nowhere.
-        unweighted: [N] a term that is added without the off-policy weight, with the gradient; None: 0.
+        unweighted: [N] a term that is added without the off-policy weight, with the gradient; None means 0.
     """
 
     values: Tensor
@@ -66,7 +66,7 @@ class LossPart(Part):
 
     Attributes:
         uses_advantages: whether the loss is multiplied by advantages, so that it needs an estimator.
-        is_supervised: whether it learns from recorded episodes unchanged, whichever policy sampled them.
+        is_supervised: whether it uses recorded episodes unchanged, whichever policy sampled them.
         needs_reference: whether it needs the logprobs of a reference policy.
         implies: settings of the algorithm that this loss implies where nothing else is given.
     """
@@ -78,7 +78,7 @@ class LossPart(Part):
 
     @property
     def ratio_level(self) -> str:
-        """The unit over which a ratio is taken: "token", "turn" or "sequence"."""
+        """The unit over which a ratio is computed: "token", "turn" or "sequence"."""
         return "token"
 
     def token_losses(self, tokens: LossTokens) -> TokenLosses:

@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 
 
 class TokenMean(Part):
-    """Each token counts the same."""
+    """Each token has the same weight."""
 
     kind: Literal["token"] = "token"
 
@@ -34,7 +34,7 @@ class TokenMean(Part):
 
 
 class SequenceMean(Part):
-    """Each episode counts the same."""
+    """Each episode has the same weight."""
 
     kind: Literal["sequence_mean"] = "sequence_mean"
 
@@ -59,7 +59,8 @@ class ConstantLength(Part):
     kind: Literal["constant"] = "constant"
     loss_constant: int = Field(
         ge=1,
-        description="Tokens that an episode's sum is divided by, for example rollout.limits.max_tokens.",
+        description="Number of tokens by which an episode's sum is divided, for example "
+        "rollout.limits.max_tokens.",
     )
 
     def weights(self, samples: Sequence[TrainingSample]) -> list[Floats]:
@@ -75,21 +76,21 @@ Normalization = Annotated[
 def loss_weights(
     samples: Sequence[TrainingSample], *, mode: NormalizationMode, constant: int | None = None
 ) -> list[Floats]:
-    """c_t of every scored token, a [N_s] array per sample s; 0 where a scored token is not trained.
+    """Compute c_t of every scored token, an array [N_s] per sample s; 0 where a scored token is not trained.
 
         token          1 / Σ_e N_e       each token counts the same (DAPO, arXiv 2503.14476, eq. 8)
         sequence_mean  1 / (S · N_e)     each episode counts the same (GRPO, arXiv 2402.03300, eq. 3)
         sequence_sum   1 / S             the sum over an episode, averaged over episodes
         constant       1 / (S · C)       the same over a fixed length C (Dr.GRPO, arXiv 2503.20783)
 
-    N_e is the number of trained tokens of episode e, S that of the episodes that have one.
+    N_e is the number of trained tokens of episode e, and S the number of episodes with at least one.
 
     Args:
-        samples: all those of one optimizer step, over all ranks.
-        constant: C in tokens, for the mode of that name only.
+        samples: all samples of one optimizer step, over all ranks.
+        constant: C in tokens, only for the mode of that name.
 
     Raises:
-        ValueError: a constant that is missing, not positive, or given to another mode.
+        ValueError: the constant is missing, not positive, or given for another mode.
     """
     if (mode == "constant") != (constant is not None) or (constant is not None and constant <= 0):
         raise ValueError(

@@ -55,20 +55,20 @@ def policy_loss(
     trained: Tensor | None = None,
     divergence: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
-    """The share of the loss that these tokens have.
+    """Compute these tokens' share of the loss.
 
         loss = Σ_t c_t k_t (w_t (ℓ_t + γ_t |log u_t|) + β KL_t − α H_t)
 
-    with c the normalisation, k 0 for a token that is rejected or not kept, w the off-policy weight
-    π_prox/μ, ℓ the policy loss, γ the penalty of a trust region, β the KL coefficient if the KL is in the
-    loss and α the entropy coefficient. A loss may add a term of its own that w does not multiply. By default
-    this is decoupled PPO with a capped weight: arXiv 2505.24298, eq. 5. A token out of `keep` counts for
-    nothing, whatever its arrays hold. c is fixed beforehand, so what is rejected or not kept stays in the
-    denominator.
+    with c the normalisation, k = 0 for a token that is rejected or not kept and 1 otherwise, w the off-policy
+    weight π_prox/μ, ℓ the policy loss, γ the penalty of a trust region, β the KL coefficient if the KL is in
+    the loss and α the entropy coefficient. A loss may add a term of its own that w does not multiply. By
+    default this is decoupled PPO with a capped weight: arXiv 2505.24298, eq. 5. A token outside `keep`
+    contributes nothing, whatever its values are. c is fixed beforehand, so rejected and dropped tokens stay
+    in the denominator.
 
     Args:
         current: [N] logprobs under the weights being trained, with a gradient.
-        objective: the parts.
+        objective: the parts of the loss.
         proximal: [N] logprobs under the weights when the batch began (detached here).
         behavior: [N] logprobs under the policy that sampled each token.
         advantages: [N]; 1 for SFT, the coefficients of `dpo` for DPO.
@@ -88,7 +88,7 @@ def policy_loss(
         The loss, a scalar (float32 for half and single precision), and its statistics.
 
     Raises:
-        ValueError: shapes that differ, or a reference or entropy that the settings need and is missing.
+        ValueError: the shapes differ, or a reference or entropy that the settings need is missing.
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
     optional = [

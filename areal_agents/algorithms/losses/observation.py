@@ -1,8 +1,8 @@
 """The supervised loss on the environment's tokens, added to the policy's loss.
 
 ECHO (arXiv 2605.24517, eq. 1 and 3) adds λ · CE(observations) to a policy gradient loss, so that the model
-learns to predict the answers of its environment in the forward pass that its own tokens take anyway. An
-observation has no behavior policy, no version and no advantage: it enters no ratio, no correction and no
+learns to predict the responses of its environment in the forward pass that its own tokens need anyway. An
+observation has no behavior policy, no version and no advantage, so it is part of no ratio, correction or
 statistic of the policy.
 
 The paper divides by the observation tokens of each sequence. Here the mean is over those of the minibatch, so
@@ -32,7 +32,7 @@ def observation_weights(samples: Sequence[TrainingSample]) -> list[Floats]:
     tokens of the policy, so that the loss is the mean over the observation tokens.
 
     Args:
-        samples: all those of one optimizer step, over all ranks.
+        samples: all samples of one optimizer step, over all ranks.
     """
     masks = [sample.observed[sample.scored_mask] for sample in samples]
     count = max(1, sum(int(mask.sum()) for mask in masks))
@@ -40,7 +40,7 @@ def observation_weights(samples: Sequence[TrainingSample]) -> list[Floats]:
 
 
 def observation_loss(logprobs: Tensor, weights: Tensor) -> Tensor:
-    """The share −Σ_t c_t log π_θ of the mean cross entropy that these tokens have, a scalar.
+    """Compute these tokens' share of the mean cross entropy, the scalar −Σ_t c_t log π_θ.
 
     Args:
         logprobs: [N] of observation tokens under the current policy at temperature 1, with the gradient.

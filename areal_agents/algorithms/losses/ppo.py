@@ -1,4 +1,4 @@
-"""PPO's clipped loss, with two bounds and an optional third."""
+"""PPO's clipped loss, with separate lower and upper bounds and an optional dual clip."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class PpoLoss(LossPart):
     clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped at 1 - clip_low.")
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped at 1 + clip_high.")
     dual_clip: float | None = Field(
-        default=None, gt=1, description="For negative advantages the objective is at least this times them."
+        default=None,
+        gt=1,
+        description="For negative advantages, the objective is at least this factor times the advantage.",
     )
 
     def token_losses(self, tokens: LossTokens) -> TokenLosses:

@@ -1,7 +1,7 @@
 """Log-ratios of two policies, by token, turn and sequence.
 
-Every ratio is the exponential of a log-ratio that is at least float32, masked and clamped to ±20
-first: nothing here can overflow, and a masked token never reaches an exponential.
+Every ratio is the exponential of a log-ratio that has first been widened to at least float32, masked and
+clamped to ±20. Ratios therefore cannot overflow, and a masked token never reaches an exponential.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ LOG_RATIO_LIMIT = 20.0
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor, *, keep: Tensor | None = None) -> Tensor:
-    """log(numerator) − log(denominator), clamped to ±20, of two arrays of logprobs.
+    """Compute numerator − denominator for two arrays of logprobs, clamped to ±20.
 
     A clamped token has no gradient. Half precision is widened to float32 before the subtraction.
 
     Args:
         numerator, denominator: [N] logprobs.
-        keep: [N] bool; 0 where it is False, whatever the logprobs are there.
+        keep: [N] bool; the result is 0 where it is False, whatever the logprobs are.
     """
     difference = widen(numerator) - widen(denominator)
     if keep is not None:
@@ -36,18 +36,18 @@ def widen(values: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, keep: Tensor) -> Tensor:
-    """The same values, 0 where `keep` [N] bool is False, whatever they are there."""
+    """The same values, with 0 where `keep` [N] bool is False, even if the value there is not finite."""
     return values.where(keep, values.new_zeros(()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """Which of the N tokens belong together: those of one root-to-leaf path, or of one turn.
+    """Groups the N tokens into sequences: those of one root-to-leaf path, or of one turn.
 
     Attributes:
-        index: [N] int64, the place of each token's sequence in 0 … S − 1.
+        index: [N] int64, the index of each token's sequence, in 0 … S − 1.
         keep: [N] bool, tokens that count in sums and means.
-        lengths: [S] int64, tokens of each sequence that count.
+        lengths: [S] int64, number of tokens of each sequence that count.
     """
 
     index: Tensor
@@ -67,18 +67,18 @@ class Sequences:
         return len(self.lengths)
 
     def sums(self, values: Tensor) -> Tensor:
-        """[S], the sum of [N] values over the tokens of each sequence that count."""
+        """Return [S], the sum of [N] values over the tokens of each sequence that count."""
         values = masked(values, self.keep)
         return values.new_zeros(len(self)).index_add(0, self.index, values)
 
     def means(self, values: Tensor) -> Tensor:
-        """[S], the mean in place of the sum; 0 for a sequence of which no token counts."""
+        """Return [S], the mean instead of the sum; 0 for a sequence in which no token counts."""
         return self.sums(values) / self.lengths.clamp(min=1)
 
     def any(self, flags: Tensor) -> Tensor:
-        """[S] bool, whether [N] flags hold for a token of the sequence that counts."""
+        """Return [S] bool, whether a flag of [N] is set for any token of the sequence that counts."""
         return self.sums(flags.long()) > 0
 
     def spread(self, per_sequence: Tensor) -> Tensor:
-        """[N], the value of each token's sequence."""
+        """Return [N], the value of each token's sequence."""
         return per_sequence[self.index]

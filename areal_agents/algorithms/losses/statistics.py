@@ -42,10 +42,9 @@ MAXIMA = ("abs_diff_max", "on_policy_abs_diff_max", "abs_log_ratio_max", "weight
 class LossStatistics:
     """Statistics that add up over micro-batches and ranks.
 
-    Every sum is over the trained tokens that a trust region kept, rejected ones included. Divided by
-    `tokens` or, for those of sequences, by `sequences` they are means; the effective sample size is
-    weight² / (weight_squared · tokens). A sequence that context parallelism spreads over ranks counts
-    once on each.
+    Every sum is over the trained tokens that a trust region kept, rejected ones included. Divided by `tokens`
+    or, for sums over sequences, by `sequences`, they are means; the effective sample size is weight² /
+    (weight_squared · tokens). A sequence that context parallelism spreads over ranks counts once on each.
 
     Attributes:
         sums: [len(SUMS)] float64, in the order of `SUMS`: kept tokens, sequences with one, and tokens
@@ -92,14 +91,14 @@ def measure(
     entropy: Tensor | None = None,
     on_policy: Tensor | None = None,
 ) -> LossStatistics:
-    """Statistics of N tokens, from the parts of their loss.
+    """Compute the statistics of N tokens from the parts of their loss.
 
     Args:
         loss: [N], the weighted policy loss.
         log_ratio, log_weight: [N], log current/proximal and log proximal/behavior.
         trained: [N] bool, kept tokens that carry a gradient; the others are measured elsewhere.
-        kl: [N] estimates of KL(current, reference); 0 is summed without.
-        entropy: [N]; 0 is summed without. on_policy: [N] bool; all tokens without.
+        kl: [N] estimates of KL(current, reference); None counts as 0.
+        entropy: [N]; None counts as 0. on_policy: [N] bool; None means all tokens.
     """
     own = trained if on_policy is None else trained & on_policy
     rejected = correction.rejected & trained

@@ -1,7 +1,7 @@
 """Trust regions: which tokens of a minibatch lose their gradient or are penalised.
 
-The choice is made once for all tokens of a minibatch, on every rank alike, before the first micro-batch, so
-it does not depend on how the minibatch was cut.
+The choice is made once for all tokens of a minibatch, identically on every rank, before the first
+micro-batch, so it does not depend on how the minibatch is split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TokenChoice:
 
     Attributes:
         keep: [N] bool, the tokens that keep their gradient; None: all.
-        penalty: [N] float32, what |log u| is multiplied by in the loss of the token; None: no penalty.
+        penalty: [N] float32, the factor of |log u| in the loss of the token; None: no penalty.
     """
 
     keep: Tensor | None = None
@@ -99,7 +99,8 @@ class KlCov(Part):
         default=2e-3,
         gt=0,
         le=1,
-        description="Share of a minibatch's tokens, those of the largest covariance, that KL-Cov penalises.",
+        description="Share of a minibatch's tokens that KL-Cov penalises, namely those with the largest "
+        "covariance.",
     )
     kl_cov_coefficient: float = Field(default=1.0, gt=0, description="Weight of their KL penalty.")
 
@@ -115,15 +116,15 @@ TrustRegion = Annotated[NoTrustRegion | M2po | ClipCov | KlCov, Field(discrimina
 
 
 def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, threshold: float) -> Tensor:
-    """Which tokens of a minibatch keep their gradient: M2PO, arXiv 2510.01161, algorithm 1.
+    """Choose which tokens of a minibatch keep their gradient: M2PO, arXiv 2510.01161, algorithm 1.
 
         T = {t: A_t > 0 and r_t > 1, or A_t < 0 and r_t < 1},  r = π_prox/μ
-        while mean_{t ∈ T} (log r_t)² > threshold: take the largest out of T, and out of the loss
+        while mean_{t ∈ T} (log r_t)² > threshold: remove the largest from T and from the loss
 
-    Only T, the tokens that a clip could act on, is measured and cut; all others are kept. Of equal
-    values the later token goes first. What is left out stays in the denominator of the loss, as in
-    the paper (footnote 2). The paper takes r with the weights being trained; those of the batch's
-    beginning replace them, which is the same on the first minibatch.
+    Only tokens in T, those that a clip could affect, are measured and removed; all others are kept. Among
+    equal values, the later token is removed first. Removed tokens stay in the denominator of the loss, as in
+    the paper (footnote 2). The paper computes r with the weights being trained; here the weights when the
+    batch begins are used, which is the same on the first minibatch.
 
     Args:
         behavior, proximal, advantages: [N], the trained tokens of one optimizer step, over all ranks.
@@ -133,7 +134,7 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
         [N] bool.
 
     Raises:
-        ValueError: a threshold that is not positive.
+        ValueError: the threshold is not positive.
     """
     if not threshold > 0:
         raise ValueError(f"the M2PO threshold must be positive, got {threshold}")
@@ -141,7 +142,7 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
     constrained = (moved * advantages.sign() > 0).nonzero().squeeze(1)
     ascending, order = moved[constrained].square().sort(stable=True)
     counts = constrained.new_ones(len(ascending)).cumsum(0)
-    # the mean of the n smallest grows with n, so those within the bound come first
+    # the mean of the n smallest values increases with n, so the kept values are a prefix
     within = ascending.cumsum(0) / counts <= threshold
     keep = moved.bool() | True
     keep[constrained[order[~within]]] = False
@@ -149,13 +150,14 @@ def m2po_keep(behavior: Tensor, proximal: Tensor, advantages: Tensor, *, thresho
 
 
 def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
-    """[N] float64, what each token adds to the covariance of logprob and advantage: arXiv 2505.22617, eq. 10.
+    """Return [N] float64, each token's contribution to the covariance of logprob and advantage: arXiv
+    2505.22617, eq. 10.
 
         Cov_t = (log π_t − mean log π) (A_t − mean A)
 
-    Their mean is what the entropy of the policy falls by, up to the size of the step (section 4 of
-    the paper). The paper takes π with the weights being trained; those of the batch's beginning replace
-    them, which is the same on the first minibatch.
+    Their mean is the decrease of the policy's entropy, up to the size of the step (section 4 of the paper).
+    The paper computes π with the weights being trained; here the weights when the batch begins are used,
+    which is the same on the first minibatch.
 
     Args:
         logprobs, advantages: [N], the trained tokens of one optimizer step, over all ranks.
@@ -167,15 +169,15 @@ def covariances(logprobs: Tensor, advantages: Tensor) -> Tensor:
 def clip_cov_keep(
     logprobs: Tensor, advantages: Tensor, *, share: float, low: float, high: float, rng: np.random.Generator
 ) -> Tensor:
-    """Which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, eq. 11 and 12.
+    """Choose which tokens of a minibatch keep their gradient: Clip-Cov, arXiv 2505.22617, eq. 11 and 12.
 
-    Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ lose their gradient, chosen at random; all
-    of them where there are not so many. They stay in the denominator of the loss. As in the paper's code at
-    least one is chosen, also where ⌊share · N⌋ is 0.
+    Of the tokens whose covariance lies in [low, high], ⌊share · N⌋ lose their gradient, chosen at random, or
+    all of them if there are fewer. They stay in the denominator of the loss. As in the paper's code, at least
+    one is chosen, even if ⌊share · N⌋ is 0.
 
     Args:
         logprobs, advantages: as for `covariances`.
-        share: of the N tokens, in (0, 1]; the paper uses 2e-4.
+        share: share of the N tokens, in (0, 1]; the paper uses 2e-4.
         low, high: the paper uses 1 and 5.
         rng: must be in the same state on every rank.
 
@@ -194,17 +196,18 @@ def clip_cov_keep(
 
 
 def kl_cov_chosen(logprobs: Tensor, advantages: Tensor, *, share: float) -> Tensor:
-    """Which tokens of a minibatch pay a KL penalty: KL-Cov, arXiv 2505.22617, eq. 13 and 14.
+    """Choose which tokens of a minibatch get a KL penalty: KL-Cov, arXiv 2505.22617, eq. 13 and 14.
 
-    They are the ⌊share · N⌋ tokens of the largest covariance, and at least one; of equal ones the earlier.
-    Their loss becomes ℓ + γ KL(π_prox, π_θ), where the paper's code estimates the KL of a sampled token as
-    |log π_prox − log π_θ|, and so does `objective.policy_loss`. That is 0, with its gradient, on the first
-    minibatch of a batch. The penalty is an expectation over π_prox like ℓ, so the off-policy weight w
-    multiplies both.
+    These are the ⌊share · N⌋ tokens with the largest covariance, but at least one; among equal ones, the
+    earlier. Their loss becomes ℓ + γ KL(π_prox, π_θ), where the paper's code estimates the KL of a sampled
+    token as |log π_prox − log π_θ|, and so does `objective.policy_loss`. This value and its gradient are 0 on
+    the first minibatch of a batch. The penalty is an expectation over π_prox like ℓ, so the off-policy weight
+    w multiplies both.
 
     Args:
         logprobs, advantages: as for `covariances`.
-        share: of the N tokens, in (0, 1]; the paper uses 2e-3 for a model of 7B, 2e-4 for one of 32B.
+        share: share of the N tokens, in (0, 1]; the paper uses 2e-3 for a model of 7B and 2e-4 for one of
+            32B.
 
     Returns:
         [N] bool.

@@ -1,4 +1,4 @@
-"""The policy gradient of the ratio alone, for methods that bound the update elsewhere."""
+"""PPO's surrogate loss without a clip, for methods that bound the update elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UnclippedLoss(LossPart):
 def unclipped(log_ratio: Tensor, advantages: Tensor) -> TokenLosses:
     """PPO's surrogate without its clip, ℓ = −u A (arXiv 1707.06347, eq. 6).
 
-    Nothing in this loss keeps the policy near the proximal one: combine it with a trust region.
+    This loss does not keep the policy close to the proximal policy; combine it with a trust region.
 
     Args:
         log_ratio: [N] log u, with the gradient.

@@ -1,4 +1,4 @@
-"""The critic's loss. Micro-batches and ranks each add a share, as they do to the policy's loss."""
+"""The critic's loss. Micro-batches and ranks each contribute a share, as for the policy's loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_agents.algorithms.losses.ratios import widen
 def value_loss(
     values: Tensor, *, old_values: Tensor, targets: Tensor, loss_weights: Tensor, clip: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Squared error to the returns, clipped around the values that the batch began with.
+    """Squared error to the returns, clipped around the values before the batch.
 
         L = Σ_t c_t · ½ max((v_t − R_t)², (clip(v_t, v_old ± clip) − R_t)²)
 
@@ -22,13 +22,13 @@ def value_loss(
         values: [N] of the critic being trained; the only input with a gradient.
         old_values, targets: [N], V before the batch and the returns R.
         loss_weights: [N] c_t, see `normalization.loss_weights`.
-        clip: how far a value may move with a gradient towards its target.
+        clip: largest distance from the old value at which a value still has a gradient towards its target.
 
     Returns:
         The loss, a scalar, and the number of tokens where the clipped error was the larger (float64).
 
     Raises:
-        ValueError: shapes that differ, or a clip that is not positive.
+        ValueError: the shapes differ, or the clip is not positive.
     """
     shapes = {tuple(t.shape) for t in (values, old_values, targets, loss_weights)}
     if len(shapes) != 1:

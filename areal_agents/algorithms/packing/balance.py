@@ -1,4 +1,5 @@
-"""Distributes costs over ranks: the same number to each rank, with sums as equal as differencing achieves."""
+"""Distributes costs over ranks: each rank gets the same number of costs, with sums made as equal as
+differencing achieves."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from collections.abc import Sequence
 
 
 def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Indices of the costs for each rank, in equal number, each rank's largest first.
+    """Return the indices of the costs for each rank: the same number for each, with the largest first.
 
     Karmarkar–Karp differencing for several sets (Karmarkar and Karp 1982), in the form that keeps
     the counts equal (Michiels, Korst, Aarts, van Leeuwen 2003): the sorted costs are dealt in
     tuples of one per rank; the two partitions with the largest spread are merged, largest sum onto
-    smallest, until one is left.
+    smallest, until one partition is left.
 
     Raises:
         ValueError: the number of costs is not a multiple of the ranks.
@@ -40,6 +41,6 @@ def balance(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def imbalance(sums: Sequence[float]) -> float:
-    """How far the heaviest rank is above the mean: max/mean − 1; 0 for no ranks or no cost."""
+    """Relative excess of the heaviest rank over the mean: max/mean − 1; 0 without ranks or costs."""
     total = sum(sums)
     return max(sums) * len(sums) / total - 1 if total else 0.0

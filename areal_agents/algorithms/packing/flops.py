@@ -1,8 +1,8 @@
 """FLOPs of a decoder's forward pass: the cost by which micro-batches are balanced.
 
-A row costs its matrix products, and attention to every row that it sees; a trained token also costs its row
-of logits. So a sequence of s tokens costs a·s + b·s², and a shared
-prefix is counted once, as it is computed.
+The cost of a row consists of its matrix products and of attention to every row that it sees; a trained token
+adds a row of logits. A sequence of s tokens therefore costs a·s + b·s², and a shared prefix is counted once,
+because it is computed once.
 """
 
 from __future__ import annotations
@@ -11,19 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-TRAINING = 3  # forward and backward cost three times the forward: two products in the backward for one
+# forward and backward pass together cost three forward passes: the backward pass has two products for each
+# one
+TRAINING = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of a decoder with gated feed-forward layers; with experts, what one token passes through.
+    """Sizes of a decoder with gated feed-forward layers or experts, from which the cost of one token follows.
 
     Attributes:
-        heads, kv_heads: of attention; head_dim: width of each.
+        heads, kv_heads: number of attention heads, and of key and value heads. head_dim: width of each head.
         intermediate: width of a dense feed-forward layer.
-        moe_layers: how many of the layers have experts in place of the dense feed-forward.
-        experts: per such layer; experts_per_token: of them, what one token uses.
-        expert_intermediate: width of one expert; shared_intermediate: of the part every token uses.
+        moe_layers: number of layers that have experts instead of a dense feed-forward layer.
+        experts: number of experts per such layer. experts_per_token: number of experts that one token uses.
+        expert_intermediate: width of one expert. shared_intermediate: width of the part that every token
+            uses.
     """
 
     layers: int
@@ -41,7 +44,7 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """The shape in a Hugging Face config (`config.to_dict()`, or config.json).
+        """Read the shape from a Hugging Face config (`config.to_dict()`, or config.json).
 
         Raises:
             ValueError: a size that every decoder has is missing.
@@ -51,7 +54,7 @@ class ModelShape:
         missing = [name for name in names if not text.get(name)]
         if missing:
             raise ValueError(
-                f"a model config must be that of a decoder with attention, but it lacks {', '.join(missing)}"
+                f"a model config must describe a decoder with attention, but it lacks {', '.join(missing)}"
             )
         layers, hidden, heads, vocab = (int(text[name]) for name in names)
         experts = int(text.get("num_experts") or text.get("num_local_experts") or 0)
@@ -74,7 +77,7 @@ class ModelShape:
 
     @property
     def per_row(self) -> int:
-        """FLOPs of the matrix products of one row in all layers: 2 per weight that it meets."""
+        """FLOPs of the matrix products of one row in all layers: 2 per weight that it is multiplied by."""
         attention = 2 * self.hidden * self.head_dim * (self.heads + self.kv_heads)  # q and o; k and v
         dense = 3 * self.hidden * self.intermediate  # gate, up and down
         active = self.experts_per_token * self.expert_intermediate + self.shared_intermediate
@@ -94,11 +97,11 @@ class ModelShape:
         return 2 * self.hidden * self.vocab
 
     def flops(self, *, rows: float, pairs: float, predictions: float) -> float:
-        """Forward FLOPs.
+        """FLOPs of a forward pass.
 
         Args:
-            rows: tokens that go through the layers.
-            pairs: rows attended to, summed over the rows: Σ (position + 1).
-            predictions: rows with logits.
+            rows: number of tokens that go through the layers.
+            pairs: number of rows attended to, summed over the rows: Σ (position + 1).
+            predictions: number of rows with logits.
         """
         return float(self.per_row * rows + self.per_pair * pairs + self.per_prediction * predictions)

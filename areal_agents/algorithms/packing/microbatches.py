@@ -1,4 +1,4 @@
-"""Packs samples into micro-batches within a token budget: the same number per rank, of about equal cost.
+"""Packs samples into micro-batches within a token budget: the same number for each rank, of about equal cost.
 
 A micro-batch separates what the model reads (the token tree, [T]) from what the loss needs (one
 entry per scored token, [N], pointing at the row whose output predicts it). A row that several
@@ -38,20 +38,20 @@ class MicroBatch:
         segments: which rows attend to which, see `token_tree`.
         predictor_rows: [N] int64, the row that predicts each scored token.
         target_ids: [N] int64, the scored tokens.
-        trained: [N] bool, sampled tokens with a gradient; of the others another sample trains those of
-            `TrainingSample.prefix_mask`.
+        trained: [N] bool, sampled tokens with a gradient. Those of the other tokens that are in
+            `TrainingSample.prefix_mask` are trained by another sample.
         behavior_logprobs, temperatures, advantages: [N] float32.
-        loss_weights: [N] float32, what each token's loss is multiplied by; the loss is the sum.
-        versions: [N] int64, the policy version that sampled each.
-        sample_index: [N] int64, which sample of the packed list each belongs to.
+        loss_weights: [N] float32, the factor of each token's loss; the loss is the sum.
+        versions: [N] int64, the policy version that sampled each token.
+        sample_index: [N] int64, the index in the packed list of the sample that each token belongs to.
         turn_ids: [N] int64, equal for tokens of one turn of one sample only.
-        sample_tokens: tokens that the samples have without sharing.
-        context_group: the ranks that hold the other rows, None if all T are here. Where it is set the
-            segments are those of all rows, and the other arrays those of this rank, of the [N] the
-            tokens that its rows predict.
+        sample_tokens: number of tokens that the samples have without sharing.
+        context_group: the ranks that hold the other rows; None if this rank has all T rows. If it is set,
+            `segments` cover all rows, whereas the other arrays cover the rows of this rank ([T]) and the
+            tokens that they predict ([N]).
         observed: [N] bool, the tokens of `TrainingSample.observation_mask`; None if there are none.
-        images: None without any; routed_experts: [T, layers, k] int64 of the engine, -1 where it did
-            not say, None if nowhere. See `model_inputs`.
+        images: the images; None if there are none. routed_experts: [T, layers, k] int64, the experts that the
+            engine chose, -1 if it did not return them; None if there are none at all. See `model_inputs`.
     """
 
     input_ids: Tensor
@@ -79,7 +79,7 @@ class MicroBatch:
         return len(self.target_ids)
 
     def forward_flops(self, shape: ModelShape) -> float:
-        """FLOPs of a forward pass: shared rows once, attention over the rows attended to."""
+        """FLOPs of a forward pass: shared rows count once, and attention counts the rows attended to."""
         pairs = sum(segment.pairs for segment in self.segments)
         rows = self.segments[-1].end
         return shape.flops(rows=rows, pairs=pairs, predictions=self.scored_tokens)
@@ -102,21 +102,23 @@ def pack(
     weights: Sequence[npt.NDArray[np.float32]] | None = None,
     shape: ModelShape | None = None,
 ) -> list[MicroBatch]:
-    """Micro-batches of at most `token_budget` model tokens; their number is a multiple of `ranks`.
+    """Pack the samples into micro-batches of at most `token_budget` model tokens; their number is a multiple
+    of `ranks`.
 
     Samples with a common prefix stay together, so that it is computed once, unless they do not
-    fit or a rank would wait for another. `batches[r::ranks]` are those of rank r, costliest first.
+    fit or a rank would wait for another. `batches[r::ranks]` are those of rank r, the costliest first.
     If there are too few samples for the ranks, micro-batches of one token that trains nothing are added,
     because every rank takes part in every collective.
 
     Args:
-        weights: per sample what the loss of each of its scored tokens is multiplied by [N_s];
-            by default the same for all that are trained, and 1 in sum.
-        shape: of the model, for the cost of a micro-batch; without it a token costs 1.
+        weights: per sample [N_s], the factors of the loss of its scored tokens. By default the factors of all
+            trained tokens are equal and sum to 1.
+        shape: the model shape from which the cost of a micro-batch is computed; without it, each token costs
+            1.
 
     Raises:
         TrainingError: a sample alone is longer than the budget.
-        ValueError: no samples, or weights that are not one per scored token.
+        ValueError: there are no samples, or the weights are not one per scored token.
     """
     if not samples:
         raise ValueError("a batch must have at least one sample, got none")
@@ -147,7 +149,7 @@ def pack(
 
 
 def _model_input(sample: TrainingSample) -> npt.NDArray[np.int32]:
-    """The tokens that the model must read: those before the last trained one."""
+    """The tokens that the model must read: those before the last trained token."""
     return sample.token_ids[: int(np.flatnonzero(sample.loss_mask)[-1])]
 
 

@@ -12,10 +12,10 @@ from areal_agents.core.sample import TrainingSample
 def split_minibatches(
     samples: Sequence[TrainingSample], count: int, *, seed: int
 ) -> list[list[TrainingSample]]:
-    """Distribute the samples over at most `count` parts with nearly the same number of groups, none empty.
+    """Distribute the samples over at most `count` non-empty parts with nearly the same number of groups.
 
-    A group stays in one part, so that its prefix is computed once; if there are fewer groups than parts, an
-    episode does. `seed` determines the random order.
+    A group stays in one part, so that its prefix is computed once; if there are fewer groups than parts, only
+    each episode stays in one part. `seed` determines the random order.
     """
     if count == 1 or len(samples) <= 1:
         return [list(samples)] if samples else []

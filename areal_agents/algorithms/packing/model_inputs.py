@@ -23,11 +23,12 @@ _FIRST_IMAGE_KEY = 2**31  # above every token id
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageRows:
-    """The images of a micro-batch, in the order of their rows, each once however many samples share it.
+    """The images of a micro-batch, in the order of their rows. An image that several samples share is
+    included once.
 
     Attributes:
         pixel_values: [P, D] float32, the patches of all images.
-        grid_thw: [I, 3] int64, patches of each in time, height and width.
+        grid_thw: [I, 3] int64, number of patches of each image in time, height and width.
     """
 
     pixel_values: Tensor
@@ -39,7 +40,8 @@ class ImageRows:
 
 
 def merge_keys(samples: Sequence[TrainingSample], lengths: Sequence[int]) -> list[npt.NDArray] | None:
-    """Per sample the keys that distinguish its first `lengths[i]` tokens [L]; None if the token ids do."""
+    """Per sample [L], the keys that distinguish its first `lengths[i]` tokens; None if the token ids
+    distinguish them."""
     if not any(sample.images for sample in samples):
         return None
     seen: dict[bytes, int] = {}
@@ -59,7 +61,7 @@ def image_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows]) -> Image
     """The images that the samples show to the model; None if there are none.
 
     Args:
-        rows: per sample the row of each token that the model reads; an image after them is left out.
+        rows: per sample, the row of each token that the model reads; an image after these tokens is left out.
     """
     found = {
         int(at[image.start]): image
@@ -79,10 +81,10 @@ def image_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows]) -> Image
 def routed_rows(samples: Sequence[TrainingSample], rows: Sequence[Rows], count: int) -> Tensor | None:
     """The experts that the engine chose [T, layers, k] int64, -1 if unknown; None if no sample has any.
 
-    If samples share a row, the first one that has a choice for it decides.
+    If samples share a row, the first sample that has a choice for the row determines it.
 
     Raises:
-        ValueError: samples whose choices are not of one shape.
+        ValueError: the choices of the samples differ in shape.
     """
     shapes = {s.routed_experts.shape[1:] for s in samples if s.routed_experts is not None}
     if not shapes:

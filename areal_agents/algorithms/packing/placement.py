@@ -1,8 +1,8 @@
 """Chooses which samples share a micro-batch: whole clusters with a common prefix, cut only if they must be.
 
-A piece is a part of the prefix forest that stays together. A micro-batch that already holds what a
-piece continues is charged only for the rest, so pieces find the micro-batch that saves most. The
-sizes and costs here are exactly those of the token trees that are laid out afterwards.
+A piece is a part of the prefix forest that stays together. Adding a piece to a micro-batch that already
+contains its prefix costs only the rest, so each piece goes to the micro-batch where it saves the most. The
+sizes and costs are exactly those of the token trees that are laid out afterwards.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from areal_agents.algorithms.packing.flops import ModelShape
 from areal_agents.algorithms.packing.token_tree import PrefixForest
 
 TOLERANCE = 0.03  # rank imbalance up to which no cluster is cut for the sake of balance
-LIMITS = 6  # how many limits on the cost of a piece are tried: none, a micro-batch's, and its halves
-WORTH = 0.005  # share by which another packing must relieve the heaviest rank to replace the best one
+# number of limits on the cost of a piece that are tried: none, the cost of a micro-batch, and its halves
+LIMITS = 6
+# share by which another packing must reduce the heaviest rank's cost to replace the best packing
+WORTH = 0.005
 Counts = npt.NDArray[np.float64]
 
 
@@ -31,8 +33,8 @@ class _Piece:
     """Members with the same `above`; `node` is -1 for a sequence that ends where another continues.
 
     Attributes:
-        tokens, cost: those below `above`.
-        above: nodes that its members continue, which a micro-batch may already hold.
+        tokens, cost: tokens and cost of the members, without the nodes in `above`.
+        above: nodes that the members continue, which a micro-batch may already contain.
     """
 
     node: int
@@ -50,14 +52,15 @@ def place(
     ranks: int,
     shape: ModelShape | None,
 ) -> list[list[int]]:
-    """Members of each micro-batch, a multiple of `ranks`; [r::ranks] are those of rank r.
+    """Return the members of each micro-batch. The number of micro-batches is a multiple of `ranks`;
+    [r::ranks] are those of rank r.
 
     Args:
-        predictions: trained tokens of each sequence.
+        predictions: number of trained tokens of each sequence.
         shape: the model shape that costs are computed from; without it a token costs 1.
 
     Returns:
-        Lists that may be empty where there is too little for every rank. The largest come first.
+        Lists, some of which are empty if there is too little work for every rank. The largest come first.
     """
     costs = _Costs(forest, predictions, shape)
     best: tuple[float, float, list[list[int]]] | None = None  # the heaviest rank, imbalance, members
@@ -90,7 +93,7 @@ class _Costs:
         ends = np.array([node.end for node in self.nodes], np.float64)
         self.tokens: Counts = ends - starts
         self.costs: Counts = self.tokens.copy()
-        self.heads: Counts = np.zeros(len(self.leaves))  # of the logits, per sequence
+        self.heads: Counts = np.zeros(len(self.leaves))  # cost of the logits, per sequence
         if shape is not None:
             pairs = (ends * (ends + 1) - starts * (starts + 1)) / 2
             self.costs = shape.per_row * self.tokens + shape.per_pair * pairs
@@ -106,7 +109,7 @@ class _Costs:
                 self.after[parent] = max(self.after[parent], self.after[index])
 
     def pieces(self, token_budget: int, limit: float) -> list[_Piece]:
-        """Return whole clusters, and cut those above the budget or above a cost of `limit` where they can be
+        """Return whole clusters, but cut those above the budget or above a cost of `limit` if they can be
         cut."""
         done = []
         pending = [self._piece(root, ()) for root in self.children.get(-1, [])]
@@ -138,7 +141,8 @@ class _Costs:
 def _fill(
     costs: _Costs, pieces: Sequence[_Piece], token_budget: int, ranks: int, *, even: bool
 ) -> tuple[list[list[int]], list[float]]:
-    """Members and cost of as few micro-batches, a multiple of `ranks`, as the pieces are found to fit.
+    """Return the members and the cost of the fewest micro-batches, a multiple of `ranks`, into which the
+    pieces are found to fit.
 
     Args:
         even: whether micro-batches should cost about the same, rather than share as much as possible.
@@ -154,7 +158,7 @@ def _fill(
 
 
 class _Bins:
-    """Fills micro-batches: the costliest pieces come first, and each goes where it adds least."""
+    """Fills micro-batches: the costliest pieces come first, and each goes where it adds the least cost."""
 
     def __init__(
         self, costs: _Costs, pieces: Sequence[_Piece], token_budget: int, count: int, *, even: bool
@@ -162,13 +166,14 @@ class _Bins:
         self.costs, self.budget = costs, token_budget
         self.members: list[list[int]] = [[] for _ in range(count)]
         self.tokens, self.sums = np.zeros(count), np.zeros(count)
-        self.missing: dict[int, Counts] = {}  # per node above a piece: 1 where a bin lacks it
+        self.missing: dict[int, Counts] = {}  # per node above a piece: 1 for each bin that lacks the node
         shared = {node for piece in pieces for node in piece.above}
         total = sum(piece.cost for piece in pieces) + sum(costs.costs[node] for node in shared)
         self.fair = 1.01 * total / count if even else math.inf
 
     def place(self, pieces: Sequence[_Piece]) -> int:
-        """Place the pieces, cutting those that fit nowhere whole; returns the tokens that fit nowhere."""
+        """Place the pieces, cutting those that fit nowhere whole; return the number of tokens that fit
+        nowhere."""
         queue = [(-piece.cost, number, piece) for number, piece in enumerate(pieces)]
         heapq.heapify(queue)
         number, left = len(queue), 0
@@ -185,11 +190,11 @@ class _Bins:
         return left
 
     def _add(self, piece: _Piece) -> bool:
-        """Put a piece where it fits; False if it fits nowhere.
+        """Add a piece to a micro-batch in which it fits; return False if there is none.
 
-        Of the micro-batches that it does not make costlier than their fair share, it takes the one
-        that already has most of what it continues, then the cheapest; else the one that is
-        cheapest with it.
+        Of the micro-batches that stay within their fair share of the cost, it goes to the one that already
+        contains most of its prefix, then to the cheapest; if there are none, to the one that is cheapest with
+        it.
         """
         tokens, cost = np.full(len(self.sums), piece.tokens, float), np.full(len(self.sums), piece.cost)
         for node in piece.above:
@@ -213,7 +218,7 @@ class _Bins:
         return True
 
     def used(self, ranks: int) -> tuple[list[list[int]], list[float]]:
-        """Members and cost of the micro-batches, without the empty ones that no rank needs."""
+        """Return the members and cost of the micro-batches, without the empty ones that no rank needs."""
         order = sorted(range(len(self.members)), key=lambda i: -self.sums[i])
         filled = sum(map(bool, self.members))
         order = order[: ranks * math.ceil(filled / ranks)]

@@ -1,8 +1,8 @@
 """Merges sequences at their common prefixes, so that a shared token goes through the model once.
 
-The tree is laid out depth first: the tokens of a segment are contiguous, and so are the tokens of
-everything that continues it. A token attends to its own segment causally and to all of every
-segment above it, which is exactly what it would attend to in its own sequence.
+The tree is laid out depth first: the tokens of a segment are contiguous, and so are the tokens of its whole
+subtree. A token attends causally to its own segment and fully to every segment above it, which is exactly
+what it would attend to in its own sequence.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Rows = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens that one set of sequences shares.
+    """A run of tokens shared by one set of sequences.
 
     Attributes:
         start, end: its rows in the layout.
-        subtree_end: end of the rows of everything that continues it; `end` if nothing does.
+        subtree_end: end of the rows of its subtree; `end` if nothing continues the segment.
         position: position of its first token in its sequences.
     """
 
@@ -33,7 +33,7 @@ class Segment:
 
     @property
     def pairs(self) -> int:
-        """Rows that its rows attend to, themselves included, summed over its rows."""
+        """Number of rows that its rows attend to, themselves included, summed over its rows."""
         length = self.end - self.start
         return length * self.position + length * (length + 1) // 2
 
@@ -115,7 +115,8 @@ class PrefixForest:
 def _segments(
     nodes: Sequence[Node], used: Sequence[int], ending: Collection[int], firsts: dict[int, int]
 ) -> tuple[Segment, ...]:
-    """Segments of the used nodes; a node that only one other continues makes one segment with it."""
+    """Create the segments of the used nodes; a node that only one other node continues forms one segment with
+    it."""
     children: dict[int, int] = {}
     for index in used:
         children[nodes[index].parent] = children.get(nodes[index].parent, 0) + 1
@@ -129,7 +130,7 @@ def _segments(
     for index in used:
         parent = nodes[index].parent
         if parent >= 0 and children[parent] == 1 and parent not in ending:
-            above = made[-1]  # the parent, or what the parent was joined to
+            above = made[-1]  # the parent, or the node that the parent was joined to
             made[-1] = Segment(above.start, last[index], ends[index], above.position)
         else:
             made.append(Segment(firsts[index], last[index], ends[index], nodes[index].start))
@@ -137,7 +138,7 @@ def _segments(
 
 
 def prefix_order(sequences: Sequence[npt.ArrayLike]) -> list[int]:
-    """Indices of the sequences in lexicographic order: neighbours share the most."""
+    """Indices of the sequences in lexicographic order, so that neighbours share the longest prefixes."""
     return sorted(range(len(sequences)), key=lambda i: np.asarray(sequences[i], ">u4").tobytes())
 
 
@@ -152,16 +153,16 @@ def common_prefix(left: npt.NDArray, right: npt.NDArray) -> int:
 def build_forest(
     sequences: Sequence[npt.NDArray], *, min_saved: int | None = 64, keys: Sequence[npt.NDArray] | None = None
 ) -> PrefixForest:
-    """Merge sequences where that saves at least `min_saved` tokens for each sequence merged.
+    """Merge sequences if that saves at least `min_saved` tokens for each merged sequence.
 
     Args:
         sequences: token ids, each [L] with L ≥ 1.
-        min_saved: None merges nothing: every sequence is a node of its own.
-        keys: what is compared in place of the token ids, each [L] of values in [0, 2³²): tokens
-            whose ids do not identify their content, such as those of images, have keys of their own.
+        min_saved: None merges nothing, so every sequence is a separate node.
+        keys: values to compare instead of the token ids, each [L] in [0, 2³²). Tokens whose ids do not
+            identify their content, such as those of images, have their own keys.
 
     Raises:
-        ValueError: an empty sequence.
+        ValueError: a sequence is empty.
     """
     if any(len(sequence) == 0 for sequence in sequences):
         raise ValueError("every sequence must have at least one token, got an empty one")
@@ -180,7 +181,7 @@ def build_forest(
             if len(sequences[source]) > depth:
                 nodes.append(Node(parent, source, depth, len(sequences[source])))
                 parent = len(nodes) - 1
-            leaves[source] = parent  # no node: the sequence is the whole prefix of another
+            leaves[source] = parent  # no node is needed: the whole sequence is a prefix of another
             continue
         common = min(shared[low + 1 : high])
         if min_saved is not None and common - depth >= max(1, min_saved):
@@ -194,5 +195,5 @@ def build_forest(
 
 
 def build_tree(sequences: Sequence[npt.NDArray], *, min_saved: int | None = 64) -> TokenTree:
-    """All sequences in one tree, see `build_forest`."""
+    """Merge all sequences into one tree; see `build_forest`."""
     return build_forest(sequences, min_saved=min_saved).layout(range(len(sequences)))

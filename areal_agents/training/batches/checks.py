@@ -16,7 +16,7 @@ from areal_agents.errors import StoreError, TrainingError
 from areal_agents.inference.expert_routing import ExpertLayout
 from areal_agents.store import Store
 
-_UNREADABLE = (ValueError, KeyError, TypeError, StoreError)  # raised for rows that hold no episode
+_UNREADABLE = (ValueError, KeyError, TypeError, StoreError)  # raised for rows that contain no valid episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +133,10 @@ def _fault(
     routing, experts = sample.routed_experts, limits.experts
     if routing is not None and experts and routing.shape[1:] != (experts.layers, experts.per_token):
         return (
-            f"its routed experts are of {routing.shape[1]} layers, {routing.shape[2]} per token, and the "
+            f"its routed experts cover {routing.shape[1]} layers, {routing.shape[2]} per token, but the "
             f"model has {experts.layers} layers, {experts.per_token} per token: another model was served"
         )
     newest = int(sample.versions[sample.scored_mask].max())
     if version is not None and newest > version:
-        return f"a token of version {newest}, but the trainer is at version {version}"
+        return f"a token has version {newest}, but the trainer is at version {version}"
     return None

@@ -1,9 +1,9 @@
 """Builds the batch of a step: the first rank leases groups from the store and sends them to all ranks.
 
-Groups are leased, prepared, and assembled to a batch, in which their samples are checked. A group that
-cannot be trained on (a reward that is not a number, misaligned arrays, a sample longer than a micro-batch) is
-dropped with its reason, and another one is leased for it; the other groups are not affected. The gate counts
-rows, so dropped groups free their share of the gate at once.
+Groups are leased, prepared, and assembled to a batch, in which their samples are checked. A group that cannot
+be trained on (a reward that is not a number, misaligned arrays, a sample longer than a micro-batch) is
+dropped with its reason, and another one is leased in its place; the other groups are not affected. The gate
+counts rows, so a dropped group frees its share of the gate immediately.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from areal_agents.training.batches.staleness import Bound, Lineage
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 1.0  # interval between checks for a stop while there is nothing to lease
-_REFILLS = 8  # equal groups that are replaced, in batches; further ones are kept in the batch
+_POLL_S = 1.0  # interval between checks for a stop while there is nothing to lease
+_REFILLS = 8  # maximum number of equal groups that are replaced, in batches; further ones stay in the batch
 
 
 @dataclass(frozen=True, slots=True)
 class QueueReport:
-    """The groups that wait between rollout and training after a batch was taken.
+    """The groups between rollout and training after a batch was taken.
 
     Attributes:
-        groups_complete, groups_pending: groups ready, and groups being rolled out.
+        groups_complete, groups_pending: number of groups that are ready, and of groups being rolled out.
         age_mean_s, age_max_s: how long the groups of the batch had been complete.
         failed_episodes: training episodes that failed since the store began.
     """
@@ -62,7 +62,7 @@ class Batch:
 
     Attributes:
         group_ids: the groups that are trained on for the first time, leased or recorded.
-        replayed: the groups that are trained on again, each with the number of this use.
+        replayed: the groups that are trained on again, each with the count of its uses, this one included.
         data: the training data of these groups. Its samples are within the staleness bound; there are none
             if the scores of every group were equal.
         staleness, queue: reports for the metrics.
@@ -86,7 +86,7 @@ class Batch:
 
     @property
     def samples(self) -> tuple[TrainingSample, ...]:
-        """The samples that are trained on."""
+        """The samples to train on."""
         return self.data.samples
 
     @property
@@ -104,10 +104,11 @@ class Dropped:
         self.bad: dict[str, str] = {}
 
     def drop(self, store: Store, group_id: str, refused: Refused) -> bool:
-        """Drop a leased group in the store. False, and it stays, if no more equal groups may be replaced.
+        """Drop a leased group in the store. Return False and keep the group if no more equal groups may be
+        replaced.
 
         Solved tasks must not stop training, so the number of equal groups that are replaced is limited.
-        Raises the error of `note`.
+        Raises the same error as `note`.
         """
         if refused.kind == "equal" and self.equal >= _REFILLS * self._groups:
             return False
@@ -119,7 +120,8 @@ class Dropped:
         """Count and log a dropped group.
 
         Raises:
-            TrainingError: more groups cannot be trained on than the batch has (and more than four).
+            TrainingError: the number of groups that cannot be trained on exceeds the size of the batch, and
+                exceeds four.
         """
         if refused.kind == "stale":
             self.stale += 1
@@ -139,7 +141,7 @@ class Dropped:
         if self.stale:
             log.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
         if self.equal:
-            log.info("step %d: dropped %d groups of equal scores, took others", self._step, self.equal)
+            log.info("step %d: dropped %d groups with equal scores and leased others", self._step, self.equal)
 
 
 def next_batch(
@@ -155,16 +157,16 @@ def next_batch(
     stop: threading.Event,
     on_stale: OnStale = "mask",
 ) -> Batch | None:
-    """Lease the groups of batch `step` and make training data of them; None if a stop is requested.
+    """Lease the groups of batch `step` and build their training data; None if a stop is requested.
 
     Groups that cannot be trained on, that are entirely beyond the staleness bound, or (with
-    `refill_equal_groups`) that have equal scores are dropped, with that reason, and others taken for
-    them. A group of which only some tokens are beyond the bound stays, those tokens masked, or (with
-    `drop`) is dropped too. Always the oldest complete groups are taken; with `wait` not before every
-    group that they leave behind can still be trained in time, or they are the oldest of all.
+    `refill_equal_groups`) that have equal scores are dropped with the reason, and others are leased in their
+    place. If only some tokens of a group are beyond the bound, these tokens are masked, or (with `drop`) the
+    group is dropped. The oldest complete groups are always taken; with `wait` only once every group that they
+    leave behind can still be trained in time, or if they are the oldest of all.
 
     With `replay: recent` groups that earlier batches were trained on, and whose tokens are all within the
-    bound, are added; the gate does not count them, and none is waited for.
+    bound, are added; the gate does not count them, and the trainer does not wait for them.
 
     Raises:
         TrainingError: there were not enough complete groups within `timeout_s`, or too many groups cannot
@@ -222,7 +224,8 @@ def next_batch(
 def _prepare(
     store: Store, group_ids: Sequence[str], algorithm: AlgorithmConfig, lineage: Lineage, bound: Bound | None
 ) -> Iterator[PreparedGroup | Refused]:
-    """The groups in the order of `group_ids`, each prepared or refused. Without a `bound` none is stale."""
+    """The groups in the order of `group_ids`, each prepared or refused. Without a `bound`, no group is
+    stale."""
     for recorded in read_groups(store, group_ids):
         if isinstance(recorded, Refused):
             yield recorded
@@ -252,7 +255,7 @@ def _replays(
         oldest: no token of a replayed group is of an earlier version.
 
     Returns:
-        The added groups by id and number of their use, and the training data of the whole batch.
+        The added groups by id, each with the count of its uses, and the training data of the whole batch.
     """
     reused: dict[tuple[str, int], PreparedGroup] = {}
     while len(reused) < replay.replay_groups:
@@ -320,11 +323,12 @@ def _lease(
     while not stop.is_set():
         cursor = store.cursor()
         counts = store.group_counts()
-        if not any(counts.values()) and cursor != seen:  # an evaluation comes first, and is running
+        if not any(counts.values()) and cursor != seen:  # a running evaluation has priority
             deadline = time.monotonic() + timeout_s
         seen = cursor
         enough = counts["complete"] >= count
-        if enough and bound.allows(store, count):  # a look takes no lock, a lease stops every writer
+        # counting takes no lock, whereas a lease blocks every writer
+        if enough and bound.allows(store, count):
             ids = store.lease_group_ids(count, step=step)
             if ids:
                 return ids
@@ -332,8 +336,8 @@ def _lease(
         if left <= 0:
             older = " and for older groups (rollout.on_stale: wait)" if enough else ""
             raise TrainingError(
-                f"step {step} waited for {count} complete groups{older} until its time ran out "
+                f"step {step} did not get {count} complete groups{older} within the time limit "
                 f"(trainer.batch_timeout_s); the store has {counts}"
             )
-        store.wait(cursor, min(_LOOK_S, left))
+        store.wait(cursor, min(_POLL_S, left))
     return None

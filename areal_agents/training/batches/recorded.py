@@ -1,7 +1,7 @@
-"""Trains on episodes that a store already holds, without an engine: each group once per epoch.
+"""Trains on episodes that a store already contains, without an engine: each group once per epoch.
 
-The order is a function of seed and epoch, so a position in it is all that a checkpoint needs. The store
-is only read: what was trained is known by the run's checkpoints, not marked on the groups.
+The order is a function of seed and epoch, so a checkpoint only needs the position in it. The store is only
+read: the run's checkpoints, not marks on the groups, record what was trained.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from areal_agents.training.batches.leasing import Batch, Dropped, QueueReport, k
 
 _NOTHING = {  # by loss, why a valid group may contain nothing to train on
     "sft": "none of its episodes is good enough (algorithm.sft_min_score; without it, scores must differ)",
-    "dpo": "its episodes all have one score, so there is no better and worse of them to pair",
+    "dpo": "its episodes all have the same score, so no better episode can be paired with a worse one",
 }
 _ALONE = (
     "it is a single episode, and the algorithm compares the episodes of one task: send the header "
@@ -141,10 +141,10 @@ def next_recorded_batch(
     limits: SampleLimits,
     stop: threading.Event,
 ) -> Batch | None:
-    """The batch of `groups` groups from `position` on; None if a stop is requested.
+    """Return the batch of `groups` groups starting at `position`; None if a stop is requested.
 
-    A group that cannot be trained on, and one without anything to train, is passed over. Tokens keep
-    the logprobs of the policy that sampled them, but lose its version numbers, which are another run's.
+    A group that cannot be trained on or has nothing to train on is skipped. Tokens keep the logprobs of the
+    policy that sampled them, but not its version numbers, which belong to another run.
 
     Raises:
         TrainingError: a whole epoch has nothing to train on, or as in `next_batch`.

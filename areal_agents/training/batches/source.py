@@ -37,7 +37,7 @@ class BatchSource(Protocol):
         """
 
     def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
-        """Note that a batch was trained, and led to `progress`."""
+        """Record that a batch was trained and led to `progress`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,8 @@ class RolledOut:
     """Groups that a rollout writes to the run's store; the names are as in `training.run`.
 
     Attributes:
-        timeout_s: the longest wait for a batch, and for the one beside it.
+        timeout_s: the longest wait for a batch, and, with swaps between batches only, for the next one to be
+            complete.
     """
 
     store: Store
@@ -86,7 +87,7 @@ class RolledOut:
             )
 
     def mark_trained(self, batch: Batch, progress: TrainingProgress) -> None:
-        """The groups are no longer leased, so others may be submitted."""
+        """Mark the groups as no longer leased, so that others may be submitted."""
         self.store.mark_trained(
             [*batch.group_ids, *batch.replayed], step=progress.step, version=progress.version
         )
@@ -94,7 +95,7 @@ class RolledOut:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Groups of another store, which is only read."""
+    """Groups of another store, which this source only reads."""
 
     recorded: RecordedGroups
     algorithm: AlgorithmConfig
@@ -121,7 +122,7 @@ class Recorded:
         """Do nothing, since checkpoints record the position."""
 
 
-_LOOK_S = 1.0  # interval between checks for a stop
+_POLL_S = 1.0  # interval between checks for a stop
 
 
 def wait_until_whole(
@@ -134,16 +135,16 @@ def wait_until_whole(
 ) -> None:
     """Return once the next batch is complete and no group is in progress, or at once if a stop is requested.
 
-    Weights that are swapped then meet no generation of a training episode: every batch is of one version.
-    While the batch that was trained is still leased and η is 1, the gate admits just one batch beside it.
+    Weights swapped at that time interrupt no generation of a training episode, so every batch has a single
+    version. While the batch that was trained is still leased and η is 1, the gate admits only one more batch.
 
     Args:
-        groups: in a batch.
-        data_ended: whether every group that the data has was begun. Then a batch that lacks one, for
-            example of a group that was dropped, stays as it is, and is not waited for.
+        groups: number of groups in a batch.
+        data_ended: whether every group of the data has started. The last batch may then stay incomplete, for
+            example because a group was dropped, and is not waited for.
 
     Raises:
-        TrainingError: that did not happen within `timeout_s`.
+        TrainingError: the next batch was not complete within `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
     no_more = False
@@ -162,7 +163,8 @@ def wait_until_whole(
         left = deadline - time.monotonic()
         if left <= 0:
             raise TrainingError(
-                f"the batch being generated was not whole when the time ran out (trainer.batch_timeout_s); "
+                f"the batch being generated was not complete within the time limit "
+                f"(trainer.batch_timeout_s); "
                 f"one_step_off swaps weights between batches only; the store has {counts}"
             )
-        store.wait(cursor, min(_LOOK_S, left))
+        store.wait(cursor, min(_POLL_S, left))

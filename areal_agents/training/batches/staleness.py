@@ -1,9 +1,9 @@
-"""The hard bound on staleness for one batch: which groups may be taken now, and which are refused.
+"""The hard bound on staleness for one batch: which groups may be taken and which are refused.
 
 The age of a version is counted in trained batches, also across a resume.
 
 A resume returns to the step of its checkpoint and publishes that step's weights under a number above all
-earlier ones. The versions of lost steps lie between, but do not count as batches: a token of the version of
+earlier ones. The versions of lost steps lie in between but do not count as batches: a token of the version of
 step s is S - s batches old for the trainer at step S, whichever process run sampled it. The lost steps are
 trained again on the same groups, which are then as old as they were the first time. A lost version whose step
 has not been repeated yet, which a batch of another size may contain, is |S - s| batches away.
@@ -32,7 +32,8 @@ from areal_agents.training.batches.checks import Refused
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """The bound for the batch of one version, and what it has cost so far; the rules: `algorithms.staleness`.
+    """The bound for the batch of one version, and counts of what it has excluded so far.
+    `algorithms.staleness` defines the rules.
 
     Attributes:
         version: the trainer's version when the batch begins.
@@ -51,9 +52,9 @@ class Bound:
     def allows(self, store: Store, count: int) -> bool:
         """Whether the `count` oldest complete groups may be taken now.
 
-        With `wait` only if each group that they leave behind can still be trained in time, or if they are
-        the oldest of all: then waiting longer would help nobody, so this can hold the trainer for no longer
-        than its oldest groups take to complete or to be given up.
+        With `wait`, they may be taken only if each group that they leave behind can still be trained in time,
+        or if they are the oldest of all. In the latter case further waiting would not help, so the trainer
+        never waits longer than its oldest groups take to complete or to be abandoned.
         """
         if self.on_stale != "wait":
             return True
@@ -121,8 +122,8 @@ class Lineage:
         return self.moved.get(version, version)
 
     def oldest_within(self, version: int, max_staleness: int | None) -> int:
-        """Return the smallest version from which on all versions up to `version` are within the bound, if
-        any."""
+        """Return the smallest version such that it and all later versions up to `version` are within the
+        bound, if there is one."""
         if max_staleness is None:
             return 0
         oldest = version

@@ -22,7 +22,7 @@ class BestMetric:
 
     Attributes:
         name: the name of a metric, or "heldout".
-        store: of the run; on the first rank only.
+        store: the store of the run, on the first rank only.
     """
 
     name: str

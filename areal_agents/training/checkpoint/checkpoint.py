@@ -1,9 +1,9 @@
 """Everything that a resumed trainer needs, in one folder per checkpoint, written in the background.
 
-A folder gets its name only when all of it is there and on the disk, so any folder named step-<n> can be
-resumed from, after a loss of power too. Weights and optimizer state are sharded DCP state: another number
-of ranks can load them. The rest is in the store: the groups that each step consumed, and so the gate's count,
-are rows, and `Store.return_leases` restores them to their state after the checkpoint's step.
+A folder gets its final name only when it is complete and synced to the disk, so a run can resume from any
+folder named step-<n>, even after a loss of power. Weights and optimizer state are sharded DCP state: another
+number of ranks can load them. The rest is in the store: the groups that each step consumed, and so the gate's
+count, are rows, and `Store.return_leases` restores them to their state after the checkpoint's step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from areal_agents.training.step.optimizer import (
 
 log = logging.getLogger(__name__)
 
-Parts = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and "critic" where there is one
+Parts = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and "critic" if there is one
 Tensors = Mapping[str, Any]
 
 
@@ -67,7 +67,7 @@ class Checkpoints:
 
     Args:
         folder: contains a folder step-<n> for each checkpoint.
-        facts: written into each checkpoint for `export`: the model that it belongs to.
+        facts: written into each checkpoint for `export`; they name the model that the checkpoint belongs to.
         keep: the number of latest checkpoints that are kept.
         keep_best: the number of best checkpoints that are kept as well. `score` returns the score of a
             checkpoint, or None; it is called on the first rank only.
@@ -161,7 +161,7 @@ class Checkpoints:
             raise TrainingError(f"cannot write the checkpoint {path}: {error}") from error
 
     def _forget(self) -> None:
-        """Remove all checkpoints but the latest and the best ones."""
+        """Remove all checkpoints except the latest and the best ones."""
         steps = complete_steps(self._folder)
         scores = {step: self._rating(step) for step in steps}
         rated = {step: score for step, score in scores.items() if score is not None}
@@ -170,8 +170,8 @@ class Checkpoints:
             shutil.rmtree(self._folder / f"step-{step}")
 
     def _rating(self, step: int) -> float | None:
-        """Return the score of a kept checkpoint; None, so that it is not one of the best, if it is not
-        known."""
+        """Return the score of a kept checkpoint; None if it is not known, so that the checkpoint is not one
+        of the best."""
         try:
             facts = read_facts(self._folder / f"step-{step}")
         except TrainingError as error:  # a damaged older checkpoint must not end a healthy run
@@ -193,7 +193,7 @@ def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
     checkpoint; they keep the values from the model's folder.
 
     Raises:
-        TrainingError: the checkpoint is of another model or algorithm, or a file of it is damaged.
+        TrainingError: the checkpoint belongs to another model or algorithm, or one of its files is damaged.
     """
     facts = read_facts(path)
     models = {name: fingerprint(module) for name, (module, _) in parts.items()}
@@ -213,7 +213,7 @@ def load_checkpoint(path: Path, parts: Parts, ranks: Ranks) -> TrainingProgress:
         for name, (module, optimizer) in parts.items():
             load_optimizer_state(module, optimizer, moments[name])
         random = path / f"rng-{ranks.rank}.pt"
-        if random.exists():  # with more ranks than before, the new ones start from their own seed
+        if random.exists():  # with more ranks than before, the additional ranks start from their own seed
             set_rng_state(torch.load(random))
         return TrainingProgress(facts["step"], facts["version"], facts["position"])
     except (OSError, ValueError, KeyError, RuntimeError, EOFError, dcp.api.CheckpointException) as error:

@@ -1,6 +1,6 @@
 """Exports the policy of a checkpoint, or of a finished run, as a plain Hugging Face folder.
 
-Adapters are merged into the weights; a finished run also writes its adapter to a folder of its own.
+Adapters are merged into the weights; a finished run also writes its adapter to a separate folder.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def write_final(policy: Policy, run_dir: Path, *, like: Path, writes: bool) -> N
         TrainingError: a folder cannot be written.
     """
     if writes:
-        remove_unfinished(run_dir, "final*")  # removes those of the adapter too
+        remove_unfinished(run_dir, "final*")  # also removes unfinished folders of the adapter
     write_policy(policy, run_dir / "final", like=like, writes=writes)
     if policy.lora is not None:
         write_policy_adapter(policy, run_dir / "final-adapter", base=like, writes=writes)

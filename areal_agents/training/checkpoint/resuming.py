@@ -1,7 +1,7 @@
 """Where a resumed run starts: at its latest checkpoint, under a version that was never used.
 
-The step comes from the checkpoint. The version is above every earlier one, because later steps, which are
-lost, had versions of their own.
+The step comes from the checkpoint. The version is above every earlier one, because the later steps, which are
+lost, also had versions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def resume(
         publishes: whether the run publishes versions; one that does not keeps the checkpoint's.
 
     Returns:
-        The step that is trained, and the version that its weights are to be published as.
+        The last trained step, and the version under which its weights must be published.
 
     Raises:
         TrainingError: the checkpoint cannot be used.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-# Dense bfloat16 FLOP/s from the vendors' data sheets, by words of the device's name; where several fit,
-# the first counts.
+# Dense bfloat16 FLOP/s from the vendors' data sheets, by words in the device's name. If several entries
+# match, the first one is used.
 PEAK_FLOPS = (
     ("B300", 2.25e15),
     ("GB200", 2.5e15),
@@ -37,7 +37,7 @@ PEAK_FLOPS = (
     ("RTX 3090", 71e12),
     ("MI325X", 1307e12),
     ("MI300X", 1307e12),
-    ("MI250X", 191.5e12),  # of one of its two dies, each of which is a device
+    ("MI250X", 191.5e12),  # the value of one of its two dies, each of which is a device
 )
 
 

@@ -1,7 +1,7 @@
 """Writes one line of metrics per batch to metrics.jsonl and to the trackers; docs/metrics.md names them.
 
-A line is written whole and flushed; a resumed run first removes the lines of steps that it will
-repeat. A metric without a value is null, never 0.
+A line is written completely and flushed; a resumed run first removes the lines of steps that it will repeat.
+A metric without a value is null, never 0.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MetricsWriter:
         config: settings of the run, for trackers that show them. No keys or addresses.
 
     Raises:
-        ConfigError: a tracker that is not installed or does not start.
+        ConfigError: a tracker is not installed or does not start.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class MetricsWriter:
         """Write one step, including the metrics that depend on the previous step.
 
         Args:
-            values: every metric but `pause_total_s` and `rollout_idle`, with `step`, `version` and `time`.
+            values: every metric except `pause_total_s` and `rollout_idle`, and `step`, `version` and `time`.
                 Values that are not finite become null.
 
         Raises:
@@ -164,7 +164,7 @@ def queue_metrics(batch: Batch) -> dict[str, Any]:
 
 
 def policy_metrics(result: StepResult) -> dict[str, Any]:
-    """Return the policy metrics; without trained tokens means are 0, or null where 0 would be misleading."""
+    """Return the policy metrics. Without trained tokens, means are 0, or null where 0 would be misleading."""
     values = result.statistics.as_dict()
     tokens, sequences, own = values["tokens"], values["sequences"], values["on_policy_tokens"]
     mean = {name: value / tokens if tokens else 0.0 for name, value in values.items()}

@@ -1,8 +1,8 @@
 """Sends copies of the metrics to trackers: TensorBoard, Weights & Biases, trackio, MLflow, by name.
 
-metrics.jsonl is the record. Each tracker is imported only when it is named and has a thread of its
-own, so training waits for none. This is the boundary where a tracker's failure ends: it is reported
-once, at level error, and the run continues.
+metrics.jsonl remains the authoritative record. Each tracker is imported only when it is named and runs on its
+own thread, so training never waits for it. A tracker's failure is reported once, at level error, and the run
+continues.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Trackers:
             outlet.put(values, step)
 
     def close(self) -> None:
-        """Wait until every tracker has processed its values, at most a minute."""
+        """Wait at most a minute until every tracker has processed its values."""
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for outlet in self._outlets:
             outlet.end()
@@ -140,7 +140,7 @@ class _Outlet:
     def join(self, timeout_s: float) -> None:
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive():
-            log.error("tracker %s did not take its last metrics in time; metrics.jsonl has them", self._name)
+            log.error("tracker %s missed its last metrics; metrics.jsonl has them", self._name)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:

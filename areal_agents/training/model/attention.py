@@ -1,10 +1,11 @@
 """Attention over a packed token tree, registered as an attention implementation of transformers.
 
-No mask is ever made of all rows. On a CPU in float32 the fused kernel runs once per segment (causal)
+A mask over all rows is never created. On a CPU in float32 the fused kernel runs once per segment (causal)
 and once per shared segment (all of its descendants, which are one slice, against its keys); partial
-results are merged through their log-sum-exp, exactly. On a GPU see attention_gpu. Elsewhere, within a
-sliding window, and as the reference, each segment attends to its gathered keys. Where the ranks of a
-context share the rows, each rank computes attention over all rows for some heads, see context_parallel.
+results are merged through their log-sum-exp, exactly. `attention_gpu` handles GPUs. In other cases, within a
+sliding window, and as the reference implementation, each segment attends to its gathered keys. If the ranks
+of a context share the rows, each rank computes attention over all rows for some of the heads (see
+`context_parallel`).
 
 An attention sink (arXiv 2309.17453; a learned logit per head, as in gpt-oss) takes part in the
 normalization of the softmax and has no value. With L the log-sum-exp of a row's scores and s the sink of
@@ -33,7 +34,8 @@ NAME = "token_tree"
 ROWS = 256  # rows whose scores are computed at once with a window or a sink
 
 # Keyword arguments of an attention call that do not change its result. Flash attention reads packed documents
-# from `position_ids`, and the plan of the rows says the same; the others ask for what a model returns.
+# from `position_ids`, which agree with the plan of the rows; the other arguments select additional outputs of
+# the model.
 HARMLESS = frozenset(
     {
         "position_ids",
@@ -56,7 +58,7 @@ class AttentionPlan:
     Attributes:
         segments: the segments of all rows, depth first.
         gpu: the plan of the GPU kernels; None on other devices.
-        group: the ranks that the rows are split over; None if this rank has all rows.
+        group: the ranks over which the rows are split; None if this rank has all rows.
     """
 
     segments: tuple[Segment, ...]
@@ -81,13 +83,14 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class AttentionProbe:
-    """Passed to a model as `segments=` in place of a plan, records the calls and computes no attention."""
+    """Records attention calls without computing attention; passed to a model as `segments=` in place of a
+    plan."""
 
     calls: list[AttentionCall] = field(default_factory=list)
 
 
 def plan(batch: MicroBatch) -> AttentionPlan:
-    """Make the plan of a micro-batch, once, to be passed to the model as `segments=`.
+    """Create the plan of a micro-batch, which is passed to the model as `segments=` for all layers.
 
     Raises:
         ValueError: the segments do not cover the rows, here or on all ranks of the context.
@@ -105,8 +108,9 @@ def plan(batch: MicroBatch) -> AttentionPlan:
 
 
 def register() -> None:
-    """Make `attn_implementation="token_tree"` known to transformers; the model is then called with
-    `segments=plan(batch)`, and gets no mask since none is registered under that name. Idempotent."""
+    """Register `attn_implementation="token_tree"` with transformers. The model is then called with
+    `segments=plan(batch)`, and receives no mask, since no mask function is registered under that name.
+    Idempotent."""
     AttentionInterface.register(NAME, _attention_forward)
 
 
@@ -120,7 +124,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Attention in which each row sees its own segment causally, and all of the segments above it.
+    """Attention in which each row attends causally to its own segment and fully to all segments above it.
 
     Args:
         query: [1, H, T, D]; key, value: [1, KV, T, D] with H a multiple of KV.
@@ -197,7 +201,8 @@ def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -
 def _windowed_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None, window: int | None
 ) -> Tensor:
-    """Attention of the last rows of a sequence to what each sees of it, with sinks [1, H, rows, D]."""
+    """Compute attention of the last rows of a sequence to the part of it that each row sees, with sinks [1,
+    H, rows, D]."""
     rows, seen = query.shape[2], key.shape[2]
     visible = torch.ones(rows, seen, dtype=torch.bool, device=query.device).tril(seen - rows)
     if window is not None:
@@ -217,11 +222,11 @@ def _windowed_attention(
 
 
 class _MergedAttention(torch.autograd.Function):
-    """One fused call per block of keys; outputs of several blocks merge by log-sum-exp.
+    """Runs one fused call per block of keys and merges the outputs of the blocks through their log-sum-exp.
 
-    The kernel's backward needs only the merged output and log-sum-exp: with them each block
-    recomputes its true probabilities, so the blocks' gradients add up. A sink is one more block, of a
-    single key whose value is zero: its probability p = exp(s - lse) gives ∂/∂s = -p (grad · out).
+    The kernel's backward pass needs only the merged output and log-sum-exp: with them each block recomputes
+    its true probabilities, so the blocks' gradients add up. A sink is an additional block with a single key
+    whose value is zero: its probability p = exp(s - lse) gives ∂/∂s = -p (grad · out).
     """
 
     @staticmethod
@@ -331,10 +336,10 @@ def _check_call(
     sinks: Tensor | None,
     others: Mapping[str, Any],
 ) -> None:
-    """Whether packed attention computes what the call asks for.
+    """Check that packed attention supports the call.
 
     Raises:
-        TrainingError: an argument that it does not take; keys that are not one per row.
+        TrainingError: an argument is not supported, or there is not exactly one key per row.
     """
     name = type(module).__name__
     refused = [key for key, given in others.items() if key not in HARMLESS and not _is_unset(key, given)]
@@ -358,7 +363,7 @@ def _check_call(
 
 
 def _is_unset(name: str, given: object) -> bool:
-    """Whether an argument asks for nothing but causal attention over all rows."""
+    """Whether an argument requests nothing except causal attention over all rows."""
     if name == "is_causal":
         return given is None or given is True
     return given is None or given is False or (name == "dropout" and given == 0.0)

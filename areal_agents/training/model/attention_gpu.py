@@ -1,10 +1,10 @@
-"""Packed attention on a GPU: flash attention of documents, FlexAttention of token trees.
+"""Packed attention on a GPU: flash attention for documents, FlexAttention for token trees.
 
-Both are fused, and neither meets a [T, T] mask. Documents that share nothing are rows that cu_seqlens
-cuts; in a tree, row q sees row k if k ≤ q and q lies before the end of what continues k's segment,
-which is one number per row, and whole blocks that see nothing or everything are known beforehand. A
-sliding window bounds the difference of the rows' positions. Attention sinks need the log-sum-exp with its
-gradient, which FlexAttention gives and flash attention does not.
+Both are fused, and neither creates a [T, T] mask. Documents that share nothing are separated by cu_seqlens.
+In a tree, row q sees row k if k ≤ q and q lies before the end of the subtree of k's segment; this end is one
+number per row, and blocks that see nothing or everything are known beforehand. A sliding window bounds the
+difference of the rows' positions. Attention sinks need the log-sum-exp with its gradient, which FlexAttention
+provides and flash attention does not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ LEAST_ROWS = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GpuPlan:
-    """The kernel arguments of one micro-batch, made once for all layers.
+    """The kernel arguments of one micro-batch, computed once for all layers.
 
     Attributes:
-        documents: [documents + 1] int32, where each starts and the last ends; None for a tree.
-        longest: rows of the longest document.
-        segments, device: of the block masks.
-        block_masks: of FlexAttention by sliding window, over the rows padded to a few sizes, each compiled
-            once. The masks are made when the first layer asks for one.
+        documents: [documents + 1] int32, the start of each document and the end of the last; None for a tree.
+        longest: number of rows of the longest document.
+        segments, device: the segments and the device for which block masks are created.
+        block_masks: the block masks of FlexAttention by sliding window. The rows are padded to one of a few
+            sizes, each compiled once. A mask is created when the first layer requests it.
     """
 
     documents: Tensor | None
@@ -45,7 +45,7 @@ class GpuPlan:
     block_masks: dict[int | None, Any] = field(default_factory=dict)
 
     def block_mask(self, window: int | None = None) -> Any:
-        """The block mask of layers with this sliding window."""
+        """The block mask for layers with this sliding window."""
         if window not in self.block_masks:
             self.block_masks[window] = tree_block_mask(self.segments, self.device, window=window)
         return self.block_masks[window]
@@ -73,11 +73,11 @@ def gpu_attention(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """Flash attention where nothing is shared and the type is 16 bits wide, else FlexAttention.
+    """Compute flash attention if nothing is shared and the type is 16 bits wide, else FlexAttention.
 
     Args:
         query: [1, H, T, D]; key, value: [1, KV, T, D] with H a multiple of KV.
-        sinks: [H], the logit of each head's attention sink; always by FlexAttention.
+        sinks: [H], the logit of each head's attention sink; always computed by FlexAttention.
         window: the number of positions that a row sees, its own included; None for all of them.
     """
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -108,7 +108,8 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # to the left, without the row's own
+        # number of rows to the left, without the row itself
+        window_size=(-1 if window is None else window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     assert isinstance(out, Tensor)
@@ -145,12 +146,12 @@ def flex_tree_attention(
 def _flex(compiled: bool) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # fullgraph: without the compiler it would make the [T, T] scores, and must fail instead
+    # fullgraph: without compilation it would create the [T, T] scores; it must fail instead
     return torch.compile(flex_attention, dynamic=True, fullgraph=True) if compiled else flex_attention
 
 
 def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window: int | None = None) -> Any:
-    """FlexAttention's mask of a token tree, its blocks found from the segments in O((T / 128)²).
+    """FlexAttention's mask of a token tree, with its blocks computed from the segments in O((T / 128)²).
 
     The rows are padded to a power of two; a row of padding sees itself. With a window a row sees only
     rows whose position is less than `window` below its own.
@@ -189,7 +190,8 @@ def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window
 
 
 def _blocks(until: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which blocks of rows see a part, and which all, of which blocks of columns: [T/128, T/128]."""
+    """Two masks [T/128, T/128]: whether a block of rows sees part of a block of columns, and whether it sees
+    all of it."""
     by_block = until.reshape(-1, BLOCK)
     index = np.arange(len(by_block))
     before = index[None, :] < index[:, None]
@@ -202,14 +204,15 @@ def _blocks(until: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.bool_], npt.ND
 def _near_blocks(
     positions: npt.NDArray[np.int64], window: int
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-    """Which blocks may have a row, and which have all rows, within the window of blocks of columns."""
+    """Two masks: whether any row of a block may be within the window of a block of columns, and whether all
+    rows are."""
     by_block = positions.reshape(-1, BLOCK)
     low, high = by_block.min(1), by_block.max(1)
     return low[:, None] - high[None, :] < window, high[:, None] - low[None, :] < window
 
 
 def _listed(blocks: npt.NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Number [1, 1, Q] and indices [1, 1, Q, K] of each row's blocks, those that are set first."""
+    """Number [1, 1, Q] and indices [1, 1, Q, K] of the blocks of each block row, with the set ones first."""
     counts = blocks.sum(1).astype(np.int32)[None, None]
     indices = np.argsort(~blocks, axis=1, kind="stable").astype(np.int32)[None, None]
     return torch.from_numpy(counts).to(device), torch.from_numpy(indices).to(device)

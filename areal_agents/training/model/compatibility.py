@@ -1,10 +1,10 @@
-"""Decides from the structure of a model, before any weight is read, whether it can be trained here.
+"""Decides from the structure of a model, before any weight is read, whether it can be trained.
 
-Packed samples are independent, and log-probabilities are the model's own, only if rows interact through
-nothing but attention calls that packed attention computes exactly, and if the logits are the output matrix
-applied to the decoder's last hidden states, times a constant. Both are observed, not looked up by name: the
-decoder runs once on the meta device with an attention that records its calls, and the code around the output
-matrix runs once on random hidden states and logits.
+Packed samples are independent and log-probabilities are correct only if rows interact solely through
+attention calls that packed attention computes exactly, and if the logits are the output matrix applied to the
+decoder's last hidden states, times a constant. Both are observed instead of being looked up by model name:
+the decoder runs once on the meta device with an attention that records its calls, and the code around the
+output matrix runs once on random hidden states and logits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def check_layers(model: PreTrainedModel) -> None:
         model: on the meta device, with the packed attention implementation.
 
     Raises:
-        TrainingError: recurrent or convolutional layers, attention outside of transformers' interface or
-            with arguments that packed attention does not take, a sliding window that the configuration
-            and the layers disagree about, positions that the decoder does not take, or a forward pass
+        TrainingError: the model has recurrent or convolutional layers, attention outside transformers'
+            interface or with arguments that packed attention does not support, a sliding window about which
+            configuration and layers disagree, a decoder that does not accept positions, or a forward pass
             that fails.
     """
     name = type(model).__name__
@@ -75,7 +75,7 @@ def check_layers(model: PreTrainedModel) -> None:
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> set[str]:
-    """The types of rotary frequencies, which a model may have by type of layer."""
+    """The types of rotary frequencies; a model may have one per layer type."""
     by_layer = [value for value in parameters.values() if isinstance(value, Mapping)]
     return {str(entry["rope_type"]) for entry in (parameters, *by_layer) if "rope_type" in entry}
 
@@ -84,7 +84,7 @@ def attention_calls(model: PreTrainedModel) -> list[AttentionCall]:
     """The attention calls of one forward pass of the decoder, in order; the model is on the meta device.
 
     Raises:
-        TrainingError: a call that packed attention does not support, or a forward pass that fails.
+        TrainingError: packed attention does not support a call, or the forward pass fails.
     """
     probe = AttentionProbe()
     rows = torch.arange(ROWS, device="meta")[None]
@@ -149,11 +149,11 @@ def _named(windows: set[int | None]) -> str:
 
 
 def logit_scale(model: PreTrainedModel) -> float:
-    """The factor c with logits = c · head(last hidden states), which many families set to other than 1.
+    """The factor c with logits = c · head(last hidden states), which differs from 1 in many families.
 
     Raises:
-        TrainingError: an output layer that is not a plain matrix, or logits that are another function
-            of what it computes, such as softcapped ones.
+        TrainingError: the output layer is not a plain matrix, or the logits are another function of its
+            result, such as softcapped logits.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -192,7 +192,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 
 
 class _Decoded(MoeModelOutputWithPast):
-    """A decoder's output in which every other field, of whatever family, is None."""
+    """A decoder's output in which every other field, whatever the family, is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -200,7 +200,7 @@ class _Decoded(MoeModelOutputWithPast):
 
 
 def _factor(got: Tensor, given: Tensor) -> float | None:
-    """The c > 0 with got = c · given; None if there is none."""
+    """The factor c > 0 with got = c · given; None if there is none."""
     if got.device.type == "meta" or got.shape != given.shape:
         return None
     factor = float((got.double() * given).sum() / (given.double() ** 2).sum())

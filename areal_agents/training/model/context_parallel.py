@@ -1,9 +1,9 @@
 """Computes one micro-batch on several ranks: each has some of the rows, and in attention some of the heads.
 
-Ulysses (Jacobs et al., arXiv 2309.14509, section 3): before attention an all-to-all turns rows into
-heads, so that every rank sees all rows of its heads and any attention kernel serves; after it a
-second one turns heads into rows again. Everything else is done row by row. A rank's loss is that of
-the trained tokens that its rows predict, so the sum over ranks is the loss of the micro-batch.
+Ulysses (Jacobs et al., arXiv 2309.14509, section 3): before attention an all-to-all exchanges rows for heads,
+so that every rank sees all rows of its heads and any attention kernel can be used; after attention a second
+all-to-all exchanges them back. Everything else is computed row by row. A rank's loss is that of the trained
+tokens that its rows predict, so the sum over ranks is the loss of the micro-batch.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from areal_agents.algorithms.packing.token_tree import Segment
 def local_share(
     batch: MicroBatch, context_rank: int, context_count: int, group: dist.ProcessGroup | None
 ) -> MicroBatch:
-    """The rows of one rank and the trained tokens that they predict; the segments stay whole.
+    """Select the rows of one rank and the trained tokens that they predict; the segments stay those of all
+    rows.
 
-    All ranks have as many rows: the last get tokens that train nothing, in a document of their own.
+    All ranks have the same number of rows: the last ranks get padding tokens that train nothing, in a
+    separate document.
 
     Args:
-        group: the `context_count` ranks; None if there is one.
+        group: the process group of the `context_count` ranks; None if there is only one rank.
     """
     if context_count == 1:
         return batch
@@ -74,10 +76,10 @@ def _pad(batch: MicroBatch, count: int) -> MicroBatch:
 
 
 def check_heads(heads: int, kv_heads: int, context_count: int) -> None:
-    """Whether a model's heads divide over the ranks of a context.
+    """Check that a model's heads can be divided over the ranks of a context.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they cannot.
     """
     repeats = context_count // math.gcd(kv_heads, context_count)
     if heads % context_count or heads % (kv_heads * repeats):
@@ -91,9 +93,9 @@ def check_heads(heads: int, kv_heads: int, context_count: int) -> None:
 def rows_to_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """All rows of this rank's heads, from this rank's rows of all heads.
+    """Exchange this rank's rows of all heads for all rows of this rank's heads.
 
-    Key and value heads are repeated where there are too few to give every rank its own.
+    Key and value heads are repeated if there are fewer of them than ranks.
 
     Args:
         query: [1, H, T/n, D]; key, value: [1, KV, T/n, D].
@@ -111,7 +113,8 @@ def rows_to_heads(
 
 
 def own_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The entries [H/n] of this rank's heads in an array [H] with one per head, in `rows_to_heads`' order."""
+    """Select the entries [H/n] of this rank's heads from an array [H] with one entry per head, in the order
+    of `rows_to_heads`."""
     size = len(tensor) // dist.get_world_size(group)
     start = dist.get_rank(group) * size
     return tensor[start : start + size]
@@ -119,13 +122,14 @@ def own_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _gather_rows(tensor: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
     heads, rows, width = tensor.shape
-    sent = tensor.reshape(count, heads // count, rows, width)  # a rank's heads are neighbours
-    received = exchange(sent, group)  # [n, H/n, T/n, D], by the rank whose rows they are
+    sent = tensor.reshape(count, heads // count, rows, width)  # the heads of a rank are adjacent
+    received = exchange(sent, group)  # [n, H/n, T/n, D], by the rank that owns the rows
     return received.transpose(0, 1).reshape(heads // count, count * rows, width)
 
 
 def heads_to_rows(output: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's rows of all heads [1, H, T/n, D], from all rows of its heads [1, H/n, T, D]."""
+    """Exchange all rows of this rank's heads [1, H/n, T, D] for this rank's rows of all heads [1, H, T/n,
+    D]."""
     count = dist.get_world_size(group)
     _, heads, rows, width = output.shape
     sent = output[0].reshape(heads, count, rows // count, width).transpose(0, 1)
@@ -133,17 +137,17 @@ def heads_to_rows(output: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-to-all: entry r of the result is what rank r has in its entry for this rank. Differentiable.
+    """All-to-all: entry r of the result is the entry that rank r holds for this rank. Differentiable.
 
     Args:
-        tensor: [n, …], of one shape on all n ranks.
+        tensor: [n, …], with the same shape on all n ranks.
     """
     exchanged: Tensor = _Exchange.apply(tensor, group)
     return exchanged
 
 
 class _Exchange(torch.autograd.Function):
-    """Its own transpose: gradients go back the way that the values came."""
+    """An all-to-all is its own transpose, so the gradients are exchanged in the same way as the values."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

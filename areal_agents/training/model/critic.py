@@ -1,7 +1,7 @@
-"""The critic of PPO: a model of its own that estimates the value of the state before each trained token.
+"""The critic of PPO: a separate model that estimates the value of the state before each trained token.
 
 It is the backbone of a Hugging Face folder with a scalar head that starts at zero: an untrained
-critic returns 0 everywhere. It shares no weight with the policy and has its own optimizer.
+critic returns 0 everywhere. It shares no weights with the policy and has its own optimizer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_agents.training.model.model import ModelOptions, hidden_rows, load_sh
 
 
 class Critic(nn.Module):
-    """A model that answers with values, one per trained token.
+    """A model that returns values, one per trained token.
 
     The value of a token is read from the row that predicts it: the state before it was sampled.
     """
@@ -50,13 +50,13 @@ class CriticState:
 
 
 def load_critic(path: str | Path, ranks: Ranks, *, options: ModelOptions | None = None) -> Critic:
-    """The backbone of a Hugging Face folder under a head of zeros, sharded like the policy.
+    """Load the backbone of a Hugging Face folder and add a head of zeros, sharded like the policy.
 
-    The head is float32 whatever the compute type: a value has more digits than bfloat16 holds.
+    The head is float32 whatever the compute type, because values need more precision than bfloat16 has.
 
     Raises:
         TrainingError: the folder cannot be loaded.
-        ValueError: `options` has adapters; a critic trains all of its weights.
+        ValueError: `options` has adapters, but a critic trains all of its weights.
     """
     options = options or ModelOptions()
     if options.lora is not None:

@@ -1,8 +1,9 @@
 """Mixture-of-experts models: routing in float32, and replay of the routing that the engine chose.
 
-A token that the engine routed to other experts has a behavior policy that differs from its logprobs.
-Where the engine returned its choice, the policy takes it, with its own current weights for those
-experts (rollout routing replay, arXiv 2510.11370), so that gradients still reach the router.
+If the engine routed a token to other experts than the trainer does, the token's behavior policy differs from
+the one that the trainer computes. If the engine returned its choice, the policy uses it, with the policy's
+current weights for those experts (rollout routing replay, arXiv 2510.11370), so that gradients still reach
+the router.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Weigh = Callable[[Tensor, Tensor], Tensor]  # logits [T, E], a choice [T, k] →
 
 
 def router_of(block: nn.Module) -> nn.Module | None:
-    """The module of a decoder block that scores its experts; None if the block is dense."""
+    """The module of a decoder block that scores the experts; None if the block is dense."""
     for module in block.modules():
         if type(module).__name__.removeprefix("FSDP").endswith(("TopKRouter", "TopkRouter")):
             return module
@@ -37,8 +38,8 @@ def has_experts(model: PreTrainedModel) -> bool:
 def prepare_replay(model: PreTrainedModel) -> None:
     """Make the decoder accept `routed_experts=` [T, layers, k], in place.
 
-    An entry below 0 leaves the choice to the router. The choice is bound within the block's forward,
-    so that a block that is recomputed in the backward pass takes the same.
+    An entry below 0 leaves the choice to the router. The choice is bound within the block's forward pass, so
+    that a block that is recomputed in the backward pass makes the same choice.
     """
     for index, block in enumerate(model.get_decoder().layers):
         router: Any = router_of(block)
@@ -66,8 +67,8 @@ def _replaying(router: Any) -> Any:
     def route(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Router logits [T, E], weights [T, k] of the chosen experts, and the choice [T, k].
 
-        The arguments are the router's own: the hidden states and, in some families (MiniMax-M2), a bias
-        per expert that takes part in the choice and not in the weights.
+        The arguments are the router's own: the hidden states and, in some families (MiniMax-M2), a bias per
+        expert that affects the choice but not the weights.
         """
         nonlocal weigh
         logits, weights, chosen = forward(*args, **kwargs)
@@ -86,10 +87,11 @@ def _replaying(router: Any) -> Any:
 
 
 def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> Weigh:
-    """The formula by which a router weighs the experts that it chooses: the one that reproduces `weights`.
+    """Find the formula by which a router weights the experts that it chooses, as the one that reproduces
+    `weights`.
 
-    Whatever else decides the choice (a bias, groups of experts), the weights of a choice are its scores,
-    which may be divided by their sum, and scaled.
+    Whatever else affects the choice (a bias, groups of experts), the weights of the chosen experts are their
+    scores, possibly divided by their sum and scaled.
     """
     errors: dict[Weigh, float] = {}
     scales = {1.0, *_scales(router)}
@@ -103,7 +105,7 @@ def _weighing(router: Any, logits: Tensor, weights: Tensor, chosen: Tensor) -> W
     rounding = max(1e-5, 2 * torch.finfo(weights.dtype).eps) * max(scales)
     if best is None or not errors[best] <= rounding:
         raise TrainingError(
-            f"{type(router).__name__}: recorded routing cannot be replayed, because this model weighs its "
+            f"{type(router).__name__}: recorded routing cannot be replayed, because this model weights its "
             "experts by an unknown formula; leave engine.routed_experts off"
         )
     return best

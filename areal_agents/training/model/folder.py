@@ -1,7 +1,7 @@
-"""Writes weights as a Hugging Face folder that transformers, SGLang and vLLM load: complete or not at all.
+"""Writes weights atomically as a Hugging Face folder that transformers, SGLang and vLLM can load.
 
-It is written tensor by tensor, so that no process needs all the weights at once. The files are those that
-safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.
+The folder is written tensor by tensor, so that no process needs all the weights at once. The files have the
+format that safetensors writes: the length of a JSON header in 8 bytes, the header, the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PIECE = 64 << 20  # bytes per write
 
 
 class ModelFolder:
-    """A folder that is being written. `finish` gives it its name, and replaces an existing folder of that
-    name.
+    """A folder that is being written. `finish` gives it its final name, and replaces an existing folder of
+    that name.
 
     Args:
         shapes: the shape of every weight by name; they determine files and offsets, so `add` may be called in
@@ -38,7 +38,7 @@ class ModelFolder:
         dtype: the type in which the weights are written.
 
     Raises:
-        TrainingError: the disk cannot be written, now or later, or `like` no longer exists. Unfinished files
+        TrainingError: here or later, the disk cannot be written, or `like` no longer exists. Unfinished files
             are removed.
     """
 
@@ -65,7 +65,7 @@ class ModelFolder:
             raise self._failed(error) from error
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Write one of the weights, of any type and on any device."""
+        """Write one weight, which may have any type and be on any device."""
         assert tuple(tensor.shape) == self._shapes[name], (name, tensor.shape, self._shapes[name])
         file, offset = self._places[name]
         data = memoryview(raw_bytes(tensor.to(self.dtype)))
@@ -130,7 +130,7 @@ def write_model(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write `weights` as `dtype`, and every other file as in the folder `like`.
+    """Write `weights` as `dtype`, and copy every other file from the folder `like`.
 
     Raises:
         TrainingError: as `ModelFolder`.
@@ -172,7 +172,8 @@ def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, dic
 
 
 def _shards(shapes: Mapping[str, Shape], item_bytes: int, shard_bytes: int) -> list[list[str]]:
-    """Return names, in order, in runs of at most `shard_bytes`; a larger tensor is a run by itself."""
+    """Return the names, in order, in groups of at most `shard_bytes`; a larger tensor forms a group by
+    itself."""
     shards: list[list[str]] = [[]]
     bytes_left = shard_bytes
     for name, shape in shapes.items():

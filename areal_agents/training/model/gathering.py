@@ -1,7 +1,7 @@
 """Gathers whole weights from shards one at a time, in the names and layouts of published checkpoints.
 
-No rank ever holds more than the parameters that one published weight is made of, which is one of them in
-almost every architecture.
+No rank ever holds more than the parameters from which one published weight is made, which is a single
+parameter in almost every architecture.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _LAYER = re.compile(r"^(.*?\.\d+\.)")
 
 
 def published_shapes(model: PreTrainedModel) -> dict[str, Shape]:
-    """Return the shape of every weight that `whole_weights` yields, by name, in its order. Not collective."""
+    """Return the shape of every weight that `whole_weights` yields, by name, in the same order. Not
+    collective."""
     parameters = _shapes(model)
     return {
         name: shape
@@ -40,7 +41,8 @@ def whole_weights(model: PreTrainedModel, lora: LoraOptions | None = None) -> It
     training step, and do not write to it. An adapter is merged:
     W + (alpha / rank) · B A.
     """
-    return _gathered(model, lora, _units(model, _shapes(model)))  # planned now, gathered as it is read
+    # the plan is made now; the weights are gathered as they are read
+    return _gathered(model, lora, _units(model, _shapes(model)))
 
 
 def _gathered(
@@ -71,9 +73,10 @@ def _shapes(model: PreTrainedModel) -> dict[str, Shape]:
 
 
 def _units(model: PreTrainedModel, parameters: Mapping[str, Shape]) -> list[list[str]]:
-    """Return the parameters in runs that can be published independently.
+    """Return the parameters in groups that can be published independently.
 
-    A run is one parameter, or, if published weights are made of several, all of those of their layer.
+    A group is one parameter or, if published weights are made from several parameters, all such parameters of
+    a layer.
     """
     whole = _reverted_shapes(model, parameters)
     units: dict[str, list[str]] = {}

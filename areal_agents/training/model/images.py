@@ -1,8 +1,8 @@
 """Supports images for Qwen2-VL: features replace the embeddings of image tokens, and positions have three
 axes.
 
-Every forward pass goes through the vision tower, with a blank image where a micro-batch has none: its
-units are gathered and its gradients reduced by all ranks together.
+Every forward pass goes through the vision tower, with a blank image if a micro-batch has none, because all
+ranks must take part in gathering its units and in reducing its gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sees_images(config: PretrainedConfig) -> bool:
 
 
 def vision_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The vision tower's blocks; none without one."""
+    """The blocks of the vision tower; empty if there is none."""
     return list(model.base_model.visual.blocks) if sees_images(model.config) else []
 
 
@@ -34,7 +34,7 @@ def vision_inputs(model: PreTrainedModel, batch: MicroBatch) -> dict[str, Any]:
     """Return the decoder's inputs: embeddings [1, T, d] in place of ids, and positions [3, 1, T].
 
     Raises:
-        ValueError: images that do not fill the image tokens.
+        ValueError: the images do not match the image tokens.
     """
     base: Any = model.base_model
     config = model.config
@@ -66,13 +66,14 @@ def rope_positions(
 ) -> Tensor:
     """Rotary positions of rows in a token tree, in time, height and width (Qwen2-VL, arXiv 2409.12191, §2.1).
 
-    Text counts up in all three. An image of t × h × w merged patches takes the indices of its patches,
-    from the position where it begins; what follows it begins max(h, w) later.
+    Text positions increase by one in all three. An image of t × h × w merged patches uses the indices of its
+    patches, starting from the position where it begins; the next token's position is max(h, w) later.
 
     Args:
         is_image: [T]; segments: of all rows.
-        grids: per image in the order of rows its patches in time, height and width before merging.
-        merge: patches merged into one token, along height and along width.
+        grids: for each image, in the order of rows, its number of patches in time, height and width before
+            merging.
+        merge: number of patches merged into one token, along height and along width.
 
     Returns:
         [3, T] int64.

@@ -1,8 +1,8 @@
 """Loads a Hugging Face folder into a sharded model; weights are read from the files directly into the shards.
 
-A rank reads only the rows that it holds, one tensor after the other, in the files' own type. Names and
-layouts go through transformers' own conversion mapping, in both directions: a published checkpoint has
-a tensor per expert where the model has one for all of them.
+A rank reads only the rows that it holds, one tensor at a time, in the type of the files. Names and layouts
+are converted by transformers' own conversion mapping, in both directions: for example, a published checkpoint
+has one tensor per expert where the model has one tensor for all experts.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
     """Return the folder's model on the meta device, without weights, and the type of its saved weights.
 
     Args:
-        head: whether the model has its output matrix; the bare backbone otherwise.
+        head: whether to include the output matrix; otherwise only the backbone is returned.
 
     Raises:
-        TrainingError: no such folder, a configuration that transformers cannot read, or a model that
-            cannot train, see `compatibility`.
+        TrainingError: the folder does not exist, transformers cannot read its configuration, or the model
+            cannot be trained (see `compatibility`).
     """
     if not folder.is_dir():
         raise TrainingError(f"{folder}: cannot load the model: there is no such folder")
     attention.register()
     try:
         config = AutoConfig.from_pretrained(folder)
-        saved_dtype = config.dtype or torch.float32  # the model's own replaces it in the next lines
+        saved_dtype = config.dtype or torch.float32  # the model's own output matrix replaces it below
         kind: Any = AutoModelForCausalLM if head else AutoModel
         kernels: str | dict[str, str] = attention.NAME
         if sees_images(config):
@@ -78,7 +78,7 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
             raise TrainingError(
                 f"{folder}: cannot load the model: its configuration lacks {error}"
             ) from error
-        raise TrainingError(  # the family chooses among attention classes of its own by this name
+        raise TrainingError(  # the family selects among its own attention classes by this name
             f"{folder}: packed samples would influence each other in {config.model_type}, whose "
             "attention does "
             "not go through transformers' attention interface; choose a model of another family"
@@ -98,13 +98,14 @@ def build_model(folder: Path, *, head: bool = True) -> tuple[PreTrainedModel, to
 def load_weights(model: PreTrainedModel, folder: Path) -> int:
     """Fill the parameters and persistent buffers of a sharded model, in place.
 
-    Adapters are left alone. Tied weights may be in the files under any of their names.
+    Adapters are left unchanged. Tied weights may be stored under any of their names.
 
     Returns:
-        Bytes of tensor data that this rank has read.
+        The number of bytes of tensor data that this rank has read.
 
     Raises:
-        TrainingError: a missing, extra or misshapen weight, by name and file; a broken file.
+        TrainingError: a weight is missing, unexpected or has the wrong shape, or a file is invalid; the
+            message names the weight and the file.
     """
     checkpoint = Checkpoint(folder)
     targets = base_state(model)
@@ -124,7 +125,7 @@ def load_weights(model: PreTrainedModel, folder: Path) -> int:
 
 
 def base_state(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The model's state dict under the names that it has without adapters; they are left out."""
+    """The model's state dict without adapters, under the names that the weights have without adapters."""
     return {
         name.replace(".base_layer.", "."): tensor
         for name, tensor in model.state_dict().items()
@@ -158,7 +159,7 @@ class _Recipe:
             yield f"{stored.name} ({stored.file.name}) of shape {stored.shape}, expected {want}"
 
     def is_by_expert(self, experts: int) -> bool:
-        """Whether row e of the parameter is made of the e-th source of each pattern, and of no other."""
+        """Whether row e of the parameter is made from the e-th source of each pattern only."""
         if self.converter is None or len(self.targets) > 1:
             return False
         first, *others = self.converter.operations
@@ -184,14 +185,14 @@ def _recipes(
     for key in sorted(checkpoint.tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, targets)
         if name not in targets and key in targets:
-            name, pattern = key, None  # the file has the model's own layout already
+            name, pattern = key, None  # the file already has the model's layout
         if name not in targets:
             if not _is_ignored(model, key):
                 extra.append(key)
             continue
         sources, _ = found.setdefault(name, ([], None if pattern is None else by_pattern[pattern]))
         sources.append((pattern or key, checkpoint.tensors[key]))
-    # where transformers looks for what it must revert, see gathering.py
+    # transformers reads from here the conversions to revert; see gathering.py
     model._weight_conversions = [e for e in mapping if e.was_used() or isinstance(e, WeightConverter)]
     recipes = []
     for name, (sources, converter) in found.items():
@@ -204,7 +205,8 @@ def _recipes(
 
 
 def _is_ignored(model: PreTrainedModel, key: str) -> bool:
-    """Whether the model's authors say that the weight is not used, or it is the head of a bare backbone."""
+    """Whether the model declares the weight as unused, or the weight is the head and only the backbone is
+    loaded."""
     patterns = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
     headless = model.base_model is model and not key.startswith(f"{model.base_model_prefix}.")
     return headless or any(re.search(pattern, key) for pattern in patterns)
@@ -228,7 +230,7 @@ def _fill(
         if rows.start < rows.stop:
             made = _convert(recipe, checkpoint, model, rows)[recipe.targets[0]]
             _copy(made, _local(first), recipe)
-    else:  # one parameter at a time is whole on every rank
+    else:  # only one parameter at a time is whole on each rank
         for name, made in _convert(recipe, checkpoint, model, None).items():
             rows = local_rows(targets[name])
             _copy(made[rows] if made.ndim else made, _local(targets[name]), recipe)

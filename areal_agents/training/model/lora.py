@@ -1,6 +1,6 @@
 """Low-rank adapters by peft: the base weights are frozen, and only the adapter is trained.
 
-Versions are published as adapters alone, or merged by the transports that carry whole weights.
+Versions are published as adapters only, or merged into the weights by the transports that send whole weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class LoraOptions:
     """An adapter W + (alpha / rank) · B A on every target (LoRA, arXiv 2106.09685, §4.1).
 
     Attributes:
-        targets: names of linear layers as peft takes them; "all-linear" is every one of the decoder's
-            blocks, those of attention alone in a model with experts. A vision tower has none.
+        targets: names of linear layers, as peft accepts them. "all-linear" selects all linear layers of the
+            decoder's blocks, or only those of attention in a model with experts. A vision tower gets no
+            adapters.
     """
 
     rank: int = 16
@@ -53,7 +54,7 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
     """Add an adapter to every target, in place, and freeze all other weights.
 
     Raises:
-        TrainingError: no module has the name of a target, or a target is the head or not a linear layer.
+        TrainingError: no module has the name of a target, or a target is the head or is not a linear layer.
     """
     import peft  # slow to import, and few runs need it
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -70,13 +71,14 @@ def add_adapters(model: PreTrainedModel, options: LoraOptions) -> None:
         if isinstance(module, BaseTunerLayer) and not isinstance(module.get_base_layer(), nn.Linear):
             kind = type(module.get_base_layer()).__name__
             raise TrainingError(f"trainer.lora.targets: {name} is {kind}, expected a linear layer")
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):  # logprobs are taken from its weight alone
+    # logprobs are computed from its weight alone
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise TrainingError("trainer.lora.targets: the head cannot have an adapter; leave its name out")
 
 
 def _linear_layers(model: PreTrainedModel) -> list[str]:
-    """The last names of the decoder blocks' linear layers; of attention alone where others are experts,
-    which peft would take under the names of the dense layers."""
+    """The last name components of the linear layers in the decoder's blocks. In a model with experts, only
+    those of attention, because peft would also match experts by the names of the dense layers."""
     experts = has_experts(model)
     return sorted(
         {
@@ -89,7 +91,7 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def reset_adapters(model: PreTrainedModel, ranks: Ranks) -> None:
-    """Initialise A ~ U(±1/√in_features) as peft does, and B = 0; the same on any number of ranks.
+    """Initialise A ~ U(±1/√in_features) as peft does, and B = 0, with the same values on any number of ranks.
     Collective."""
     generator = torch.Generator().manual_seed(ranks.broadcast(torch.initial_seed()))
     with torch.no_grad():
@@ -118,12 +120,12 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, options: LoraOptions) -> Tensor
 
 
 def write_adapter(weights: Mapping[str, Tensor], path: Path, options: LoraOptions, *, base: str) -> None:
-    """Write a folder that peft loads: `weights` as `Policy.adapter_state_dict` returns them.
+    """Write a folder that peft can load, with `weights` as `Policy.adapter_state_dict` returns them.
 
-    An existing folder of that name is replaced; a reader never sees half a folder under it.
+    An existing folder of that name is replaced; a reader never sees an incomplete folder under the name.
 
     Args:
-        base: the model that the adapter belongs to, a path or a name on the hub.
+        base: the model that the adapter belongs to, as a path or a name on the Hugging Face Hub.
 
     Raises:
         TrainingError: the folder cannot be written.
@@ -143,7 +145,7 @@ def write_adapter(weights: Mapping[str, Tensor], path: Path, options: LoraOption
             shutil.rmtree(path)
         temporary.rename(path)
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full of it
+        shutil.rmtree(temporary, ignore_errors=True)  # the partial folder may be what fills the disk
         raise TrainingError(f"cannot write the adapter to {path}: {error}") from error
 
 

@@ -1,7 +1,8 @@
 """The policy as the trainer holds it: float32 master weights of a Hugging Face folder, sharded.
 
-Everything that touches weights, the chunked head included, runs inside the forward of the root, where
-the weights of no block are whole; no rank ever holds all of them, except in `full_state_dict`.
+Everything that uses weights, the chunked head included, runs inside the forward pass of the root module,
+where the weights of the blocks are gathered one block at a time; no rank ever holds all weights, except in
+`full_state_dict`.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ class ModelOptions:
 
     Attributes:
         dtype: compute type; master weights are float32, and so is the reduction of gradients.
-        activation_checkpointing: which blocks keep only their input for the backward pass: none of
-            them, all, or every n-th.
-        lora: the adapter to train in place of the weights.
+        activation_checkpointing: which blocks keep only their input for the backward pass: none, all, or
+            every n-th.
+        lora: the adapter to train instead of the weights.
     """
 
     dtype: torch.dtype = torch.float32
@@ -58,7 +59,7 @@ class PolicyOutput(NamedTuple):
     Attributes:
         logprobs: differentiable.
         entropies: detached unless `entropy_gradient`.
-        divergence: from a teacher, differentiable; None without one.
+        divergence: the divergence from a teacher, differentiable; None without a teacher.
     """
 
     logprobs: Tensor
@@ -67,7 +68,7 @@ class PolicyOutput(NamedTuple):
 
 
 class Policy(nn.Module):
-    """A causal language model that returns logprobs of trained tokens, not logits.
+    """A causal language model that returns logprobs of trained tokens instead of logits.
 
     It stays in evaluation mode, because dropout would make the ratio differ from 1 under the weights that
     sampled.
@@ -87,7 +88,8 @@ class Policy(nn.Module):
         super().__init__()
         self.model = model
         self.logit_scale = logit_scale  # logits = scale · head(hidden), see `compatibility.logit_scale`
-        self.saved_dtype = saved_dtype  # of the folder it came from, and of the versions published
+        # the type of the initial folder's weights, which published versions keep
+        self.saved_dtype = saved_dtype
         self.chunk_logits = chunk_logits
         self.lora = lora
         self.eval()
@@ -112,8 +114,8 @@ class Policy(nn.Module):
 
         Args:
             entropy_gradient: whether the entropies are differentiable.
-            teacher: the distributions at the same tokens that the divergence is taken from; its logits are
-                divided by the same numbers as the policy's.
+            teacher: the teacher's distributions at the same tokens, for the divergence; its logits are
+                divided by the same temperatures as the policy's.
         """
         hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
         temperatures = batch.temperatures / self.logit_scale
@@ -131,27 +133,27 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, entropies, divergence)
 
     def top_logprobs(self, batch: MicroBatch, k: int) -> tuple[Tensor, Tensor]:
-        """The k most likely tokens at the scored ones: ids [N, k] int64, logprobs [N, k]. No gradient."""
+        """The k most likely tokens at each scored token: ids [N, k] int64, logprobs [N, k]. No gradient."""
         hidden, head = hidden_rows(self.model, batch), self.model.get_output_embeddings()
         temperatures = batch.temperatures / self.logit_scale
         return top_logprobs(hidden, temperatures, head, k, chunk_logits=self.chunk_logits)
 
     def full_state_dict(self, *, keep: bool = True) -> dict[str, Tensor]:
-        """Every weight, whole, float32, on the CPU, under the names of published checkpoints.
+        """All weights, whole, in float32 on the CPU, under the names of published checkpoints.
 
         Collective: every rank calls it. Tied weights appear once. An adapter is merged:
         W + (alpha / rank) · B A.
 
         Args:
-            keep: whether this rank wants them; elsewhere the result is empty, and no rank's memory
-                holds more than one whole weight.
+            keep: whether this rank keeps the weights. On other ranks the result is empty, and their memory
+                never holds more than one whole weight.
         """
         return _kept(whole_weights(self.model, self.lora), keep)
 
     def adapter_state_dict(self, *, keep: bool = True) -> dict[str, Tensor] | None:
-        """The adapter's weights, whole, float32, on the CPU, under peft's names; None without one.
+        """The adapter's weights, whole, in float32 on the CPU, under peft's names; None without an adapter.
 
-        Collective. `lora.write_adapter` makes a folder of them.
+        Collective. `lora.write_adapter` writes them to a folder.
         """
         if self.lora is None:
             return None
@@ -162,9 +164,9 @@ def hidden_rows(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """The model's last hidden states [N, d] at the rows that predict the trained tokens.
 
     Raises:
-        ValueError: images for a model that takes none, or images or recorded routing on rows that
+        ValueError: images are given for a model that takes none, or images or recorded routing for rows that
             several ranks share.
-        TrainingError: recorded routing for a model without routers that can replay it.
+        TrainingError: routing was recorded, but the model has no routers that can replay it.
     """
     vision = sees_images(model.config)
     if batch.images is not None and not vision:
@@ -213,15 +215,16 @@ def load_sharded(
     options: ModelOptions,
     head: bool = True,
 ) -> M:
-    """A module around a Hugging Face model, sharded; the weights go from the files into the shards.
+    """Create a sharded module around a Hugging Face model and read the weights from the files into the
+    shards.
 
     Args:
-        root: makes the module, on the meta device, of the model and the type of its saved weights.
+        root: creates the module, on the meta device, from the model and the type of its saved weights.
             Parameters that it adds have no value until the caller sets one.
-        head: whether the model has its output matrix.
+        head: whether the model includes its output matrix.
 
     Raises:
-        TrainingError: as `load_policy`, on every rank if on one.
+        TrainingError: as for `load_policy`; raised on every rank if one rank fails.
     """
     disable_progress_bar()  # the process logs to a file
     folder = Path(path)
@@ -240,7 +243,7 @@ def load_sharded(
     error: TrainingError | None = None
     try:
         load_weights(model, folder)
-    # raised below, after all ranks have been told, so that none waits for this one
+    # raised below, after all ranks know of it, so that none waits for this rank
     except TrainingError as caught:
         error = caught
     if ranks.any(error is not None):
@@ -254,7 +257,7 @@ def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:
     """Check, before the first batch, that the ranks of a context can share the model."""
     if sees_images(model.config):
         raise TrainingError(f"{folder}: context_parallel does not support vision models; set it to 1")
-    for call in attention_calls(model):  # layers may differ, as in Laguna
+    for call in attention_calls(model):  # the number of heads may differ between layers, as in Laguna
         try:
             check_heads(call.heads, call.kv_heads, count)
         except ValueError as error:

@@ -1,6 +1,6 @@
 """Loads the models that a run's algorithm needs, with the optimizers of those that are trained.
 
-The reference policy is a frozen model that the policy is kept close to; it is never written to.
+The reference policy is a frozen model that the policy is kept close to; it is never modified.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfT
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The policy with its optimizer; a critic, a frozen reference policy and a teacher where needed."""
+    """The policy with its optimizer and, if needed, a critic, a frozen reference policy and a teacher."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -37,7 +37,8 @@ class Models:
 
     @property
     def parts(self) -> Parts:
-        """The trained models, which a checkpoint holds. The reference is loaded from its folder."""
+        """The trained models, which a checkpoint contains. The reference policy is always loaded from its
+        folder."""
         parts: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]] = {
             "policy": (self.policy, self.optimizer)
         }

@@ -29,7 +29,7 @@ class Checkpoint:
     """The tensors of a folder's files.
 
     Attributes:
-        tensors: by name.
+        tensors: the tensors by name.
         bytes_read: the number of bytes of tensor data read so far.
     """
 
@@ -37,8 +37,8 @@ class Checkpoint:
         """Read the headers of all files.
 
         Raises:
-            TrainingError: no weights, a file that the index names is missing, truncated or not a
-                safetensors file, or quantised weights.
+            TrainingError: there are no weights, the weights are quantised, or a file that the index names is
+                missing, truncated or not a safetensors file.
         """
         self._files: dict[Path, Any] = {}
         self.tensors: dict[str, Stored] = {}

@@ -1,7 +1,7 @@
 """Divides a model without weights into FSDP2 units, then allocates float32 shards on every rank.
 
-The order is fixed: adapters, activation checkpointing, units, memory, buffers, weights. Computation is
-in the compute type, gradients are reduced in float32, and buffers (the rotary frequencies) stay float32.
+The order is fixed: adapters, activation checkpointing, units, memory, buffers, weights. Computation uses the
+compute type, gradients are reduced in float32, and buffers (the rotary frequencies) stay in float32.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def checkpoint_blocks(model: PreTrainedModel, setting: Checkpointing) -> None:
     """Recompute blocks in the backward pass: all of them, or every n-th, beginning with the first.
 
     Raises:
-        ValueError: a number below 1.
+        ValueError: the number is below 1.
     """
     if setting == "off":
         return
@@ -42,17 +42,17 @@ def checkpoint_blocks(model: PreTrainedModel, setting: Checkpointing) -> None:
     if every < 1:
         raise ValueError(f"activation_checkpointing: expected off, full or a number ≥ 1, got {setting}")
     for block in blocks(model)[::every]:
-        # nothing in a block is random, dropout is off
+        # nothing in a block is random, because dropout is off
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
 def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch.dtype) -> None:
     """Divide `root`, which contains `model` and calls its head, into FSDP units, in place.
 
-    Each block is a unit, and within it a router of experts, which computes in float32; so is the
-    embedding, unless it is tied to the head: they must then be in one. The root holds the rest: the
-    final norm and the head, whose matrix is used once per chunk, and again in the backward pass. It
-    stays whole from the forward to the end of the backward pass.
+    Each block is a unit, and so is a router of experts within it, which computes in float32. The embedding is
+    a unit unless it is tied to the head, since tied weights must be in the same unit. The root contains the
+    rest: the final norm and the head, whose matrix is used once per chunk, and again in the backward pass.
+    The head stays gathered from the forward pass to the end of the backward pass.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -75,7 +75,7 @@ def materialize(root: nn.Module, model: PreTrainedModel, device: torch.device) -
     """Allocate the shards, and compute the buffers, which no file contains.
 
     Raises:
-        TrainingError: a buffer that the model's own initialisation does not set.
+        TrainingError: the model's own initialisation does not set a buffer.
     """
     root.to_empty(device=device)
     with torch.no_grad():

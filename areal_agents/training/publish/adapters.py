@@ -1,11 +1,11 @@
-"""Publishes the adapter alone, under a new name; engines load it beside the adapters that are in use.
+"""Publishes only the adapter, under a new name; engines load it in addition to the adapters that are in use.
 
-No engine pauses. Running generations end with what they sampled, and the proxy continues them under the
-new adapter; with `drain` they continue under their own.
+No engine pauses. Running generations end and return the tokens sampled so far, and the proxy continues them
+under the new adapter; with `drain` they continue under the old one.
 
 Adapters of versions that are no longer kept are unloaded in the background; the trainer never waits for it.
-An engine unloads an adapter when the generations that use it have ended; with `drain` these run to their
-end, and SGLang loads no other adapter meanwhile.
+An engine unloads an adapter when the generations that use it have ended; with `drain` they run to completion,
+and SGLang loads no other adapter meanwhile.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from areal_agents.training.publish.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-_OTHERS_S = 0.5  # that another process that has loaded the adapter may take to set the version
+_OTHERS_S = 0.5  # time allowed for another process that has loaded the adapter to set the version
 
 
 async def deliver(
     fleet: Fleet, path: Path, *, pause: Pause, check: Check | None, may_be_there: bool = False
 ) -> float:
-    """Serve the adapter at `path` everywhere; the longest change of version in seconds.
+    """Serve the adapter at `path` on all engines; return the longest time that an engine took to change
+    versions, in seconds.
 
     Args:
-        may_be_there: whether an engine that serves the version may have it from `path` already: engines were
-            lost since it was recorded, and another process may load it into an engine that is back.
+        may_be_there: whether an engine may already serve the version from `path`, because engines were lost
+            since the version was recorded and another process may have loaded it into an engine that came
+            back.
     """
 
     async def one(engine: Engine) -> float:
         if check is not None:
-            await check(engine)  # of the base weights, which do not change
+            await check(engine)  # checks the base weights, which do not change
         await _load(engine, fleet.version, path, may_be_there=may_be_there)
         started = time.monotonic()
         await engine.set_version(fleet.version, abort_running=pause != "drain")
@@ -55,27 +57,28 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
         await engine.load_adapter(name, str(path))
     except EngineRejected as error:
         if may_be_there and await _is_served(engine, version):
-            return  # its requests would miss the adapter if it were unloaded
-        # Versions are never used twice in a run, so that an adapter of this name is another run's.
+            return  # running requests would fail if their adapter were unloaded
+        # A run never reuses a version, so an adapter of this name belongs to another run.
         try:
             await engine.unload_adapter(name)
-        except EngineRejected:  # it has no such adapter, so the load was refused for another reason
+        except EngineRejected:  # the engine has no such adapter, so the load was refused for another reason
             raise error from None
-        log.warning("%s already had an adapter %s; it is loaded again", engine.base_url, name)
+        log.warning("%s already had an adapter %s; loading it again", engine.base_url, name)
         await engine.load_adapter(name, str(path))
 
 
 async def _is_served(engine: Engine, version: int) -> bool:
-    """Whether the engine serves the version soon, because another process has loaded its adapter."""
+    """Whether the engine serves the version within a few seconds, because another process has loaded its
+    adapter."""
     await asyncio.sleep(_OTHERS_S)
     return (await engine.model_info()).version == version
 
 
-_END_S = 5.0  # longest wait, when closing, for what is under way
+_END_S = 5.0  # longest wait for unloads in progress when closing
 
 
 class OldAdapters:
-    """The adapters that each engine still has to unload, one at a time. Used in the event loop.
+    """Adapters that each engine still has to unload, one at a time. Used only on the event loop.
 
     The request is repeated at the next `forget` for an engine that times out or does not answer.
     """
@@ -85,14 +88,14 @@ class OldAdapters:
         self._under_way: dict[Engine, asyncio.Task[None]] = {}
 
     def forget(self, versions: Sequence[int]) -> None:
-        """Have every engine unload the adapters of `versions`, and what it did not unload before."""
+        """Unload the adapters of `versions` from every engine, and those that it failed to unload before."""
         for engine, due in self._due.items():
             due.extend(version for version in versions if version not in due)
             task = self._under_way.get(engine)
             if task is not None and not task.done():
-                continue  # it gets the adapter by itself
+                continue  # the running task also unloads what was just added
             if task is not None:
-                task.result()  # only a mistake of ours ends one with an error
+                task.result()  # an exception here is a bug
             if due:
                 self._under_way[engine] = asyncio.create_task(_unload(engine, due))
 
@@ -108,11 +111,12 @@ class OldAdapters:
 
 
 async def _unload(engine: Engine, due: deque[int]) -> None:
-    """Unload all adapters that are due, oldest first; one that fails stays due."""
+    """Unload all pending adapters, oldest first; an adapter whose unload fails stays pending."""
     while due:
         try:
             await engine.unload_adapter(adapter_name(due[0]))
-        except EngineRejected as error:  # it was started again since, or left out then: it has none
+        except EngineRejected as error:
+            # the engine does not have the adapter, because it restarted or did not load this version
             log.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
         except EngineError as error:
             log.warning(

@@ -1,8 +1,8 @@
-"""Sends weights by gloo or NCCL: one broadcast per bucket to all engines at once.
+"""Sends weights with gloo or NCCL: one broadcast per bucket reaches all engines at once.
 
-The process group has the trainer's first rank and every worker of every engine in it; the trainer's own
-ranks meet in another. It lasts as long as its members: after a failure it is given up, and made again, with
-the engines that are there, at the next publication.
+The process group consists of the trainer's first rank and every worker of every engine; the trainer's own
+ranks use another group. The group is kept until a member fails: it is then abandoned, and the next
+publication forms a new group with the engines that are available.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 2.0  # after a broadcast has failed, for the engine that caused it to report its own error
+GRACE_S = 2.0  # after a broadcast fails, time for the engine that caused the failure to report its own error
 
 
 class BroadcastSender:
     """Broadcasts buckets; implements `piecewise.Sender`.
 
     Args:
-        address: where engines reach this process; empty: its address on the way to them.
-        timeout_s: longest wait for the group to form, and for one broadcast.
+        address: the address at which engines reach this process; empty selects the local address of the route
+            to the engines.
+        timeout_s: longest wait for the group to form and for one broadcast.
     """
 
     def __init__(self, backend: GroupBackend, *, address: str, timeout_s: float) -> None:
@@ -51,7 +52,7 @@ class BroadcastSender:
         self._members: list[Engine] = []
 
     async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Form the group of `engines`, with the tensor-parallel workers of each, unless it is there.
+        """Form a group of `engines`, with the tensor-parallel workers of each, unless it already exists.
 
         Raises:
             EngineError: an engine did not join.
@@ -84,7 +85,8 @@ class BroadcastSender:
     async def send(
         self, engines: Sequence[Engine], bucket: Packed, version: int
     ) -> dict[Engine, EngineError]:
-        """Broadcast one bucket; after a failure of any member, that of every engine: the group is broken."""
+        """Broadcast one bucket; return the failures by engine. If any member fails, the group is broken and
+        every engine has failed."""
         if self._group is None or self._members != list(engines):
             error = EngineError("an engine left the weight group, and a broadcast needs all of its members")
             return dict.fromkeys(engines, await self._give_up(error))
@@ -104,7 +106,7 @@ class BroadcastSender:
         return dict.fromkeys(engines, await self._give_up(failure))
 
     async def aclose(self) -> None:
-        """Leave the group, and have the engines leave it."""
+        """Leave the group and make the engines leave it."""
         group, members, self._group, self._members = self._group, self._members, None, []
         left = await asyncio.gather(
             *(engine.leave_weight_group(self._name) for engine in members), return_exceptions=True
@@ -116,8 +118,8 @@ class BroadcastSender:
             await _leave(group)
 
     async def _give_up(self, error: EngineError) -> EngineError:
-        """Leave a broken group, so that its members need not wait for a broadcast; `error`. They are asked to
-        leave it by `aclose`, when they are not busy with it any more."""
+        """Leave a broken group so that its members stop waiting for a broadcast, and return `error`. `aclose`
+        requests that the engines leave it, once they are no longer busy with it."""
         group, self._group = self._group, None
         if group is not None:
             await _leave(group)
@@ -125,7 +127,8 @@ class BroadcastSender:
 
 
 async def _leave(group: dist.ProcessGroup) -> None:
-    """Leave the group, waiting only briefly: if a broadcast is stuck, its thread ends when it times out."""
+    """Leave the group, waiting only briefly; the thread of a stuck broadcast ends when the broadcast times
+    out."""
     try:
         await asyncio.wait_for(_in_thread(lambda: leave_group(group)), GRACE_S)
     except (TimeoutError, RuntimeError) as failure:
@@ -135,13 +138,13 @@ async def _leave(group: dist.ProcessGroup) -> None:
 async def _failure_of(
     own: asyncio.Future[Any], calls: Sequence[asyncio.Future[None]]
 ) -> BaseException | None:
-    """Wait until this process's part and the engines' are done, or one has failed: its error then, and the
-    calls are given up, for without one member the others wait for nothing."""
+    """Wait until this process and the engines are done, or one of them has failed. After a failure, cancel
+    the other calls, because a broadcast cannot complete without one of its members, and return the error."""
     tasks: list[asyncio.Future[Any]] = [*calls, own]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
     if own.done() and own.exception() is not None:
         await asyncio.wait(calls, timeout=GRACE_S)
-    for task in tasks:  # an engine's own word says more than "connection closed"
+    for task in tasks:  # an engine's own error says more than "connection closed"
         failure = task.exception() if task.done() else None
         if failure is not None:
             for call in calls:
@@ -156,7 +159,7 @@ def _broadcast(data: Tensor, group: dist.ProcessGroup, timeout_s: float) -> None
         work = dist.broadcast(data, src=0, group=group, async_op=True)
         assert work is not None
         work.wait(timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # what torch's backends raise
+    except RuntimeError as error:  # torch's backends raise this
         raise EngineError(f"a broadcast of {data.numel()} bytes of weights failed: {error}") from error
 
 
@@ -165,7 +168,8 @@ def _at(group: WeightGroup, offset: int) -> WeightGroup:
 
 
 def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
-    """Run a call that cannot be interrupted on a thread that the end of the process does not wait for."""
+    """Run a call that cannot be interrupted on a daemon thread, so that the process can exit without waiting
+    for it."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -184,14 +188,15 @@ def _in_thread(call: Callable[[], T]) -> asyncio.Future[T]:
 
 
 def _own_address(urls: Sequence[str]) -> str:
-    """This machine's address on the way to the engines; one that other machines can use, if any is remote."""
+    """This machine's address on the route to the engines; if any engine is remote, one that other machines
+    can reach."""
     addresses = []
     for url in urls:
         host = urlsplit(url).hostname or ""
         try:
             family, kind, protocol, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
             with socket.socket(family, kind, protocol) as route:
-                route.connect(target)  # sends nothing
+                route.connect(target)  # connecting a UDP socket sends nothing
                 addresses.append(str(route.getsockname()[0]))
         except OSError as error:
             raise EngineError(f"cannot resolve or route to the engine at {url}: {error}") from error

@@ -16,13 +16,13 @@ MB = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Some of the weights.
+    """A bucket: consecutive weights packed into one buffer.
 
     Attributes:
         header: their names, types and shapes.
-        data: [header.nbytes] uint8, their bytes one after the other; it is overwritten when the bucket after
-            the next is begun.
-        last: whether no weights follow.
+        data: [header.nbytes] uint8, the concatenated bytes of the weights. The buffer is overwritten when the
+            bucket after the next is filled.
+        last: whether this is the last bucket.
     """
 
     header: WeightBucket
@@ -30,7 +30,7 @@ class Packed:
     last: bool
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """The weights, each in memory of its own, on the CPU."""
+        """Copies of the bucket's weights on the CPU."""
         found, start = [], 0
         for name, dtype, shape in zip(*_fields(self.header), strict=True):
             kind = getattr(torch, dtype)
@@ -49,8 +49,8 @@ def packed(
 ) -> Iterator[Packed]:
     """Pack `weights`, whose names and shapes are `shapes`, as `dtype`.
 
-    A weight larger than a bucket is one by itself. The consumer is done with a bucket when it asks for
-    the one after the next.
+    A weight larger than a bucket forms a bucket by itself. The consumer must be done with a bucket when it
+    requests the one after the next.
     """
     largest = min(bucket_bytes, sum(map(prod, shapes.values())) * dtype.itemsize)
     buffers: list[Tensor | None] = [None, None]

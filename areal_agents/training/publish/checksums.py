@@ -1,10 +1,10 @@
 """Checks whether an engine holds exactly the weights of a published folder.
 
-Both sides hash every tensor, bit for bit, by the engine's definition (`cpu_hash` or `gpu_hash`): it fuses
-matrices, and holds them in its own type and on its own device. The folder's weights are put in that form:
-fused, and rounded to float32, bfloat16 or float16 as the engine's loading rounds them. A tensor agrees if
-it has the engine's hash in one of these types, so that a wrong weight never agrees and a type chosen by the
-engine is no error.
+Both sides hash the bits of every tensor as the engine defines it (`cpu_hash` or `gpu_hash`). Engines fuse
+matrices and hold them in their own type and on their own device, so the folder's weights are converted to
+that form: fused, and rounded to float32, bfloat16 or float16 as the engine rounds them when loading. A tensor
+agrees if it has the engine's hash in one of these types; a wrong weight therefore never agrees, and a type
+chosen by the engine is not an error.
 """
 
 from __future__ import annotations
@@ -27,30 +27,32 @@ from areal_agents.training.model.safetensors_files import Checkpoint, Stored
 
 log = logging.getLogger(__name__)
 
-_COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")  # not held: made again, or the embedding itself
+# tensors that engines do not hold: recomputed, or the same as the embedding
+_COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")
 
-Place = tuple[int, int]  # expert, and position within the fused matrix
+FusedPart = tuple[int, int]  # expert, and position within the fused matrix
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ROWS = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
          "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1)}  # fmt: skip
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
 _EXPERTS = {"gate": ("w13_weight", 0), "up": ("w13_weight", 1), "down": ("w2_weight", 0)}
-_PADDED = ("embed_tokens.weight", "lm_head.weight")  # engines pad the vocabulary with rows of zeros
+_PADDED = ("embed_tokens.weight", "lm_head.weight")  # engines pad the vocabulary with zero rows
 _PAD_TO = 64
 _EXPERT_WEIGHTS = re.compile(r"\.experts\.w(13|2)_weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """compared: tensors that agree, of `tensors` that the engine holds; the others have its own form."""
+    """tensors: number of tensors that the engine holds. compared: number of them that agree; the others have
+    an engine-specific form."""
 
     compared: int
     tensors: int
 
 
 class Checksums:
-    """The tensors of a folder under the names, and in the forms, that engines have them.
+    """The tensors of a folder under the names and in the forms that engines use.
 
     Raises:
         TrainingError: the folder's files cannot be read.
@@ -58,18 +60,18 @@ class Checksums:
 
     def __init__(self, folder: Path) -> None:
         self._files = Checkpoint(folder)
-        self._parts: dict[str, dict[Place, Stored]] = {}
+        self._parts: dict[str, dict[FusedPart, Stored]] = {}
         for name, stored in self._files.tensors.items():
-            fused, place = _engine_name(name)
-            self._parts.setdefault(fused, {})[place] = stored
-        self._last: tuple[str, torch.dtype] = ("cpu", torch.float32)  # the form that agreed last
+            fused, part = _engine_name(name)
+            self._parts.setdefault(fused, {})[part] = stored
+        self._last: tuple[str, torch.dtype] = ("cpu", torch.float32)  # the type that agreed last
 
     async def check(self, engine: Engine) -> Agreement | None:
-        """Compare with what the engine holds; None, with a warning, if it is of several workers, whose
-        shares have no hash here.
+        """Compare with the tensors that the engine holds. Return None, with a warning, if the engine has
+        several workers, because the hashes of their shards cannot be computed here.
 
         Raises:
-            EngineError: a tensor differs, or is not there: names it and the engine.
+            EngineError: a tensor differs or is missing; the message names the tensor and the engine.
         """
         ranks = (await engine.checksum()).ranks
         if len(ranks) != 1:
@@ -84,7 +86,8 @@ class Checksums:
         missing = sorted(n for n in self._parts.keys() - held.keys() if not n.endswith(_COMPUTED))
         if missing and not unknown:
             raise EngineError(f"the weights that {url} serves lack {missing[0]}, which was published")
-        common = sorted(self._parts.keys() & held.keys(), key=self._rows)  # the smallest show the form
+        # the smallest tensors are enough to find the type
+        common = sorted(self._parts.keys() & held.keys(), key=self._rows)
         if not common:
             raise EngineError(f"{url} serves a different model: it has none of the published weights")
         for name in common:
@@ -102,7 +105,7 @@ class Checksums:
 
     def _agrees(self, name: str, want: str) -> bool:
         whole = self._whole(name)
-        kinds = {whole.dtype, *_TYPES}  # its own first: it is the likeliest
+        kinds = {whole.dtype, *_TYPES}  # try the folder's own type first, since it is the likeliest
         forms = [self._last] + [(kind, dtype) for kind in HASHES for dtype in [whole.dtype, *kinds]]
         for tensor in _paddings(name, whole):
             for form in dict.fromkeys(forms):
@@ -114,7 +117,7 @@ class Checksums:
         return False
 
     def _whole(self, name: str) -> Tensor:
-        """The tensor as engines fuse it."""
+        """The tensor in the form in which engines fuse it."""
         experts: dict[int, list[Tensor]] = {}
         for (expert, _), stored in sorted(self._parts[name].items()):
             experts.setdefault(expert, []).append(self._files.read(stored))
@@ -126,13 +129,13 @@ class Checksums:
 
 
 class EngineComparison:
-    """The comparison of several engines with one folder.
+    """Compares several engines with one folder.
 
     Args:
-        known: base URLs of engines that need none.
+        known: base URLs of engines that need no comparison.
 
     Attributes:
-        compared: base URLs of those whose weights agree, or that have no checksums.
+        compared: base URLs of engines whose weights agree or that have no checksums.
     """
 
     def __init__(self, folder: Path, *, known: Collection[str] = ()) -> None:
@@ -143,14 +146,15 @@ class EngineComparison:
         self._difference: EngineError | None = None
 
     async def __call__(self, engine: Engine) -> None:
-        """Compare one. EngineError if it holds other weights; one that cannot answer is not compared."""
+        """Compare one engine. Raise EngineError if its weights differ; an engine that cannot answer is not
+        compared."""
         if engine.base_url in self._known:
             return
         try:
             agreement = await self._checksums.check(engine)
         except EngineUnavailable as error:
             log.warning("the weights of %s cannot be compared now: %s", engine.base_url, error)
-        except EngineRejected as error:  # it will not learn to
+        except EngineRejected as error:  # it will not be able to later either
             log.warning("the weights of %s cannot be compared: %s", engine.base_url, error)
             self.compared.add(engine.base_url)
         except EngineError as error:
@@ -162,19 +166,21 @@ class EngineComparison:
                 self._agreements.append(agreement)
 
     def raise_difference(self) -> None:
-        """EngineError if an engine that was compared holds other weights; of the first one."""
+        """Raise the EngineError of the first compared engine whose weights differ, if there is one."""
         if self._difference is not None:
             raise self._difference
 
     @property
     def share(self) -> float | None:
-        """Weights that agree / weights that the compared engines hold; None if none was compared."""
+        """Number of weights that agree / number of weights that the compared engines hold; None if no engine
+        was compared."""
         tensors = sum(agreement.tensors for agreement in self._agreements)
         return sum(agreement.compared for agreement in self._agreements) / tensors if tensors else None
 
 
-def _engine_name(name: str) -> tuple[str, Place]:
-    """What an engine calls the matrix that a published weight is part of, and which part."""
+def _engine_name(name: str) -> tuple[str, FusedPart]:
+    """The engine's name of the matrix that contains a published weight, and which part of it the weight
+    is."""
     expert = _EXPERT.match(name)
     if expert is not None:
         fused, position = _EXPERTS[expert[3]]
@@ -188,7 +194,7 @@ def _engine_name(name: str) -> tuple[str, Place]:
 
 
 def _paddings(name: str, tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, and as an engine may have padded it."""
+    """The tensor, and the tensor with the padding that an engine may have added."""
     yield tensor
     if name.endswith(_PADDED) and len(tensor) % _PAD_TO:
         yield torch.nn.functional.pad(tensor, (0, 0, 0, -len(tensor) % _PAD_TO))
@@ -206,12 +212,14 @@ _TILES_AT_ONCE = 512
 
 
 def cpu_hash(tensor: Tensor) -> str:
-    """What an engine on a CPU answers: the first 8 bytes of the SHA-256 of the row-major bytes, in hex."""
+    """The checksum that an engine on a CPU returns: the first 8 bytes of the SHA-256 of the row-major bytes,
+    in hex."""
     return sha256(raw_bytes(tensor)).hexdigest()[:16]
 
 
 def gpu_hash(tensor: Tensor) -> str:
-    """What SGLang on a GPU answers (0.5.21, its `gpu_tensor_hash`), computed on the tensor's own device.
+    """The checksum that SGLang on a GPU returns (`gpu_tensor_hash` of 0.5.21), computed on the tensor's
+    device.
 
     Each 32-bit word is mixed with its position by MurmurHash3's finaliser, summed per tile of 8192 words,
     finalised, and the tiles' 64-bit sums go through splitmix64.
@@ -230,13 +238,13 @@ HASHES: Mapping[str, Hash] = {"cpu": cpu_hash, "gpu": gpu_hash}
 
 
 def _tiles(words: Tensor, start: int, nbytes: int) -> int:
-    """The sum of the tiles' hashes; `words` begin at word `start` of a tensor of `nbytes`."""
+    """Sum of the tiles' hashes; `words` begin at word `start` of a tensor of `nbytes` bytes."""
     index = torch.arange(start, start + len(words), device=words.device) & _MASK
     values = words.long() & _MASK
     halves = []
     for seed, (factor, turn) in zip(_SEEDS, _POSITION, strict=True):
-        place = ((index * factor + seed) & _MASK) ^ ((index << turn | index >> (32 - turn)) & _MASK)
-        mixed = _finalise(values ^ place)
+        mixed_position = ((index * factor + seed) & _MASK) ^ ((index << turn | index >> (32 - turn)) & _MASK)
+        mixed = _finalise(values ^ mixed_position)
         mixed = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
         halves.append(_finalise((mixed.sum(1) & _MASK) ^ (nbytes & _MASK)))
     return sum(high << 32 | low for high, low in zip(*(h.tolist() for h in halves), strict=True))

@@ -1,4 +1,4 @@
-"""Settings of how new weights reach the engines. Invalid combinations raise an error with the reason."""
+"""Settings of weight publication. Invalid combinations raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Pause = Literal["retract", "in_place", "abort", "drain"]
 Verify = Literal["first", "every", "off"]
 Backend = Literal["auto", "gloo", "nccl"]
 
-_PIECEWISE = ("tensor", "broadcast")  # these write into the served weights one bucket after the other
+_PIECEWISE = ("tensor", "broadcast")  # these transports overwrite the served weights bucket by bucket
 
 
 class PublishConfig(BaseModel):
@@ -30,8 +30,10 @@ class PublishConfig(BaseModel):
     )
     pause: Pause = Field(
         default="retract",
-        description="What running generations do at a swap. retract: continue on recomputed keys and values. "
-        "in_place: continue on the old ones. abort: end, and the proxy continues them. drain: finish before "
+        description="What running generations do at a swap. retract: they continue on recomputed keys and "
+        "values. "
+        "in_place: they continue on the old ones. abort: they end, and the proxy continues them. drain: "
+        "they finish before "
         "the swap.",
     )
     folder: str = Field(
@@ -60,7 +62,7 @@ class PublishConfig(BaseModel):
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Longest wait for an engine to load a folder (with drain: after running "
+        description="Longest wait for an engine to load a folder (with drain: once running "
         "generations finish), "
         "to receive one bucket, or to join the process group.",
     )
@@ -96,7 +98,8 @@ class PublishConfig(BaseModel):
 
 
 def versions_folder(folder: str, run_dir: Path) -> Path:
-    """Where a run's versions lie: in its own folder, or in `folder` under a name that is this run's alone."""
+    """The folder of a run's versions: within the run's folder, or in `folder` under a name unique to the
+    run."""
     if not folder:
         return run_dir / "weights"
     run = run_dir.resolve()

@@ -1,4 +1,4 @@
-"""Engines read the version's folder, while serving if they can, so that the pause is only the swap."""
+"""Engines load the version's folder, while serving if they can, so that they pause only for the swap."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Check = Callable[[Engine], Awaitable[None]]
 
 
 async def deliver(fleet: Fleet, path: Path, *, pause: Pause, check: Check | None) -> float:
-    """Swap the folder's weights in everywhere; the longest pause in seconds."""
+    """Swap the folder's weights into all engines; return the longest pause in seconds."""
 
     async def one(engine: Engine) -> float:
         await engine.prepare_weights_from_disk(str(path))
@@ -30,13 +30,14 @@ async def deliver(fleet: Fleet, path: Path, *, pause: Pause, check: Check | None
 async def swap(
     engine: Engine, path: str, version: int, *, pause: Pause = "retract", check: Check | None = None
 ) -> float:
-    """Replace the served weights; seconds that it took.
+    """Replace the served weights; return how many seconds it took.
 
     The engine resumes after any failure; if it refuses the weights, it resumes with the old ones. Only after
     a failed `check` does it stay paused, so that nothing is sampled from unknown weights.
     """
     started = time.monotonic()
-    if pause == "drain":  # without a pause an update waits for what runs, and what comes waits for it
+    # without a pause, the update waits for running requests, and new requests wait for the update
+    if pause == "drain":
         await engine.update_weights_from_disk(path, version)
         if check is not None:
             await check(engine)
@@ -44,7 +45,7 @@ async def swap(
     try:
         await engine.pause(
             pause
-        )  # inside the try block: an engine whose answer was lost has paused all the same
+        )  # inside the try block, because an engine whose answer was lost has nevertheless paused
         await engine.update_weights_from_disk(path, version)
     except BaseException:
         await resume_anyway(engine)
@@ -56,7 +57,7 @@ async def swap(
 
 
 async def resume_anyway(engine: Engine) -> None:
-    """Resume after a failure; an error of resuming is only logged, since the first error says more."""
+    """Resume after a failure. An error while resuming is only logged, since the first error says more."""
     try:
         await engine.resume()
     except EngineError as error:

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class EventLoopThread:
-    """An event loop in a thread of its own: engines are called while the caller's thread gathers weights."""
+    """An event loop on its own thread: engines are called while the caller's thread gathers weights."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -35,7 +35,7 @@ class EventLoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # nothing, once it is done
+            future.cancel()  # has no effect once the future is done
 
     def close(self) -> None:
         """Stop the loop and end the thread."""
@@ -45,9 +45,9 @@ class EventLoopThread:
 
 
 class Fleet:
-    """The engines that are to take a version. An engine that fails is left out, unless it is the last.
+    """The engines to which a version is published. An engine that fails is removed, unless all engines fail.
 
-    The process that routes requests updates it from the folder before it serves again.
+    The process that routes requests updates a removed engine from the folder before the engine serves again.
     """
 
     def __init__(self, engines: Sequence[Engine], version: int) -> None:
@@ -56,10 +56,10 @@ class Fleet:
         self.left_out: list[str] = []
 
     async def each(self, call: Callable[[Engine], Awaitable[T]]) -> list[T]:
-        """Call all engines at once; the results of those that did not fail.
+        """Call all engines concurrently; return the results of those that did not fail.
 
         Raises:
-            EngineUnavailable: every engine failed, and at least one does not answer: it may come back.
+            EngineUnavailable: every engine failed, and at least one did not answer and may come back.
             EngineError: every engine failed.
         """
         engines = list(self.engines)

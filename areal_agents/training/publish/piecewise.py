@@ -1,7 +1,7 @@
-"""Replaces the served weights bucket by bucket, while the next bucket is gathered.
+"""Replaces the served weights bucket by bucket; the next bucket is gathered while one is sent.
 
-An engine is paused from before its first bucket to after its last. One that missed a bucket takes the
-version from its folder before it samples again, or stays paused: it never samples from half a version.
+An engine is paused from before its first bucket until after its last. An engine that missed a bucket loads
+the version's folder before it samples again, or stays paused; it never samples from a partial version.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ log = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """How buckets travel: `tensors.TensorSender`, `broadcast.BroadcastSender`."""
+    """Sends buckets; implemented by `tensors.TensorSender` and `broadcast.BroadcastSender`."""
 
     async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Be ready to send to these engines, of so many workers each, before they pause."""
+        """Prepare to send to these engines, before they pause. The values are their numbers of workers."""
         ...
 
     async def send(
         self, engines: Sequence[Engine], bucket: Packed, version: int
     ) -> dict[Engine, EngineError]:
-        """Send a bucket; the engines that did not get it, with the reason."""
+        """Send a bucket; return the engines that did not receive it, with the reason."""
         ...
 
     async def aclose(self) -> None:
-        """Release what `open` made."""
+        """Release the resources that `open` created."""
         ...
 
 
 class Delivery:
-    """The delivery of one version to the engines, on the first rank: `begin`, `send`, `end`.
+    """Delivers one version to the engines, on the first rank: `begin`, `send`, `end`.
 
     Args:
         path: the version's folder, complete.
-        repaired: gets the URL of each engine that took the folder in the end.
+        repaired: receives the URL of each engine that loaded the folder after a failure.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Delivery:
         self.repaired: list[str] = []
 
     def begin(self, workers: Mapping[Engine, int]) -> None:
-        """Pause the engines. EngineError if none did; all then continue with the old weights."""
+        """Pause the engines. Raise EngineError if none paused; all then continue with the old weights."""
         self._loop.run(self._begin(workers))
 
     def send(
@@ -80,7 +80,7 @@ class Delivery:
         dtype: torch.dtype,
         bucket_bytes: int,
     ) -> None:
-        """Send every weight, gathered by `weights` meanwhile. `end` repairs what fails."""
+        """Send every weight while `weights` gathers the next ones. `end` repairs engines that fail."""
         pending: Future[None] | None = None
         for bucket in packed(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes):
             if pending is not None:
@@ -102,7 +102,7 @@ class Delivery:
     async def _begin(self, workers: Mapping[Engine, int]) -> None:
         try:
             await self._sender.open({engine: workers[engine] for engine in self._fleet.engines})
-        except EngineError as error:  # nothing can be sent: each that is there takes the folder
+        except EngineError as error:  # no bucket can be sent, so each available engine loads the folder
             self._broken = dict.fromkeys(self._fleet.engines, error)
         self._paused_at = time.monotonic()
         await self._fleet.each(self._open)
@@ -135,12 +135,13 @@ class Delivery:
 
     async def _repair(self, engine: Engine, failure: EngineError) -> None:
         """Load the folder into an engine that missed a bucket. Raises `failure` if that fails too."""
-        with suppress(EngineError):  # it refuses an update that is not whole, and closes it all the same
+        # the engine refuses to end an incomplete update, but ends it nevertheless
+        with suppress(EngineError):
             await engine.end_weight_update()
         try:
             await engine.update_weights_from_disk(str(self._path), self._fleet.version)
         except EngineUnavailable as error:
-            raise error from failure  # it is lost, which may be what had failed
+            raise error from failure  # the engine is unreachable, which may be why sending failed
         except EngineError as error:
             log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
             raise failure from error

@@ -19,9 +19,9 @@ from areal_agents.training.publish.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
-# What the weights' shapes do not show, or show only when it is too late, and what is computed follows from.
+# Settings that affect the computation and that the weights' shapes do not show, or show only too late.
 _DECISIVE = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps", "layer_norm_eps", "rope_parameters",
@@ -31,11 +31,11 @@ _DECISIVE = (
 )  # fmt: skip
 
 
-class Patience:
-    """The time that one version has for engines to come back; all of its waits count together.
+class WaitLimit:
+    """Limits how long one version waits for engines to come back, over all of its waits.
 
     Args:
-        limit_s: from the first loss.
+        limit_s: time limit, counted from the first loss.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -48,7 +48,7 @@ class Patience:
         return self._deadline is not None
 
     async def wait(self, pause_s: float, lost: Exception) -> None:
-        """Wait before the engines are tried again. Raises `lost` if their time is over."""
+        """Wait before the engines are tried again. Raise `lost` if the time limit has passed."""
         now = time.monotonic()
         if self._deadline is None:
             self._deadline = now + self._limit_s
@@ -64,20 +64,21 @@ class Reachable:
     """The engines that answer.
 
     Attributes:
-        workers: the tensor-parallel processes of each.
-        were_lost: whether the version had to wait for them: others may have brought them to it meanwhile.
+        workers: number of tensor-parallel processes of each engine.
+        were_lost: whether the version had to wait for engines; another process may meanwhile have updated
+            them to it.
     """
 
     workers: Mapping[Engine, int] = field(default_factory=dict)
     were_lost: bool = False
 
 
-async def check_engines(fleet: Fleet, trained: PretrainedConfig, patience: Patience) -> Reachable:
-    """Check all engines of `fleet`, and leave out those that do not answer or serve another model.
+async def check_engines(fleet: Fleet, trained: PretrainedConfig, wait_limit: WaitLimit) -> Reachable:
+    """Check all engines of `fleet`, and remove those that do not answer or that serve another model.
 
     Raises:
-        EngineUnavailable: none was there in time.
-        EngineError: every one that is there serves another model than `trained`.
+        EngineUnavailable: no engine answered in time.
+        EngineError: every engine that answers serves a model other than `trained`.
     """
 
     async def one(engine: Engine) -> int:
@@ -90,20 +91,22 @@ async def check_engines(fleet: Fleet, trained: PretrainedConfig, patience: Patie
         try:
             workers = await fleet.each(one)
         except EngineUnavailable as error:
-            await patience.wait(_LOOK_S, error)
+            await wait_limit.wait(_POLL_S, error)
         else:
-            return Reachable(dict(zip(fleet.engines, workers, strict=True)), patience.is_used)
+            return Reachable(dict(zip(fleet.engines, workers, strict=True)), wait_limit.is_used)
 
 
 def _other_model(info: ModelInfo, trained: PretrainedConfig) -> str | None:
-    """What shows that an engine serves another model; None if nothing does. A real server would end itself
-    over weights of other shapes, and compute something else from these with another rope or norm."""
+    """Describe how the model that an engine serves differs from the trained one; None if no difference is
+    found. A real server would exit on weights of other shapes, and would compute different results with
+    another rope or norm."""
     trained = trained.get_text_config()
     if info.vocab_size != trained.vocab_size:
         return f"a vocabulary of {info.vocab_size}, not {trained.vocab_size}"
     try:
         served = AutoConfig.from_pretrained(info.model_path, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError):  # on another machine, or of no kind that is known here
+    except (OSError, ValueError, KeyError):
+        # the folder is on another machine, or its config is of an unknown kind
         return None
     for name in _DECISIVE:
         have, want = getattr(served, name, None), getattr(trained, name, None)

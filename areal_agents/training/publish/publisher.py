@@ -38,15 +38,16 @@ class Published:
 
     Attributes:
         path: its folder.
-        publish_s: everything, in seconds; assemble_s: of it, gathering and writing the folder, while engines
-            sample; pause_s: the longest that an engine did not.
-        nbytes: of the weights in the folder.
-        density: the share of weights that changed since the version before; None where there is none.
-        agreement: of the weights that engines hold, the share that was compared and found to be those
-            published; None where nothing was compared.
-        left_out: engines that did not take it; repaired: those that took the folder after another transport
-            had failed.
-        busy_s: seconds that the engines have sampled since their start, mean; None where one does not count.
+        publish_s: total time in seconds. assemble_s: the part of it spent gathering and writing the folder,
+            while engines sample. pause_s: the longest time that an engine did not sample.
+        nbytes: size of the weights in the folder.
+        density: the share of weights that changed since the previous version; None if there is none.
+        agreement: the share of the weights held by the engines that were compared and equal those published;
+            None if nothing was compared.
+        left_out: engines that did not take the version. repaired: engines that loaded the folder after
+            another transport failed.
+        busy_s: mean time in seconds that the engines have spent sampling since they started; None if an
+            engine does not report it.
     """
 
     version: int
@@ -63,12 +64,13 @@ class Published:
 
 
 class Publisher:
-    """Publishes the versions of one run; every rank has one, and only the first one's talks to others.
+    """Publishes the versions of one run. Every rank has a publisher; only the first rank's uses the store and
+    the engines.
 
     Args:
-        store, engines: of the first rank; the others have no store and no engines.
-        run_dir: of the run; model_path: the folder that it began with.
-        keep: how many folders of versions are kept.
+        store, engines: given only on the first rank.
+        run_dir: the run's folder. model_path: the folder of the initial model.
+        keep: number of version folders to keep.
     """
 
     def __init__(
@@ -107,12 +109,12 @@ class Publisher:
             remove_unfinished(self._weights, "v*")
 
     def publish(self, *, version: int, step: int) -> Published | None:
-        """Write, record and swap in a version; None on all ranks but the first. Collective.
+        """Write, record and swap in a version; return None on all ranks except the first. Collective.
 
         Raises:
-            EngineError: no engine took it, or one holds other weights than were published, and is left
-                paused. The version stays recorded; a resumed run publishes the weights again under a later
-                one.
+            EngineError: no engine took the version, or the weights of an engine differ from those published
+                and the engine stays paused. The version stays recorded; a resumed run publishes the weights
+                again under a later version.
             TrainingError: the folder cannot be written; nothing is recorded, and the old version stays
                 served.
         """
@@ -142,9 +144,9 @@ class Publisher:
 
     @contextmanager
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
-        """Keep the memory of `kinds` of every engine free within a with-block. Collective.
+        """Context manager that keeps the memory of `kinds` released on every engine. Collective.
 
-        EngineError if an engine refuses; paused generations continue after the block in any case.
+        Raises EngineError if an engine refuses; paused generations continue after the block in any case.
         """
         if not kinds:
             yield
@@ -158,7 +160,7 @@ class Publisher:
         self._on_every_rank(lambda: self._sleep_or_wake(wake, kinds))
 
     def close(self) -> None:
-        """Leave the process group, if there is one, and stop the event loop."""
+        """Leave the process group, if any, and stop the event loop."""
         if self._loop is None:
             return
         self._transport.close()
@@ -167,14 +169,15 @@ class Publisher:
         self._loop.close()
 
     def _comparison(self, path: Path) -> EngineComparison | None:
-        """Return the comparison with a version's folder, of all engines or of those not compared yet."""
+        """Compare all engines, or those not compared yet, with a version's folder, and return the
+        comparison."""
         known = self._verified if self._config.verify == "first" else set()
         if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
             return None
         return EngineComparison(self._compared(path), known=known)
 
     def _compared(self, path: Path) -> Path:
-        """The folder of the weights that an engine's checksum is of; adapters are not in it."""
+        """The folder of the weights that an engine's checksum covers; it contains no adapters."""
         return self._model_path if self._config.transport == "lora" else path
 
     def _write(self, version: int) -> Written | None:
@@ -188,12 +191,12 @@ class Publisher:
         )
 
     def _record(self, version: int, step: int, path: Path) -> None:
-        """Record the current version, to which engines that come back are updated from now on."""
+        """Record the current version. From then on, engines that come back are updated to it."""
         if self._store is not None:
             self._store.publish_version(version, step=step, path=str(path))
 
     async def _afterwards(self, fleet: Fleet) -> float | None:
-        """Remove old versions; return the engines' mean seconds of sampling."""
+        """Remove old versions; return the mean time in seconds that the engines have spent sampling."""
         forgotten = await asyncio.to_thread(forget_before, self._weights, fleet.version, keep=self._keep)
         if self._config.transport == "lora":
             self._old_adapters.forget(forgotten)

@@ -12,7 +12,8 @@ T = TypeVar("T")
 
 
 class EnginesLost(TrainingError):
-    """An EngineUnavailable of the first rank, as the other ranks see it; all ranks can recover from it."""
+    """Raised on the other ranks when the first rank raises EngineUnavailable; all ranks can recover from
+    it."""
 
 
 def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> T:
@@ -20,8 +21,8 @@ def on_every_rank(ranks: Ranks, call: Callable[[], T]) -> T:
 
     Raises:
         Exception: on a rank that failed, its own error.
-        EnginesLost: on the others, if that was EngineUnavailable.
-        TrainingError: on the others, if it was anything else.
+        EnginesLost: on the other ranks, if that error was EngineUnavailable.
+        TrainingError: on the other ranks, if it was any other error.
     """
     failure: Exception | None = None
     try:

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Pause generation and free the memory of `kinds`. EngineError if an engine refuses."""
+    """Pause generation and release the memory of `kinds`. Raise EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.pause("retract")
@@ -26,7 +26,7 @@ async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) ->
 
 
 async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
-    """Take the memory back and continue generating. EngineError if an engine refuses."""
+    """Reclaim the memory and continue generating. Raise EngineError if an engine refuses."""
 
     async def one(engine: Engine) -> None:
         await engine.resume_memory(kinds)
@@ -36,15 +36,17 @@ async def wake(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
 
 
 async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Call all engines at once. One that does not answer holds no memory; it is updated on its return."""
+    """Call all engines concurrently. An engine that does not answer holds no memory; it is updated when it
+    comes back."""
 
     async def tolerant(engine: Engine) -> None:
         try:
             await call(engine)
         except EngineUnavailable as error:
-            log.warning("an engine does not answer and is not asked to free or take memory: %s", error)
+            log.warning("an engine does not answer, so it keeps its memory as it is: %s", error)
 
-    # All of them, whatever one says: none may still fall asleep when the caller wakes them after an error.
+    # Wait for every call even if one fails: no engine may still be going to sleep when the caller wakes them
+    # after an error.
     results = await asyncio.gather(*(tolerant(engine) for engine in engines), return_exceptions=True)
     for failure in (result for result in results if isinstance(result, BaseException)):
         raise failure

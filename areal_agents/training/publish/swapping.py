@@ -17,22 +17,22 @@ from areal_agents.inference.engine import Engine
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.publish.checksums import EngineComparison
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
-from areal_agents.training.publish.preflight import Patience, Reachable, check_engines
+from areal_agents.training.publish.preflight import Reachable, WaitLimit, check_engines
 from areal_agents.training.publish.rank_failures import EnginesLost, on_every_rank
 from areal_agents.training.publish.transports import Delivered, Transport
 
 log = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # between two attempts to deliver one version
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # interval between two attempts to deliver a version
 
 
 class Swapper:
-    """Swaps versions in. Every rank has one.
+    """Swaps versions into the engines. Every rank has one.
 
     Args:
-        loop, engines: of the first rank, where and what is called; the others have neither.
-        trained: the config of the model that engines are to serve.
-        wait_s: the time that one version has for engines to come back.
+        loop, engines: the engines and the event loop on which they are called; given only on the first rank.
+        trained: the config of the model that engines must serve.
+        wait_s: longest time that one version waits for engines to come back.
     """
 
     def __init__(
@@ -49,19 +49,21 @@ class Swapper:
         self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
 
     def swap(self, version: int, path: Path, checks: EngineComparison | None) -> tuple[Fleet, Delivered]:
-        """Swap in the version whose folder is `path`; return the engines that serve it, and how. Collective.
+        """Swap in the version whose folder is `path`; return the engines that serve it and the result of the
+        delivery. Collective.
 
         Raises:
-            EngineError: no engine took it, or one holds other weights than `checks` compares with.
-            TrainingError: on the other ranks then.
+            EngineError: no engine took the version, or the weights of one differ from those that `checks`
+                compares with.
+            TrainingError: on the other ranks in these cases.
         """
-        patience, pause_s = Patience(self._wait_s), _FIRST_PAUSE_S
+        wait_limit, pause_s = WaitLimit(self._wait_s), _FIRST_PAUSE_S
         while True:
             fleet = Fleet(self._engines, version)
             try:
-                delivered = self._attempt(fleet, path, patience, checks)
+                delivered = self._attempt(fleet, path, wait_limit, checks)
             except (EngineUnavailable, EnginesLost) as error:
-                self._wait(patience, pause_s, checks, error)
+                self._wait(wait_limit, pause_s, checks, error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             except EngineError:
                 _raise_difference(checks)
@@ -71,32 +73,33 @@ class Swapper:
                 return fleet, delivered
 
     def _attempt(
-        self, fleet: Fleet, path: Path, patience: Patience, checks: EngineComparison | None
+        self, fleet: Fleet, path: Path, wait_limit: WaitLimit, checks: EngineComparison | None
     ) -> Delivered:
         reachable = on_every_rank(
             self._ranks,
             lambda: (
-                self._loop.run(check_engines(fleet, self._trained, patience)) if self._loop else Reachable()
+                self._loop.run(check_engines(fleet, self._trained, wait_limit)) if self._loop else Reachable()
             ),
         )
         return self._transport.deliver(fleet, path, reachable, checks)
 
     def _wait(
-        self, patience: Patience, pause_s: float, checks: EngineComparison | None, lost: Exception
+        self, wait_limit: WaitLimit, pause_s: float, checks: EngineComparison | None, lost: Exception
     ) -> None:
-        """Wait before another attempt; raise `lost` if the time is over. Collective."""
+        """Wait before another attempt; raise `lost` if the time limit has passed. Collective."""
 
         def wait() -> None:
             if self._loop is None:
                 return
             _raise_difference(checks)
-            self._loop.run(patience.wait(pause_s, lost))
+            self._loop.run(wait_limit.wait(pause_s, lost))
             log.warning("engines were lost, delivering the version again: %s", lost)
 
         on_every_rank(self._ranks, wait)
 
 
 def _raise_difference(checks: EngineComparison | None) -> None:
-    """Raise the difference first: it says more than that another engine was lost or refused the version."""
+    """Raise the error of differing weights first: it says more than that another engine was lost or refused
+    the version."""
     if checks is not None:
         checks.raise_difference()

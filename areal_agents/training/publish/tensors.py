@@ -1,4 +1,5 @@
-"""Sends weights in HTTP requests: no shared disk and no process group, but a third more bytes (base64)."""
+"""Sends weights in HTTP requests: needs no shared disk and no process group, but base64 adds a third more
+bytes."""
 
 from __future__ import annotations
 
@@ -13,16 +14,17 @@ from areal_agents.training.publish.buckets import Packed
 
 
 class TensorSender:
-    """Sends buckets to each engine by itself; implements `piecewise.Sender`."""
+    """Sends buckets to each engine separately; implements `piecewise.Sender`."""
 
     async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Nothing to prepare. `engines` gives the tensor-parallel workers of each."""
+        """Store `engines`, with the number of tensor-parallel workers of each; nothing else needs
+        preparing."""
         self._workers = dict(engines)
 
     async def send(
         self, engines: Sequence[Engine], bucket: Packed, version: int
     ) -> dict[Engine, EngineError]:
-        """Send one bucket; what failed, by engine."""
+        """Send one bucket; return the failures by engine."""
         payload = await asyncio.to_thread(_payload, bucket)
         results = await asyncio.gather(
             *(
@@ -42,9 +44,9 @@ class TensorSender:
         return failures
 
     async def aclose(self) -> None:
-        """Nothing is held."""
+        """There is nothing to release."""
 
 
 def _payload(bucket: Packed) -> str:
-    """The form that engines take: a pickled list of (name, tensor), base64."""
+    """Encode the bucket as engines expect it: a pickled list of (name, tensor) in base64."""
     return base64.b64encode(pickle.dumps(bucket.tensors(), pickle.HIGHEST_PROTOCOL)).decode()

@@ -29,39 +29,42 @@ from areal_agents.training.publish.version_folder import exhaust
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """pause_s: the longest that an engine did not sample; repaired: engines that took the folder after
-    another transport had failed."""
+    """pause_s: the longest time that an engine did not sample, in seconds. repaired: engines that loaded the
+    folder after another transport failed."""
 
     pause_s: float = 0.0
     repaired: int = 0
 
 
 class Transport(Protocol):
-    """How a version is delivered: `FolderTransport`, `BucketTransport`. Every rank has one."""
+    """Delivers versions to engines; implemented by `FolderTransport` and `BucketTransport`. Every rank has
+    one."""
 
     def deliver(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
-        """Have `fleet` serve the version, whose folder `path` is. Collective; only the first rank's
-        arguments and answer count.
+        """Make `fleet` serve the version in the folder `path`. Collective; only the first rank's arguments
+        and result count.
 
         Raises:
-            EngineUnavailable: every engine was lost, on the first rank; it may be called again.
-            EnginesLost: on the others then.
-            EngineError: no engine took it, on the first rank; TrainingError on the others.
+            EngineUnavailable: on the first rank, every engine was lost; the call may be repeated.
+            EnginesLost: on the other ranks in this case.
+            EngineError: on the first rank, no engine took the version; on the other ranks, this is a
+                TrainingError.
         """
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release the resources that the transport holds."""
         ...
 
 
 def make_transport(
     config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
 ) -> Transport:
-    """The transport that the config names. `loop` calls engines; it is None on all ranks but the first.
+    """Create the transport that the config selects. `loop` calls engines; it is None on all ranks except the
+    first.
 
     Raises:
-        TrainingError: it cannot be used with the trainer's device.
+        TrainingError: the transport cannot be used with the trainer's device.
     """
     if config.transport in ("disk", "lora"):
         return FolderTransport(config, ranks, loop)
@@ -69,7 +72,7 @@ def make_transport(
 
 
 class FolderTransport:
-    """The first rank tells engines to load the folder; the others wait for it."""
+    """The first rank tells engines to load the folder; the other ranks wait for it."""
 
     def __init__(self, config: PublishConfig, ranks: Ranks, loop: EventLoopThread | None) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
@@ -91,7 +94,7 @@ class FolderTransport:
 
 
 class BucketTransport:
-    """All ranks gather the weights once more, while the engines are paused; the first one sends them."""
+    """All ranks gather the weights once more, while the engines are paused; the first rank sends them."""
 
     def __init__(
         self, config: PublishConfig, policy: Policy, ranks: Ranks, loop: EventLoopThread | None
@@ -104,7 +107,7 @@ class BucketTransport:
         try:
             return self._send(fleet, path, reachable, check)
         except EngineUnavailable:
-            self.close()  # an engine that comes back is in no process group
+            self.close()  # an engine that comes back is not in the process group
             raise
 
     def close(self) -> None:
@@ -114,7 +117,8 @@ class BucketTransport:
 
     def _send(self, fleet: Fleet, path: Path, reachable: Reachable, check: Check | None) -> Delivered:
         weights = whole_weights(self._policy.model, self._policy.lora)
-        shapes = published_shapes(self._policy.model)  # worked out before the pause, which it would lengthen
+        # computed before the pause, which it would otherwise lengthen
+        shapes = published_shapes(self._policy.model)
         delivery: Delivery | None = None
         if self._loop is not None and self._sender is not None:
             pause = self._config.pause

@@ -1,4 +1,4 @@
-"""Compares on demand the weights that an engine holds with the current version, while training continues."""
+"""Compares the weights of an engine with the current version on demand, while training continues."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ _PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """An engine that serves `version`; agreement is None where its weights have no checksum here."""
+    """The result for an engine that serves `version`; `agreement` is None if its weights have no checksum
+    that can be computed here."""
 
     version: int
     agreement: Agreement | None
 
 
 async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> Verified:
-    """Compare what an engine holds with the current version.
+    """Compare the weights of an engine with the current version.
 
     Args:
-        base: the folder that is compared with in place of the version's: the model's, where versions are
+        base: the folder to compare with instead of the version's, namely the model's folder if versions are
             adapters.
 
     Raises:
         ConfigError: nothing was published yet.
-        EngineError: it holds other weights, serves another version for longer than a swap takes, or does not
-            answer.
+        EngineError: the engine's weights differ, it serves another version for longer than a swap takes, or
+            it does not answer.
         TrainingError: the version's folder cannot be read.
     """
     for _ in range(_ATTEMPTS):
@@ -47,7 +48,7 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
                 agreement = await Checksums(base or Path(current.path)).check(engine)
             except (EngineError, TrainingError):
                 if store.latest_version() == current:
-                    raise  # else it was swapped meanwhile
+                    raise  # otherwise the version was swapped meanwhile
             else:
                 if (await engine.model_info()).version == served:
                     return Verified(served, agreement)

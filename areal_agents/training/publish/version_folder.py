@@ -1,7 +1,7 @@
 """Writes the folder of each version on a background thread while the next weight is gathered.
 
-Each weight is compared, bit for bit in the published type, with the folder of the version before, which is
-kept anyway; the share of changed weights therefore costs no memory.
+Each weight is compared, bit for bit in the published type, with the folder of the previous version, which is
+kept anyway; computing the share of changed weights therefore needs no additional memory.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ WAITING_BYTES = 512_000_000  # gathered weights that may wait for the disk, in b
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A version's folder. nbytes: of its weights; density: the share of them that changed, see `Density`."""
+    """A version's folder. nbytes: size of its weights. density: the share of the weights that changed (see
+    `Density`)."""
 
     nbytes: int
     density: float | None
 
 
 def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor], None] | None) -> None:
-    """Gather every weight, which is collective, even if `each` fails on this rank.
+    """Gather every weight and pass it to `each`, even if `each` fails on this rank. Collective.
 
-    A failure of `each` is raised when all are gathered: the other ranks are not left in a collective.
+    A failure of `each` is raised after all weights are gathered, so that the other ranks do not hang in a
+    collective.
     """
     failure: Exception | None = None
     for name, tensor in weights:
@@ -58,15 +60,15 @@ def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor],
 def write_version(
     policy: Policy, folder: Path, version: int, *, base: Path, adapter: bool, writes: bool
 ) -> Written | None:
-    """Write a version's folder in `folder`; its density is against the version before. Collective.
+    """Write a version's folder in `folder`; its density is relative to the previous version. Collective.
 
     Args:
-        base: the folder of the model that the run began with.
-        adapter: write the adapter alone, and not the whole weights.
-        writes: see `write_policy`, as for what is raised.
+        base: the folder of the initial model.
+        adapter: whether to write only the adapter instead of the whole weights.
+        writes: see `write_policy`, also for the exceptions.
     """
     path = version_folder(folder, version)
-    # Folders of later versions were left by an earlier process run.
+    # Folders of later versions were left by an earlier process of the run.
     earlier = [old for v, old in version_folders(folder).items() if v < version] if writes else []
     before = earlier[-1] if earlier else None
     if adapter:
@@ -77,14 +79,14 @@ def write_version(
 def write_policy(
     policy: Policy, path: Path, *, like: Path, writes: bool, before: Path | None = None
 ) -> Written | None:
-    """Write the whole weights, an adapter merged, as a Hugging Face folder. Collective.
+    """Write the whole weights, with an adapter merged, as a Hugging Face folder. Collective.
 
-    Memory: one weight, and at most WAITING_BYTES that wait for the disk.
+    Needs memory for one weight and for at most WAITING_BYTES that wait for the disk.
 
     Args:
-        like: the folder of the model that the run began with, for the other files.
+        like: the folder of the initial model, from which the other files are copied.
         writes: whether this rank writes and gets a result; the others only take part in gathering.
-        before: the folder that the density is measured against.
+        before: the folder relative to which the density is measured.
 
     Raises:
         TrainingError: the folder cannot be written; unfinished files are removed.
@@ -129,7 +131,7 @@ def write_policy(
 def write_policy_adapter(
     policy: Policy, path: Path, *, base: Path, writes: bool, before: Path | None = None
 ) -> Written | None:
-    """Write the adapter alone, as peft's folder; see `write_policy`. Collective.
+    """Write only the adapter, as a peft folder; see `write_policy`. Collective.
 
     Args:
         base: the model that the adapter belongs to.
@@ -157,7 +159,7 @@ def version_folders(folder: Path) -> dict[int, Path]:
 
 
 def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
-    """Remove all but the last `keep` versions up to `version`; return those removed.
+    """Remove all versions up to `version` except the last `keep`; return those removed.
 
     A folder that cannot be removed, for example on a network disk while an engine reads it, is tried again
     next time.
@@ -218,10 +220,10 @@ class BackgroundCalls:
 
 
 class Density:
-    """Counts over the tensors of one version.
+    """Counts the changed weights over the tensors of one version.
 
     Args:
-        before: the folder of the version before; None, or one that cannot be read: nothing is compared.
+        before: the folder of the previous version; if it is None or cannot be read, nothing is compared.
     """
 
     def __init__(self, before: Path | None) -> None:
@@ -235,7 +237,7 @@ class Density:
                 self._before = None
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Compare a weight, as it is published, with the one of its name and shape before."""
+        """Compare a weight, as published, with the previous version's weight of the same name and shape."""
         stored = self._before.tensors.get(name) if self._before is not None else None
         if self._before is None or stored is None or stored.shape != tuple(tensor.shape):
             return
@@ -245,5 +247,5 @@ class Density:
 
     @property
     def share(self) -> float | None:
-        """Changed weights / compared ones; None where nothing was compared."""
+        """Number of changed weights / number of compared weights; None if nothing was compared."""
         return self._changed / self._compared if self._compared else None

@@ -37,7 +37,7 @@ class FullTargets:
     Attributes:
         hidden: [N, d_T] the teacher's last hidden states.
         weight, bias: [V, d_T] and [V] of its output layer.
-        temperatures: [N] what the layer's outputs are divided by.
+        temperatures: [N] divisors of the layer's outputs.
     """
 
     hidden: Tensor
@@ -58,13 +58,13 @@ def reverse_kl(
 
     Args:
         hidden: [N, d], the policy's last hidden states.
-        temperatures: [N], what the policy's logits are divided by.
+        temperatures: [N], divisors of the policy's logits.
         head: the policy's output layer.
         targets: the teacher's distributions; for `TopTargets` see `reverse_kl_top_k`.
         chunk_logits: upper bound on the number C · V of logits in a chunk.
 
     Raises:
-        ValueError: the teacher's vocabulary has another size than the policy's.
+        ValueError: the teacher's vocabulary size differs from the policy's.
     """
     rows = chunk_rows(head, hidden, chunk_logits)
     if isinstance(targets, TopTargets):
@@ -110,9 +110,10 @@ def top_logprobs(
 
 
 class _LogprobsAt(torch.autograd.Function):
-    """log softmax(s) at k tokens of each row, s the logits over temperature.
+    """log softmax(s) at k tokens of each row, where s are the logits divided by the temperature.
 
-    With g the gradient by the k logprobs and p = softmax(s), the gradient by s is Σ_i g_i (1_{y_i} − p).
+    With g the gradient with respect to the k logprobs and p = softmax(s), the gradient with respect to s is
+    Σ_i g_i (1_{y_i} − p).
     """
 
     @staticmethod
@@ -147,7 +148,7 @@ class _LogprobsAt(torch.autograd.Function):
 class _ReverseKl(torch.autograd.Function):
     """D = Σ_v p_v (log p_v − log q_v), and ∂D/∂s_v = p_v (log p_v − log q_v − D).
 
-    s are the policy's logits over temperature, p = softmax(s), and q is the teacher's distribution.
+    s are the policy's logits divided by the temperature, p = softmax(s), and q is the teacher's distribution.
     """
 
     @staticmethod
@@ -191,7 +192,7 @@ class _ReverseKl(torch.autograd.Function):
 class _HeadGradient:
     """Gradients of an output layer and of its inputs, summed over the chunks of its rows in order.
 
-    Those of the layer are summed in at least float32 whatever its type.
+    The gradients of the layer are summed in at least float32, whatever its type.
     """
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -201,7 +202,7 @@ class _HeadGradient:
         self._bias = wide_zeros(bias) if bias is not None and ctx.needs_input_grad[2] else None
 
     def add(self, hidden: Tensor, d_logits: Tensor) -> None:
-        """Add a chunk: its rows [C, d] and the gradient by its logits [C, V]."""
+        """Add a chunk: its rows [C, d] and the gradient with respect to its logits [C, V]."""
         if self._bias is not None:
             self._bias += d_logits.sum(0)
         d_logits = d_logits.to(self._head.dtype)

@@ -32,9 +32,10 @@ class Learner:
         loss.backward()
 
     def step(self, grad_clip: float) -> None:
-        """Step with the gradient scaled to a norm of at most `grad_clip`, and clear it.
+        """Take an optimizer step with the gradient clipped to a norm of at most `grad_clip`, then clear the
+        gradient.
 
-        A norm that is not finite leaves the weights as they are.
+        If the norm is not finite, the weights stay unchanged.
         """
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -48,18 +49,18 @@ class Learner:
 
     @property
     def grad_norm(self) -> float:
-        """Mean over the steps that were taken."""
+        """Mean gradient norm over the steps that were taken."""
         taken = [norm for norm in self.norms if norm is not None]
         return sum(taken) / len(taken) if taken else math.nan
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because the gradient was not finite."""
+        """Number of steps skipped because the gradient was not finite."""
         return self.norms.count(None)
 
 
 def rate_factor(step: int, config: TrainerConfig) -> float:
-    """The share of the peak rate in batch `step`, counted from 0.
+    """The learning rate of batch `step`, counted from 0, as a fraction of the peak rate.
 
     Linear warm-up, then the schedule down to `min_lr_ratio` at the last batch.
     """
@@ -73,6 +74,6 @@ def rate_factor(step: int, config: TrainerConfig) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Use `rate` for every parameter group from now on."""
+    """Set the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate

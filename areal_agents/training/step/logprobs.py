@@ -2,12 +2,12 @@
 
 Only the hidden rows that predict a trained token are multiplied by the output matrix, in chunks. The backward
 pass computes each chunk's logits again and turns them into their own gradient in place, so that
-about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one
-array. Few logits are kept instead, and nothing is computed twice.
+about one chunk of logits [C, V] exists at a time and the gradient of the matrix is summed in one array. If
+there are only a few logits, they are kept for the backward pass instead of being recomputed.
 
-Logits are float32 also where hidden states and matrix are bfloat16 (see `inference.embedded.model.head`).
-Gradients by the logits are rounded to the compute type, a relative error of 2^-9 per entry; their products
-with the matrix and the states are summed in float32.
+Logits are float32 even if the hidden states and the matrix are bfloat16 (see
+`inference.embedded.model.head`). Gradients with respect to the logits are rounded to the compute type, a
+relative error of 2^-9 per entry; their products with the matrix and the states are summed in float32.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def token_logprobs(
     chunk_logits: int = CHUNK_LOGITS,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(head(hidden)/temperature) at the targets, and the entropy of that distribution.
+    """Logprobs of the targets under softmax(head(hidden)/temperature), and the entropy of that distribution.
 
     Args:
         hidden: [N, d]; targets: [N]; temperatures: [N], each > 0.
         head: the model's output layer, d → V.
         chunk_logits: bound on C · V.
-        entropy_gradient: whether the entropies are differentiable too, for an entropy bonus.
+        entropy_gradient: whether the entropies are also differentiable, for an entropy bonus.
 
     Returns:
         Logprobs [N], differentiable; entropies [N], detached unless `entropy_gradient`. Both float32,
@@ -60,7 +60,7 @@ def token_logprobs(
 
 
 def chunk_rows(head: nn.Module, hidden: Tensor, chunk_logits: int) -> int:
-    """Rows of `hidden` [N, d] whose logits are computed at once, so that there are at most `chunk_logits`.
+    """Number of rows of `hidden` [N, d] per chunk, so that a chunk has at most `chunk_logits` logits.
 
     Raises:
         ValueError: a head that is not a plain nn.Linear: its weight would not be all that it computes.
@@ -134,7 +134,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatures: Tensor) -> Tensor:
-    """Logits over temperature [C, V], at least float32, in an array of their own."""
+    """Logits divided by the temperature [C, V], at least float32, in a new array."""
     return wide_logits(hidden, weight, bias).div_(temperatures[:, None])
 
 
@@ -151,7 +151,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def wide_zeros(tensor: Tensor) -> Tensor:
-    """Zeros of the tensor's shape, in at least float32."""
+    """Zeros of the tensor's shape, in float32 or a wider type."""
     return torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -168,10 +168,11 @@ def _reduce(scores: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
 def _score_gradient(
     log_p: Tensor, targets: Tensor, of_logprobs: Tensor, of_entropies: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """Gradient by the scores [C, V], in the memory of log_p.
+    """Gradient with respect to the scores [C, V], written into the memory of log_p.
 
     Args:
-        of_entropies: the gradient by the entropies, and these, if it is wanted.
+        of_entropies: the gradient with respect to the entropies, and the entropies; None if they have no
+            gradient.
     """
     of_logprobs = of_logprobs[:, None]
     if of_entropies is None:
@@ -184,5 +185,5 @@ def _score_gradient(
 
 
 def chunks(rows: int, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The arrays in pieces of `rows` rows."""
+    """Split the arrays into chunks of `rows` rows."""
     return zip(*(array.split(rows) for array in arrays), strict=True)

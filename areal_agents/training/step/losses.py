@@ -41,11 +41,11 @@ def policy_share(
 ) -> tuple[Tensor, LossStatistics, Tensor | None]:
     """The policy's loss plus the loss of observations, and the statistics of both.
 
-    Without proximal logprobs the current ones, detached, are they.
+    If there are no proximal logprobs, the current ones, detached, take their place.
 
     Returns:
-        The loss; the statistics, of tokens of the policy only; and of the observations [2] float64, the sum
-        of their cross entropies and their number, None without any.
+        The loss; the statistics of the policy's tokens; and for the observations [2] float64, the sum of
+        their cross entropies and their number, or None if there are none.
     """
     batch = work.batch
     targets: TopTargets | FullTargets | None = None
@@ -117,7 +117,7 @@ def pair_pass(
     ranks: Ranks,
     check_stop: Callable[[], None],
 ) -> tuple[Tensor, DpoCoefficients]:
-    """The coefficients of a minibatch's pairs under the weights as they are. Collective.
+    """The coefficients of a minibatch's pairs under the current weights. Collective.
 
     Returns:
         [M] in place of advantages, each token of the minibatch with the coefficient of its episode; and
@@ -148,7 +148,8 @@ def pair_pass(
 
 
 def _episode_sums(minibatch: Minibatch, logprobs: Tensor) -> dict[str, float]:
-    """Σ logprob [M] over the trained tokens of each episode of a minibatch, by its id, in float64."""
+    """Sum the logprobs [M] over the trained tokens of each episode of a minibatch, in float64, by episode
+    id."""
     sums: dict[str, float] = {}
     arrays = by_sample(logprobs[minibatch.tokens], minibatch.samples)
     for sample, values in zip(minibatch.samples, arrays, strict=True):

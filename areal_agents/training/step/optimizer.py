@@ -1,7 +1,7 @@
 """AdamW or Muon over the sharded float32 master weights, with the state in host memory if configured.
 
-The state has the names of the parameters, so a checkpoint does not depend on how the parameters
-were divided among optimizers, nor on where their state was kept.
+The state is keyed by parameter name, so a checkpoint depends neither on how the parameters were divided among
+optimizers nor on where their state was kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ _WRAPPER = "_checkpoint_wrapped_module."  # inserted into names by activation ch
 def make_optimizer(
     module: nn.Module, config: TrainerConfig, *, lr: float | None = None
 ) -> torch.optim.Optimizer:
-    """The optimizer of every parameter that is trained; the decay applies to matrices only.
+    """Create the optimizer of all trained parameters; weight decay applies to matrices only.
 
-    With `optimizer: muon` the matrices of the blocks get Muon (Jordan et al. 2024), its updates
-    scaled to AdamW's root mean square by 0.2·√max(rows, columns) (arXiv 2502.16982, eq. 4), so that
-    one rate serves both; embeddings, head, norms, biases and stacked experts (three dimensions) get
-    AdamW.
+    With `optimizer: muon` the matrices of the blocks get Muon (Jordan et al. 2024), with updates scaled to
+    AdamW's root mean square by 0.2·√max(rows, columns) (arXiv 2502.16982, eq. 4), so that one rate serves
+    both; embeddings, head, norms, biases and stacked experts (three dimensions) get AdamW.
 
     Args:
-        lr: peak rate; None takes the config's.
+        lr: peak learning rate; None uses the config's value.
     """
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     rate = config.lr if lr is None else lr
@@ -45,11 +44,11 @@ def make_optimizer(
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Several optimizers, of disjoint parameters, that step together and share one `state`.
+    """Several optimizers of disjoint parameters that step together and share one `state`.
 
-    With `offload`, the state lies on the CPU between steps. A step brings it to its parameters' device
-    and takes it back, one optimizer after the other: 8 bytes per parameter of AdamW cross the bus
-    twice, and the device never holds more than the state of one part.
+    With `offload`, the state is kept on the CPU between steps. A step moves it to the device of its
+    parameters and back, one optimizer at a time: AdamW transfers 8 bytes per parameter each way, and the
+    device never holds the state of more than one of the optimizers.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], *, offload: bool) -> None:
@@ -61,7 +60,7 @@ class JointOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make one step with the current gradients."""
+        """Take one step with the current gradients."""
         assert closure is None, "closures are not supported"
         for part in self.parts:
             if self.offload:
@@ -71,8 +70,8 @@ class JointOptimizer(torch.optim.Optimizer):
                 self._move(part, torch.device("cpu"))
 
     def _move(self, part: torch.optim.Optimizer, device: torch.device | None) -> None:
-        """Move state to `device`, or to the device of its parameter. Counters (no dimension) stay on the
-        CPU."""
+        """Move the state to `device`, or to the device of its parameter. Counters (tensors without a
+        dimension) stay on the CPU."""
         for group in part.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
@@ -93,7 +92,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict
 def load_optimizer_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]
 ) -> None:
-    """Use `state`, named and sharded as `optimizer_state` gives it, in place of the optimizer's own."""
+    """Replace the optimizer's state with `state`, named and sharded as `optimizer_state` returns it."""
     parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
     optimizer.state.clear()
     for key, value in state.items():
@@ -104,12 +103,12 @@ def load_optimizer_state(
 def empty_state(
     module: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """Tensors to load a state into: `shapes` by key; a moment is sharded as its parameter is, and lies
-    where the optimizer keeps it between steps.
+    """Allocate tensors into which a state is loaded, with the `shapes` given by key. A moment is sharded like
+    its parameter, on the device where the optimizer keeps it between steps.
 
     Raises:
-        ValueError: a key names no parameter of the module, or the shape is not its own.
-        TrainingError: the state is of another optimizer.
+        ValueError: a key names no parameter of the module, or its shape differs from the parameter's.
+        TrainingError: the state belongs to another optimizer.
     """
     parameters = {plain_name(name): parameter for name, parameter in module.named_parameters()}
     offload = isinstance(optimizer, JointOptimizer) and optimizer.offload
@@ -143,7 +142,7 @@ def _ids_of_muon(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without the wrappers around it."""
+    """A parameter's name without the prefixes of modules that wrap it."""
     return name.replace(_WRAPPER, "")
 
 
@@ -179,7 +178,8 @@ def _optimizers(named: Named, config: TrainerConfig, lr: float) -> list[torch.op
 
 
 def _by_block(named: Named) -> list[Named]:
-    """Group the parameters by block, with those outside of blocks, in the order of the model."""
+    """Group the parameters by block, in the order of the model; parameters outside the blocks form their own
+    groups."""
     out: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         out.setdefault(_block(name), []).append((name, parameter))
@@ -187,7 +187,7 @@ def _by_block(named: Named) -> list[Named]:
 
 
 def _block(name: str) -> str:
-    """The name of the block that a parameter is in, empty outside of the blocks."""
+    """The name of the block that contains a parameter; empty for parameters outside the blocks."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1]):
         if part in _BLOCKS and parts[index + 1].isdigit():

@@ -61,13 +61,14 @@ class Load:
     """The cost of the passes over a batch, over all ranks.
 
     Attributes:
-        microbatches: how many; model_tokens: that go through the model; sample_tokens: what they
-            would be without shared prefixes.
-        scored_tokens: with a logprob.
+        microbatches: number of micro-batches. model_tokens: tokens that go through the model; sample_tokens:
+            what they would be without shared prefixes.
+        scored_tokens: tokens whose logprob is computed.
         fill: model tokens / token capacity of the micro-batches that train something.
-        imbalance: FLOPs of the busiest rank / mean − 1, summed by minibatch, at whose end all ranks wait.
+        imbalance: FLOPs of the busiest rank / mean − 1, summed over the minibatches, because all ranks wait
+            at the end of each.
         rank_tokens: model tokens by data rank.
-        forward_flops: of one forward pass over the batch.
+        forward_flops: FLOPs of one forward pass over the batch.
     """
 
     microbatches: int
@@ -82,10 +83,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """A batch, laid out. `data.samples` are in the order of the minibatches.
+    """The layout of a batch. `data.samples` are in the order of the minibatches.
 
     Attributes:
-        tokens: M.
+        tokens: M, the number of scored tokens.
         with_demonstrations: this rank's micro-batches of the same tokens, each sample after its
             demonstration; empty without self-distillation.
     """
@@ -122,12 +123,12 @@ def lay_out(
     """Cut a batch into minibatches, pack each, and take this rank's part.
 
     Args:
-        seed: of the order of minibatches.
-        downweight_at: the trainer's version, where older tokens count less (`staleness.age_weights`).
+        seed: seed of the order of the minibatches.
+        downweight_at: the trainer's version if older tokens count less (`staleness.age_weights`), else None.
 
     Raises:
         TrainingError: a sample does not fit a micro-batch.
-        ValueError: no samples.
+        ValueError: there are no samples.
     """
     if not data.samples:
         raise ValueError("expected at least one sample to train on, got none")
@@ -175,7 +176,7 @@ def lay_out(
 def _loss_weights(
     part: Sequence[TrainingSample], algorithm: AlgorithmConfig, downweight_at: int | None
 ) -> list[Floats]:
-    """c_t of the policy's loss at each scored token, 0 where it is not trained."""
+    """The coefficient c_t of the policy's loss at each scored token; 0 where the token is not trained."""
     if isinstance(algorithm.policy_loss, DpoLoss):  # the coefficients already include the mean over pairs
         return [sample.loss_mask[sample.scored_mask].astype(np.float32) for sample in part]
     weights = algorithm.loss_normalization.weights(part)
@@ -206,8 +207,8 @@ def _minibatch(
 def _token_indices(
     batch: MicroBatch, part: Sequence[TrainingSample], starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return [N] the index of each scored token: its sample's start plus the scored tokens before it in the
-    sample."""
+    """Return [N], the index of each scored token: the start of its sample plus the number of scored tokens
+    before it in the sample."""
     owners = batch.sample_index.numpy()
     positions = batch.position_ids[batch.predictor_rows].numpy() + 1
     indices = np.empty(len(owners), np.int64)

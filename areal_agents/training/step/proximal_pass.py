@@ -1,8 +1,8 @@
 """Passes without gradients over a whole batch, before its first optimizer step, and their results.
 
-Proximal and reference logprobs and values are computed only where the algorithm needs them. Every
-result is whole and equal on every rank, so advantages and masks that are taken over the whole batch
-are the same everywhere.
+Proximal and reference logprobs and values are computed only where the algorithm needs them. Every result is
+complete and equal on every rank, so advantages and masks computed over the whole batch are the same
+everywhere.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Scores:
 
     Attributes:
         advantages: [M] float32.
-        proximal: [M] proximal logprobs; None if the current ones are used, as with a single minibatch.
+        proximal: [M] proximal logprobs; None if the current logprobs are used, as with a single minibatch.
         reference: [M] logprobs of the reference policy.
         values, value_targets: [M], the critic's values and their targets.
-        keep: [M] bool, the tokens that a trust region keeps; None: all.
+        keep: [M] bool, the tokens that a trust region keeps; None keeps all.
         penalty: [M] float32, the penalty of a trust region, see `TokenChoice`; None: no penalty.
-        teacher: [M, k] of a teacher queried before the step; None for one that runs with the policy.
+        teacher: [M, k] the most likely tokens of a teacher queried before the step; None for a teacher that
+            runs with the policy.
     """
 
     advantages: Tensor
@@ -59,8 +60,9 @@ class Scores:
 def needs_proximal(algorithm: AlgorithmConfig) -> bool:
     """Whether the proximal logprobs need a pass of their own.
 
-    With one minibatch they are the current ones. A trust region and a penalty in the reward need them
-    before; SFT, DPO and distillation have no ratio; the behavior policy's logprobs are recorded.
+    With one minibatch they equal the current logprobs. A trust region and a penalty in the reward need them
+    before the first optimizer step. SFT, DPO and distillation have no ratio, and the behavior policy's
+    logprobs are recorded.
     """
     if algorithm.proximal == "behavior" or algorithm.is_supervised or algorithm.teacher is not None:
         return False
@@ -69,9 +71,10 @@ def needs_proximal(algorithm: AlgorithmConfig) -> bool:
 
 
 def passes(algorithm: AlgorithmConfig) -> int:
-    """Return the cost of training a batch, in forward passes of the policy, for its FLOPs.
+    """Return the cost of training a batch in forward passes of the policy, from which its FLOPs are computed.
 
-    A backward pass counts as two; a pass of the reference or the critic as one of the policy.
+    A backward pass counts as two forward passes; a forward pass of the reference or the critic counts as one
+    of the policy.
     """
     count = TRAINING + needs_proximal(algorithm) + algorithm.needs_reference
     count += isinstance(algorithm.policy_loss, DpoLoss)  # its pairs
@@ -91,14 +94,14 @@ def score(
     check_stop: Callable[[], None],
 ) -> Tensor:
     """Return [tokens] float32, the results of `forward` ([N] for a micro-batch) at the indices of its tokens.
-    Complete on every rank; 0 at indices that no micro-batch has. Collective.
+    The result is complete on every rank, with 0 at indices that no micro-batch has. Collective.
     """
     scores = torch.zeros(tokens, dtype=torch.float32, device=ranks.device)
     with torch.no_grad():
         for one in work:
             check_stop()
             scores[one.indices] = forward(one.batch).float()
-    return ranks.sum(scores)  # one rank has the value of each index, the others have 0
+    return ranks.sum(scores)  # exactly one rank has the value of each index; the others have 0
 
 
 def score_batch(
@@ -115,10 +118,10 @@ def score_batch(
     stopping: Callable[[], bool],
     seed: int,
 ) -> Scores:
-    """Run the passes that the algorithm needs: proximal, reference, values, teacher. Collective.
+    """Run the passes that the algorithm needs: proximal and reference logprobs, values, teacher. Collective.
 
     Args:
-        check_stop: raises on every rank if one of them should stop; called before every micro-batch.
+        check_stop: called before every micro-batch; raises on every rank if any rank should stop.
         stopping: whether this rank should stop; called while waiting for a teacher's engine.
         seed: the seed of a trust region's random choices; the same on every rank.
     """
@@ -186,7 +189,7 @@ def _teacher_targets(
 
 
 def release(policy: Policy) -> None:
-    """Free the gathered weights that a sharded model keeps after a pass without a backward."""
+    """Free the gathered weights that a sharded model keeps after a forward pass without a backward pass."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

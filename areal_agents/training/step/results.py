@@ -20,9 +20,9 @@ class CriticResult:
 
     Attributes:
         loss: mean over the minibatches of the value loss.
-        clipped: share of the trained tokens whose value was held by the value clip.
-        explained_variance: 1 − Var(target − value)/Var(target) over the batch's trained tokens, with
-            the values of before the batch; nan if all targets are equal.
+        clipped: share of the trained tokens whose value was clipped.
+        explained_variance: 1 − Var(target − value)/Var(target) over the batch's trained tokens, with the
+            values computed before the first optimizer step; nan if all targets are equal.
         grad_norm, skipped_steps: as in StepResult.
     """
 
@@ -52,9 +52,9 @@ class ObservationResult:
     """The result of training on observations.
 
     Attributes:
-        loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan
-            without a token.
-        tokens: observation tokens, each once.
+        loss: mean cross entropy in nats, each token under the weights before its minibatch's step; nan if
+            there is no token.
+        tokens: number of observation tokens, each counted once.
     """
 
     loss: float
@@ -66,19 +66,19 @@ class StepResult:
     """The result of training a batch, summed over its minibatches and ranks.
 
     Attributes:
-        statistics: of the losses.
-        grad_norm: mean over the minibatches of the norm before clipping; skipped ones are left out.
-        skipped_steps: optimizer steps left out because the gradient was not finite.
-        microbatches: forward and backward passes, over all ranks.
+        statistics: the statistics of the losses.
+        grad_norm: mean over the minibatches of the gradient norm before clipping, without skipped steps.
+        skipped_steps: optimizer steps skipped because the gradient was not finite.
+        microbatches: number of forward and backward passes, over all ranks.
         model_tokens: tokens that went through the model; sample_tokens: what they would have been
             without shared prefixes.
-        critic: of the critic, observation: of the observations, dpo: of the pairs, where the algorithm has
-            them.
+        critic, observation, dpo: the results of the critic, of the observations and of DPO's pairs; None if
+            the algorithm has none.
         packing_fill: model tokens / token capacity of the micro-batches that train something.
         rank_imbalance: FLOPs of the busiest rank / mean over the ranks − 1.
         rank_tokens: model tokens by data rank.
-        flops: of all passes over all ranks, without what activation checkpointing recomputes.
-        seconds: wall-clock time on this rank by the part of the step.
+        flops: FLOPs of all passes over all ranks, without what activation checkpointing recomputes.
+        seconds: wall-clock time on this rank by part of the step.
     """
 
     statistics: LossStatistics
@@ -98,7 +98,7 @@ class StepResult:
 
     @classmethod
     def nothing(cls) -> StepResult:
-        """The result of a batch without a sample."""
+        """The result of a batch without samples."""
         return cls(LossStatistics.zero(), math.nan, 0, 0, 0, 0)
 
 
@@ -107,7 +107,7 @@ def critic_result(learner: Learner, sums: Tensor, scores: Scores, trained: Tenso
 
     Args:
         trained: [M] bool, the tokens that are trained.
-        sums: [2] over minibatches and ranks: the value loss, and the clipped tokens.
+        sums: [2] sums over minibatches and ranks: the value loss and the number of clipped tokens.
     """
     assert scores.values is not None and scores.value_targets is not None
     loss, clipped = sums.tolist()

@@ -1,7 +1,7 @@
-"""Trains on one batch: the passes without gradients, then K optimizer steps of policy and critic.
+"""Trains on one batch: runs the passes without gradients, then K optimizer steps of policy and critic.
 
-The coefficients of a loss are taken over its whole minibatch, so the gradient is the same however
-the batch was cut and however many ranks share it.
+The coefficients of a loss are computed over its whole minibatch, so the gradient does not depend on how the
+batch is cut into micro-batches or on the number of ranks.
 """
 
 from __future__ import annotations
@@ -71,21 +71,21 @@ def train_batch(
     teacher: Teacher | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Train on a batch, all of which every rank has.
+    """Train on a batch; every rank passes the whole batch.
 
     Args:
-        version: the version of the weights as they are now.
-        seed: of the order of minibatches, and of what a trust region samples at random.
+        version: the version of the current weights.
+        seed: seed of the order of the minibatches and of a trust region's random choices.
         critic, reference, teacher: given if and only if the algorithm needs them.
-        stopping: called before every micro-batch of every pass; all ranks stop as soon as one of them
-            should.
+        stopping: called before every micro-batch of every pass; all ranks stop as soon as it returns true on
+            one of them.
 
     Raises:
-        Stopped: `stopping()` became true. FSDP then holds a part of a gradient, so that nothing more may
-            be trained on these models; their weights are whole.
+        Stopped: `stopping()` became true. FSDP then holds part of a gradient, so these models must not be
+            trained further; their weights are complete.
         TrainingError: a sample does not fit a micro-batch, or the critic's values are not finite.
         TeacherError: the teacher's engine cannot be used; the weights are unchanged.
-        ValueError: no samples, or a critic, reference or teacher that the algorithm needs or has no use for.
+        ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
     """
     _check(algorithm, ranks, critic, reference, teacher)
     batch = _Batch(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
@@ -146,7 +146,7 @@ def _check(
 
 @dataclass(eq=False)
 class _Batch:
-    """A batch in training on one rank: what is trained, and the results so far."""
+    """The state of a batch in training on one rank: the models and the results so far."""
 
     policy: Policy
     optimizer: torch.optim.Optimizer
@@ -169,9 +169,10 @@ class _Batch:
         self.observation_sums = torch.zeros(2, dtype=torch.float64, device=device)
 
     def check_stop(self) -> None:
-        """Raise Stopped on all ranks if one of them should stop.
+        """Raise Stopped on all ranks if any of them should stop.
 
-        After its first optimizer step a batch is finished, because a run cannot be resumed within a batch.
+        After its first optimizer step a batch is always completed, because a run cannot be resumed within a
+        batch.
         """
         if not self.learners[0].norms and self.ranks.any(self.stopping()):
             raise Stopped("stopped before the first optimizer step of a batch")
@@ -195,7 +196,7 @@ class _Batch:
 
     def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
         """Accumulate the gradients of a minibatch; ranks reduce them once, after the last micro-batch."""
-        scale = self.ranks.count  # FSDP averages over the ranks, and the loss is a sum
+        scale = self.ranks.count  # FSDP averages over the ranks, but the loss is a sum
         for index, work in enumerate(minibatch.work):
             self.check_stop()
             last = index == len(minibatch.work) - 1

@@ -1,8 +1,8 @@
 """Teachers of distillation: the models towards whose distributions the policy is trained.
 
-A teacher that the trainer holds runs with the policy in every micro-batch. An engine, and the policy itself
-after it has read a demonstration, are queried once per batch, before the first optimizer step; their answers
-are one array per batch, complete and equal on every rank.
+A teacher that the trainer holds runs with the policy in every micro-batch. The other teachers, an engine or
+the policy itself after it has read a demonstration, are queried once per batch, before the first optimizer
+step; their answers form one array per batch, complete and equal on every rank.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ T = TypeVar("T")
 
 _CONCURRENCY = 32  # sequences that an engine scores at the same time
 _RETRY_S = 2.0
-_LOOK_S = 0.5  # how long a stop can go unnoticed while the engine is queried
-_SCORING_ROOM = 7  # tokens by which a sequence that SGLang 0.5.21 scores must be shorter than its context
+_POLL_S = 0.5  # interval at which `stopping` is checked while the engine is queried
+_SCORING_ROOM = 7  # SGLang 0.5.21 scores only sequences that are shorter than its context by this many tokens
 
 
 class HeldTeacher:
-    """A frozen model that the trainer holds; except for its output matrix it is sharded like the policy."""
+    """A frozen model that the trainer holds. It is sharded like the policy, except for its output matrix."""
 
     def __init__(self, path: str, ranks: Ranks, *, vocab_size: int, options: ModelOptions) -> None:
         """Load the model in the folder `path`.
@@ -65,7 +65,8 @@ class HeldTeacher:
 
     def targets(self, batch: MicroBatch) -> FullTargets:
         """The teacher's distributions at the N scored tokens of a micro-batch. Collective."""
-        with torch.no_grad():  # recorded routing is the policy's, and these are other weights
+        # the recorded expert routing is the policy's and does not apply to the teacher's weights
+        with torch.no_grad():
             hidden = self._policy.backbone(replace(batch, routed_experts=None))
         temperatures = batch.temperatures / self._policy.logit_scale
         return FullTargets(hidden, self._weight, self._bias, temperatures)
@@ -76,8 +77,8 @@ class EngineTeacher:
     """A model served by an engine, queried for its k most likely tokens by the first rank.
 
     Attributes:
-        connect: makes a client, on the first rank; it is closed after each batch.
-        top: k.
+        connect: creates a client, on the first rank; the client is closed after each batch.
+        top: k, the number of tokens.
         timeout_s: the longest wait for one batch, including the time in which the engine does not answer.
     """
 
@@ -110,7 +111,7 @@ class EngineTeacher:
     def score(
         self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
     ) -> TopTargets | None:
-        """The teacher's most likely tokens at the M scored tokens of these samples, in order. Collective.
+        """The teacher's most likely tokens at the M scored tokens of the samples, in order. Collective.
 
         Args:
             stopping: called on the first rank while it waits for the engine.
@@ -141,7 +142,7 @@ class EngineTeacher:
     def _collectively(
         self, ask: Callable[[], Coroutine[Any, Any, T]], stopping: Callable[[], bool], *, late: str
     ) -> T | None:
-        """What `ask` returns on the first rank, on every rank; None once `stopping()`. Collective.
+        """Run `ask` on the first rank and return its result on every rank; None if `stopping()`. Collective.
 
         Raises:
             TeacherError: on every rank, if `ask` fails, or with the message `late` if it takes too long.
@@ -162,18 +163,19 @@ class EngineTeacher:
         return answered
 
     async def _until(self, asking: Coroutine[Any, Any, T], stopping: Callable[[], bool]) -> T | None:
-        """What `asking` returns within `timeout_s`; None as soon as `stopping()`."""
+        """Await `asking` for at most `timeout_s` and return its result; None as soon as `stopping()`."""
         task = asyncio.create_task(asking)
         try:
             async with asyncio.timeout(self.timeout_s):
                 while not task.done():
                     if stopping():
                         return None
-                    await asyncio.wait({task}, timeout=_LOOK_S)
+                    await asyncio.wait({task}, timeout=_POLL_S)
             return task.result()
         finally:
             if task.cancel():
-                await asyncio.wait({task})  # it aborts what the engine still computes, within seconds
+                # closing the client aborts the requests still running in the engine, within seconds
+                await asyncio.wait({task})
 
     async def _longest(self) -> int:
         engine = self.connect()
@@ -197,7 +199,8 @@ class EngineTeacher:
         engine = self.connect()
         free = asyncio.Semaphore(_CONCURRENCY)
         try:
-            self._check(await _answered(engine.model_info))  # it may have been started again
+            # the engine may have been restarted with another model
+            self._check(await _answered(engine.model_info))
 
             async def one(index: int, sample: TrainingSample) -> PromptScores:
                 scored = np.flatnonzero(sample.scored_mask)
@@ -226,7 +229,8 @@ class EngineTeacher:
 
 @dataclass(frozen=True, slots=True)
 class SelfTeacher:
-    """The policy as it is when the batch begins, reading a demonstration first: `algorithms.demonstrations`.
+    """The policy with the weights at the beginning of the batch, reading a demonstration first (see
+    `algorithms.demonstrations`).
 
     Attributes:
         top: k, the number of its most likely tokens that are used.
@@ -241,14 +245,14 @@ Teacher = HeldTeacher | EngineTeacher | SelfTeacher
 def _at_scored(
     sample: TrainingSample, scores: PromptScores
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """The rows of a sequence's scores that belong to its scored tokens."""
+    """Select the rows of a sequence's scores that belong to its scored tokens."""
     positions = np.flatnonzero(sample.scored_mask)
     rows = positions - positions[0]
     return scores.top_ids[rows], scores.top_logprobs[rows]
 
 
 async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
-    """Ask until the engine answers; the caller limits the time."""
+    """Retry until the engine answers; the caller limits the time."""
     while True:
         try:
             return await ask()
