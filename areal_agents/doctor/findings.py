@@ -151,7 +151,8 @@ def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
             if seen.is_command
             else "return a number, or call ep.reward(...)"
         )
-        yield Finding("note", "The agent gave no reward.", f"Training needs one: {give}.")
+        severity: Severity = "note" if seen.is_command else "error"  # a command's may be posted later
+        yield Finding(severity, "The agent gave no reward.", f"Training needs one: {give}.")
 
 
 def _fields(facts: Facts) -> Iterator[Finding]:

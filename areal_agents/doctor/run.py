@@ -37,6 +37,7 @@ from areal_agents.errors import ConfigError
 from areal_agents.rendering import ChatRenderer
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
+from areal_agents.rollout.agents.blocking import interrupted_if_blocked
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.config import LimitsConfig
 from areal_agents.store import Store
@@ -135,7 +136,8 @@ async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: f
             await client.served_version()  # fails at once if the engine does not answer
             attempt = Attempt(Task("doctor", task), "train")
             opened = await open_attempt(client, attempt, limits=limits)
-            outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)
+            with interrupted_if_blocked():
+                outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)
     finally:
         await agent.close()
     return _Run(opened, outcome)

@@ -17,6 +17,8 @@ from rich.text import Text
 from areal_agents.launch.progress import HeldOut, RunProgress
 
 BARS = "▁▂▃▄▅▆▇█"
+FAILURES_EVERY_S = 15.0  # without a terminal, failures are reported at most this often
+LONGEST_FAILURE = 300  # characters of the last failure
 
 
 class LiveView:
@@ -32,6 +34,8 @@ class LiveView:
         self._printed_rows = 0
         self._printed_evals: set[str] = set()
         self._event = ""
+        self._failed = 0
+        self._failed_line_at = -FAILURES_EVERY_S
         self._warning: str | None = None
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -70,6 +74,9 @@ class LiveView:
         if self._live:
             self._live.update(self._panel(rows, progress), refresh=True)
             return
+        if progress.failed > self._failed and self._elapsed() - self._failed_line_at >= FAILURES_EVERY_S:
+            self._failed, self._failed_line_at = progress.failed, self._elapsed()
+            self.event(describe_failures(progress))
         for row in rows[min(self._printed_rows, len(rows)) :]:
             self._console.print(
                 f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}",
@@ -108,7 +115,7 @@ class LiveView:
                 "staleness", f"mean {rows[-1]['staleness_mean']:.2f}, max {rows[-1]['staleness_max']}"
             )
         else:
-            body.add_row("now", self._stage)
+            body.add_row("now", self._stage if progress.version < 0 else "waiting for the first batch")
         for evaluation in progress.held_out:
             expected = self._expected(rows, progress)
             body.add_row(f"held-out {evaluation.label}", _describe_held_out(evaluation, expected))
@@ -117,6 +124,8 @@ class LiveView:
         body.add_row(
             "queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped"
         )
+        if progress.failed:
+            body.add_row("failures", Text(describe_failures(progress), "red"))
         footer = Text(
             f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
             "dim",
@@ -144,6 +153,12 @@ def _describe_held_out(evaluation: HeldOut, expected: int) -> str:
     if evaluation.done < expected:
         return f"{evaluation.done}/{expected} episodes"
     return f"[bold]{evaluation.reward:.3f}[/bold]"
+
+
+def describe_failures(progress: RunProgress) -> str:
+    """Return how many training episodes have failed, and why the last one has."""
+    count = f"{progress.failed} training episode{'s' if progress.failed > 1 else ''} failed"
+    return f"{count}; the last one: {(progress.failure or 'unknown')[:LONGEST_FAILURE]}"
 
 
 def describe_step(row: dict[str, Any], steps: int) -> str:

@@ -60,17 +60,32 @@ class MetricsFile:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """A snapshot of a run."""
+    """A snapshot of a run.
+
+    Attributes:
+        version: the newest published version; -1 before the first.
+        groups: the number of groups in each state.
+        held_out: every evaluation so far.
+        failed: the number of training episodes that have failed.
+        failure: why the last of them failed; None if none has.
+    """
 
     version: int
     groups: dict[str, int]
     held_out: list[HeldOut] = field(default_factory=list)
+    failed: int = 0
+    failure: str | None = None
 
 
 def read_progress(store: Store) -> RunProgress:
-    """Return the number of groups in each state, the newest version, and every evaluation so far."""
+    """Return a snapshot of the run whose store this is."""
+    failed = store.failed_episodes()
     return RunProgress(
-        version=store.max_version(), groups=store.group_counts(), held_out=read_held_out(store)
+        version=store.max_version(),
+        groups=store.group_counts(),
+        held_out=read_held_out(store),
+        failed=failed,
+        failure=store.last_failure() if failed else None,
     )
 
 

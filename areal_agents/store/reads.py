@@ -214,6 +214,13 @@ def failed_episodes(connection: sa.Connection, split: Split) -> int:
     return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
 
 
+def last_failure(connection: sa.Connection, split: Split) -> str | None:
+    """Return why the episode of the split failed that ended last; None if none has failed."""
+    failed = (episodes.c.split == split) & (episodes.c.status == "failed")
+    query = sa.select(episodes.c.error).where(failed).order_by(episodes.c.ended_at.desc()).limit(1)
+    return connection.execute(query).scalar_one_or_none()
+
+
 def recorded_groups(connection: sa.Connection) -> list[str]:
     """Return the ids of the training groups that were completed and not dropped, oldest first."""
     dropped = sa.exists().where(

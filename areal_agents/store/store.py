@@ -283,6 +283,11 @@ class Store:
         with self._database.read() as connection:
             return reads.failed_episodes(connection, split)
 
+    def last_failure(self, split: Split = "train") -> str | None:
+        """Return why the episode of the split failed that ended last; None if none has failed."""
+        with self._database.read() as connection:
+            return reads.last_failure(connection, split)
+
     def expired_groups(self, *, keep_versions: int, after_step: int, limit: int) -> list[tuple[str, int]]:
         """Return (group, step of its last use) of up to `limit` groups whose turns can be deleted, by step.
 

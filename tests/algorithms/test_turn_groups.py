@@ -309,12 +309,12 @@ def test_a_preset_whose_turn_return_is_changed_loses_its_discount() -> None:
     [
         (
             {"kl_in": "reward", "kl_coefficient": 0.1},
-            "credit: turn_groups cannot be combined with kl_in: reward",
+            "credit: turn_groups cannot be combined with kl_in",
         ),
         ({"leave_one_out": True}, "leave_one_out: true cannot be combined with credit: turn_groups"),
         (
             {"advantage_statistics": "token"},
-            "advantage_statistics: token cannot be combined with credit: turn_g",
+            "advantage_statistics: token cannot be combined with credit",
         ),
         ({"advantage_mean": "none"}, "advantage_mean: none cannot be combined with credit: turn_groups"),
         ({"turn_return": "own", "turn_discount": 0.9}, "turn_discount: 0.9 needs turn_return: reward_to_go"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ async def conversing(task: dict[str, Any], ep: Episode) -> float:
             answer = await client.chat.completions.create(model=MODEL, messages=messages)
             messages += [answer.choices[0].message, {"role": "user", "content": "And?"}]
     return 1.0
+
+
+async def blocks(task: dict[str, Any], ep: Episode) -> float:
+    """Waits in a way that stops the event loop."""
+    await good(task, ep)
+    time.sleep(600)  # noqa: ASYNC251 (what an agent should not do)
+    return 1.0
+
+
+async def gives_nothing(task: dict[str, Any], ep: Episode) -> None:
+    """Plays its episode, and returns no reward."""
+    await good(task, ep)
 
 
 async def idle(task: dict[str, Any], ep: Episode) -> float:

@@ -130,6 +130,8 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
         ("own_key", "refused with 401", "api_key=ep.api_key"),
         ("bare", "the proxy opened another episode for them", "base_url=ep.base_url"),
         ("forced", "1 of 1 turns were sampled under a grammar", "train_constrained: true"),
+        ("gives_nothing", "The agent gave no reward", "return a number, or call ep.reward"),
+        ("blocks", "has blocked its event loop for 5 s", "Fix this error first"),
         ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients need it without /v1"),
     ],
 )

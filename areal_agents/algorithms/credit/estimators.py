@@ -81,8 +81,8 @@ class GroupEstimator(Part):
     def _check_turn_groups(self) -> None:
         if self.leave_one_out:
             raise ValueError(
-                "leave_one_out: true cannot be combined with credit: turn_groups, where a turn is compared with "
-                "a step group that may hold nothing else"
+                "leave_one_out: true cannot be combined with credit: turn_groups, where a turn is compared "
+                "with a step group that may contain nothing else"
             )
         if self.advantage_statistics == "token":
             raise ValueError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
 
+from areal_agents.errors import AgentError
 from areal_agents.rollout.agents.loading import is_user_code
 
 BLOCKED_S = 5.0
@@ -67,3 +70,27 @@ class BlockingWatch:
             "waits without await, no other episode runs: use an async client or asyncio.to_thread(...), or "
             "make the agent a plain function (def), which runs in processes of its own"
         )
+
+
+@contextmanager
+def interrupted_if_blocked() -> Iterator[None]:
+    """Raise AgentError in the agent, within the with-block, if it blocks the event loop.
+
+    The loop must run on the main thread, where Python handles signals.
+    """
+    report = ""
+
+    def interrupt(text: str) -> None:
+        nonlocal report
+        report = text
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def fail(_number: int, _frame: FrameType | None) -> None:
+        raise AgentError(report)
+
+    previous = signal.signal(signal.SIGUSR1, fail)
+    try:
+        with BlockingWatch(interrupt):
+            yield
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
