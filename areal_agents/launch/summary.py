@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,18 @@ from rich.table import Table
 
 from areal_agents.launch.progress import HeldOut
 
+_SMOOTHED = 5  # steps that are averaged in the plot
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of a run. Idle times are fractions of the training time; rewards are means."""
+    """The results of a run. Idle times are fractions of the training time; rewards are means.
+
+    Attributes:
+        heldout: the held-out reward of every complete evaluation, by its label.
+        heldout_incomplete: the number of episodes of each evaluation that was ended before it was complete.
+        nothing_trained: why no token was trained; "" if one was.
+    """
 
     heldout_before: float | None
     heldout_after: float | None
@@ -32,6 +40,8 @@ class Summary:
     engine_idle: float | None
     pause_s: float
     heldout_without_tool: float | None = None
+    heldout_incomplete: dict[str, int] = field(default_factory=dict)
+    nothing_trained: str = ""
 
     @classmethod
     def of(
@@ -44,7 +54,8 @@ class Summary:
         without_tool: float | None = None,
     ) -> Summary:
         """Compute the summary from the rows of metrics.jsonl and the evaluations."""
-        by_label = {e.label: e.reward for e in held_out if e.done}
+        complete = complete_evaluations(held_out)
+        by_label = {e.label: e.reward for e in complete}
         trained = sum(row["tokens"] for row in rows)
         train_s = sum(row["step_s"] for row in rows)
         return cls(
@@ -65,6 +76,8 @@ class Summary:
             engine_idle=None if engine_idle is None else round(engine_idle, 3),
             pause_s=round(sum(row["pause_s"] for row in rows), 3),
             heldout_without_tool=without_tool,
+            heldout_incomplete={e.label: e.done for e in held_out if e not in complete},
+            nothing_trained="" if trained or not rows else _why_nothing(rows),
         )
 
     @classmethod
@@ -87,6 +100,13 @@ class Summary:
             table.add_row("gain", f"[bold green]{self.heldout_after - self.heldout_before:+.3f}[/bold green]")
         if self.heldout_without_tool is not None:
             table.add_row("held-out reward without the tool", _share(self.heldout_without_tool))
+        if self.heldout_incomplete:
+            ended = ", ".join(
+                f"{label} after {done} episodes" for label, done in self.heldout_incomplete.items()
+            )
+            table.add_row("evaluations that were ended early", ended)
+        if self.nothing_trained:
+            table.add_row("[bold red]nothing was trained[/bold red]", self.nothing_trained)
         table.add_row("steps, policy versions", f"{self.steps}, {self.versions}")
         table.add_row("wall time", f"{self.wall_s:.0f} s, of which {self.train_s:.0f} s training")
         table.add_row("sampled / trained tokens", f"{self.sampled_tokens:,} / {self.trained_tokens:,}")
@@ -94,6 +114,27 @@ class Summary:
         table.add_row("trainer idle, engine idle", f"{self.trainer_idle:.0%}, {_percent(self.engine_idle)}")
         table.add_row("generation paused for swaps", f"{self.pause_s:.2f} s in total")
         return table
+
+
+def complete_evaluations(held_out: Sequence[HeldOut]) -> list[HeldOut]:
+    """Return the evaluations with as many episodes as the largest one; the others were ended early."""
+    most = max((e.done for e in held_out), default=0)
+    return [e for e in held_out if e.done and e.done == most]
+
+
+def _why_nothing(rows: Sequence[dict[str, Any]]) -> str:
+    """Return why none of these steps trained a token, and what to change."""
+    some = sum(row["groups_solved_some"] for row in rows)
+    if some == 0:
+        return (
+            "all episodes of each group had the same reward, so there was nothing to prefer; the model is the "
+            "initial one. Check the reward, choose tasks that are sometimes solved, or raise "
+            "rollout.group_size"
+        )
+    return (
+        f"{some} groups had different rewards, but none of their turns can be trained; the model is the initial "
+        "one. See constrained turns and exclude_labels in docs/algorithms.md, and logs/trainer.log"
+    )
 
 
 def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], path: Path) -> None:
@@ -104,21 +145,25 @@ def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], pa
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(
-        [r["step"] for r in rows],
-        [r["reward_mean"] for r in rows],
-        label="training (sampled)",
-        color="#7aa6c2",
-    )
+    steps, rewards = [r["step"] for r in rows], [r["reward_mean"] for r in rows]
+    axes.plot(steps, rewards, label="training (sampled)", color="#c5d9e6")
+    axes.plot(steps, _smoothed(rewards), label=f"training, mean of {_SMOOTHED} steps", color="#3b7ea6")
     last = rows[-1]["step"] if rows else 0
     points = sorted((_step_of(e.label, last), e.reward) for e in held_out if e.done)
     axes.plot(*zip(*points, strict=True) if points else ([], []), "o-", label="held out", color="#c2542d")
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1) if _is_share(rows, held_out) else None)
+    axes.set_title(f"Reward of {path.resolve().parent.name}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     temporary = path.with_suffix(".tmp.png")
     figure.savefig(temporary, dpi=120)
     temporary.replace(path)
+
+
+def _smoothed(values: Sequence[float]) -> list[float]:
+    """Return the mean of each value and of those before it, at most `_SMOOTHED` in all."""
+    windows = (values[max(0, end - _SMOOTHED) : end] for end in range(1, len(values) + 1))
+    return [sum(window) / len(window) for window in windows]
 
 
 def _step_of(label: str, last: int) -> int:

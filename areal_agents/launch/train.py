@@ -28,7 +28,7 @@ from areal_agents.launch.progress import MetricsFile, read_held_out, read_progre
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
-from areal_agents.launch.summary import Summary, plot_rewards
+from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
@@ -365,7 +365,7 @@ def _finish(
         metrics.rows, curve, wall_s=wall_s, engine_idle=engine_idle, without_tool=without_tool
     )
     summary.write(folder.summary)
-    plot_rewards(metrics.rows, curve, folder.reward_plot)
+    plot_rewards(metrics.rows, complete_evaluations(curve), folder.reward_plot)
     return _shown(summary, folder, console)
 
 
