@@ -127,13 +127,13 @@ def _why_nothing(rows: Sequence[dict[str, Any]]) -> str:
     some = sum(row["groups_solved_some"] for row in rows)
     if some == 0:
         return (
-            "all episodes of each group had the same reward, so there was nothing to prefer; the model is the "
-            "initial one. Check the reward, choose tasks that are sometimes solved, or raise "
+            "all episodes of each group had the same reward, so there was nothing to prefer; the model is "
+            "the initial one. Check the reward, choose tasks that are sometimes solved, or raise "
             "rollout.group_size"
         )
     return (
-        f"{some} groups had different rewards, but none of their turns can be trained; the model is the initial "
-        "one. See constrained turns and exclude_labels in docs/algorithms.md, and logs/trainer.log"
+        f"{some} groups had different rewards, but none of their turns can be trained; the model is the "
+        "initial one. See constrained turns and exclude_labels in docs/algorithms.md, and logs/trainer.log"
     )
 
 
