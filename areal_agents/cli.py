@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError
+from areal_agents.extras import require
 from areal_agents.launch.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def train(
 
         print(annotated(config, overrides or ()), end="")
         return
+    require("torch", "training")
     from areal_agents.config import load_config
     from areal_agents.launch.train import train as run
 
@@ -101,6 +103,7 @@ def evaluate(
     ] = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a config."""
+    require("torch", "evaluation")
     from areal_agents.config import load_config
     from areal_agents.launch.train import evaluate as run
 
@@ -184,6 +187,8 @@ def serve(
         implicit_split=split,
     )
     urls = tuple(engine_url or ())
+    if not urls:
+        require("torch", "the embedded engine")
     if workers == 1:
         from areal_agents.proxy.server import serve as run
 
@@ -217,6 +222,7 @@ def engine(
     seed: Annotated[int, typer.Option(help="Seed for requests that carry none.")] = 0,
 ) -> None:
     """Serve a model with the embedded engine, which speaks SGLang's native protocol."""
+    require("torch", "the embedded engine")
     from areal_agents.inference.embedded.server import serve as run
 
     run(

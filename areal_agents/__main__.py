@@ -1,0 +1,25 @@
+"""The `areal-agents` command, also as `python -m areal_agents`."""
+
+from __future__ import annotations
+
+import sys
+
+from areal_agents.extras import install_command
+
+
+def main() -> None:
+    """Run the command line; a module that is missing is reported with the extra that has it."""
+    try:
+        from areal_agents.cli import main as run
+
+        run()
+    except ModuleNotFoundError as error:
+        command = install_command(error.name)
+        if command is None:
+            raise
+        print(f"{error.name} is not installed; this command needs it: {command}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

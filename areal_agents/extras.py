@@ -1,0 +1,46 @@
+"""Names the extra of the package that has a missing module.
+
+The package without extras is what an agent imports: the client and the decorator. `proxy` adds the command
+line and what serves and records; `train` adds the embedded engine and the trainer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+
+from areal_agents.errors import ConfigError
+
+MODULES: Mapping[str, tuple[str, ...]] = {
+    "proxy": (
+        "aiohttp", "anthropic", "fastokens", "httptools", "jinja2", "numpy", "openai", "orjson",
+        "prometheus_client", "renderers", "rich", "sqlalchemy", "starlette", "tokenizers", "typer", "uvicorn",
+        "uvloop", "yaml",
+    ),
+    "train": (
+        "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard", "torch",
+        "transformers", "xgrammar",
+    ),
+}  # fmt: skip
+
+
+def install_command(module: str | None) -> str | None:
+    """Return how to install the extra that has a module, None for a module of no extra."""
+    top = (module or "").partition(".")[0]
+    for extra, modules in MODULES.items():
+        if top in modules:
+            return f"pip install 'areal-agents[{extra}]'"
+    return None
+
+
+def require(module: str, what: str) -> None:
+    """Raise ConfigError, with the command that installs it, if a module is not installed."""
+    if not _is_installed(module):
+        raise ConfigError(f"{what} needs {module}, which is not installed: {install_command(module)}")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
