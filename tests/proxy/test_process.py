@@ -40,7 +40,7 @@ class ProxyProcess:
         command = [sys.executable, "-c", SERVE, json.dumps({"model": str(MODEL), **options})]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
-        self.line = self.process.stdout.readline()
+        self.line, self.notice = (self.process.stdout.readline() for _ in range(2))
         self.url = self.line.partition(" at ")[2].partition("/v1")[0]
 
     def end(self, number: signal.Signals) -> str:

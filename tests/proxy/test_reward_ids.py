@@ -31,19 +31,24 @@ def test_a_turn_is_rewarded_by_its_id_in_any_form(proxy: RunningProxy, prefix: s
     assert given == [("turn", f"chatcmpl-{digits}", "return"), ("turn", f"chatcmpl-{digits}", "other")]
 
 
-def test_a_dict_by_ids_of_any_form_is_by_turn_and_else_by_name(proxy: RunningProxy) -> None:
+def test_a_dict_by_ids_of_any_form_is_by_turn_and_one_by_names_is_of_the_episode(proxy: RunningProxy) -> None:
     opened = proxy.open_episode()
     first, second = say(proxy, opened), say(proxy, opened)
-    for reward in ({f"msg_{first}": 1.0, f"resp_{second}": 0.5}, {f"msg_{first}": 2.0, "style": 3.0}):
+    mixed = {f"msg_{first}": 2.0, "style": 3.0}
+    for reward, status in (
+        ({f"msg_{first}": 1.0, f"resp_{second}": 0.5}, 200),
+        ({"correct": 2.0, "style": 3.0}, 200),
+        (mixed, 400),
+    ):
         answer = proxy.http.post(f"/episodes/{opened['id']}/reward", json={"reward": reward})
-        assert answer.status_code == 200, answer.text
+        assert answer.status_code == status, answer.text
     given = {
         (item["scope"], item["target"], item["name"], item["value"]) for item in rewards_of(proxy, opened)
     }
     assert given == {
         ("turn", f"chatcmpl-{first}", "return", 1.0),
         ("turn", f"chatcmpl-{second}", "return", 0.5),
-        ("episode", "", f"msg_{first}", 2.0),
+        ("episode", "", "correct", 2.0),
         ("episode", "", "style", 3.0),
     }
 

@@ -119,7 +119,7 @@ def test_wholly_stale_groups_are_dropped_and_others_taken(
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d", "e", "f", "g"])
     stop = threading.Event()
-    with pytest.raises(TrainingError, match="waited for 2 complete groups"):
+    with pytest.raises(TrainingError, match="did not get 2 complete groups"):
         train(
             store, engine_url, model_folder, run_dir, steps=3, max_staleness=0, stop=stop, batch_timeout_s=0.5
         )
@@ -156,7 +156,7 @@ def test_stop_ends_with_a_checkpoint_and_a_resume_goes_on(
 def test_no_groups_in_time_is_an_error_that_says_what_there_is(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
-    with pytest.raises(TrainingError, match=r"step 1 waited for 2 complete groups.*'complete': 0"):
+    with pytest.raises(TrainingError, match=r"step 1 did not get 2 complete groups.*'complete': 0"):
         train(store, engine_url, model_folder, run_dir, steps=1, batch_timeout_s=0.2)
 
 

@@ -334,10 +334,11 @@ def _lease(
                 return ids
         left = deadline - time.monotonic()
         if left <= 0:
-            older = " and for older groups (rollout.on_stale: wait)" if enough else ""
+            missing = "the older groups that rollout.on_stale: wait waits for"
+            needed = missing if enough else f"{count} complete groups"
             raise TrainingError(
-                f"step {step} did not get {count} complete groups{older} within the time limit "
-                f"(trainer.batch_timeout_s); the store has {counts}"
+                f"step {step} did not get {needed} within the time limit (trainer.batch_timeout_s); "
+                f"the store has {counts}"
             )
         store.wait(cursor, min(_POLL_S, left))
     return None
