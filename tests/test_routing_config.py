@@ -24,7 +24,7 @@ def moe(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_off_unless_asked_for(moe: Path) -> None:
+def test_it_is_off_unless_requested(moe: Path) -> None:
     assert not load(moe).engine.routed_experts
     assert load(moe, *SERVED).engine.routed_experts
 

@@ -48,7 +48,7 @@ def test_covariances_equal_the_loop_and_average_to_the_covariance(seed: int) -> 
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_clip_cov_draws_its_share_from_the_bounds(seed: int) -> None:
+def test_clip_cov_samples_its_share_from_the_bounds(seed: int) -> None:
     t = Tokens(seed)
     inside = {i for i, value in enumerate(by_hand(t)) if 0.1 <= value <= 1.5}
     keep = clip_cov_keep(*tensors(t), **CONSTANTS, rng=np.random.default_rng(seed))

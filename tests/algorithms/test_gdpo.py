@@ -100,7 +100,7 @@ def test_advantages_are_those_of_the_paper(seed: int, normalize: bool) -> None:
     assert advantages(found) == pytest.approx(oracle(batch, weights, normalize=normalize), abs=1e-6)
 
 
-def test_the_population_deviation_can_be_asked_for() -> None:
+def test_the_population_deviation_can_be_requested() -> None:
     batch = random_batch(7)
     found = trained(batch, std_estimator="population")
     assert advantages(found) == pytest.approx(oracle(batch, {}, normalize=True, population=True), abs=1e-6)

@@ -115,6 +115,6 @@ def test_a_conversation_without_branches_stays_in_its_order() -> None:
     assert [t.id for t in ordered_turns(turns)] == ["z", "y", "a"]
 
 
-def test_equal_draws_are_told_apart_by_their_seeds() -> None:
+def test_equal_samples_are_told_apart_by_their_seeds() -> None:
     turns = [turn("a", None, [1], [2], seed=5), turn("b", None, [1], [2], seed=3), turn("c", None, [1], [2])]
     assert [t.id for t in ordered_turns(turns)] == ["c", "b", "a"]

@@ -99,7 +99,7 @@ conversations = st.lists(
 
 @STEADY
 @given(recorded(), conversations, st.sampled_from(["", "tools"]))
-def test_any_conversation_goes_on_from_its_longest_recorded_history(
+def test_any_conversation_continues_from_its_longest_recorded_history(
     forest: Forest, messages: list[Message], tools_id: str
 ) -> None:
     check(forest, messages, tools_id, forest.continuation(messages, tools_id))

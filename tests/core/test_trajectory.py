@@ -96,7 +96,7 @@ def test_leaves_cover_every_turn(turns: list[Turn]) -> None:
 
 
 @given(forests(), st.data())
-def test_a_conversation_goes_on_from_the_turn_whose_call_it_replays(
+def test_a_conversation_continues_from_the_turn_whose_call_it_replays(
     turns: list[Turn], data: st.DataObject
 ) -> None:
     """Siblings that read alike are told apart by the tool-call ids that were minted for them."""
@@ -186,7 +186,7 @@ def test_a_shared_system_prompt_is_a_new_conversation() -> None:
     assert fork is not None and fork.reason == "new conversation"
 
 
-def test_a_fork_that_the_template_forces_starts_anew() -> None:
+def test_a_fork_that_the_template_forces_starts_again() -> None:
     forest = Forest([make_turn("a")])
     messages = conversation("q a", "a a", "next")
     found = forest.continuation(messages)

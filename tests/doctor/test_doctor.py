@@ -174,7 +174,7 @@ def test_an_agent_that_does_not_end_is_ended(tmp_path: Path, monkeypatch: pytest
     assert finding.what == "The agent did not end within 2 s and was stopped." and "--timeout" in finding.fix
 
 
-def test_an_agent_that_fails_for_want_of_a_task_is_told_how_to_give_one() -> None:
+def test_an_agent_that_fails_for_lack_of_a_task_is_told_how_to_give_one() -> None:
     report = examine(function=f"{AGENTS}:asks_its_question", timeout_s=60)
     (finding,) = [each for each in report.findings if "failed before any call" in each.what]
     assert "KeyError: 'question'" in finding.what
@@ -208,6 +208,6 @@ def test_what_cannot_be_examined() -> None:
         examine(function=f"{AGENTS}:missing")
 
 
-def test_an_engine_that_does_not_answer_is_said_at_once() -> None:
+def test_an_engine_that_does_not_answer_is_reported_at_once() -> None:
     with pytest.raises((RequestError, EngineError), match="not available"):
         examine(function=f"{AGENTS}:good", model=MODEL, engine_url="http://127.0.0.1:9")

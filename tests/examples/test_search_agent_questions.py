@@ -29,7 +29,7 @@ def test_corpus_has_the_documented_size_and_unique_names() -> None:
     assert all(entity.passage.isascii() for entity in entities)
 
 
-def test_every_passage_states_every_fact_that_is_asked_for() -> None:
+def test_every_passage_states_every_fact_that_is_requested() -> None:
     for question in question_bank("train").all_questions():
         assert question.answer in question.path[-1].passage
     for question in question_bank("heldout").all_questions():

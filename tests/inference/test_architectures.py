@@ -136,7 +136,7 @@ def test_a_token_without_finite_values_spoils_nothing_before_it(model_folder: Pa
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFC00000])
-def test_a_draw_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> None:
+def test_a_sample_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> None:
     logits = np.zeros((1, 50), np.float32)
     logits.view(np.uint32)[0, 7] = bits
     tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)

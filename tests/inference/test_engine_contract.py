@@ -153,7 +153,7 @@ async def test_more_requests_than_slots_all_equal_transformers(engine: SGLangEng
         assert completion.token_ids.tolist() == reference_greedy(target.reference, prompt, 40).tolist()
 
 
-async def test_top_k_and_top_p_only_draw_what_they_allow(engine: SGLangEngine, target: Target) -> None:
+async def test_top_k_and_top_p_only_sample_what_they_allow(engine: SGLangEngine, target: Target) -> None:
     prompt = prompt_of(30, seed=15)
     for params in (
         SamplingParams(80, top_k=3, ignore_eos=True, seed=1),
@@ -326,7 +326,7 @@ async def test_a_stream_that_is_left_is_aborted(engine: SGLangEngine) -> None:
     assert_joined(pieces, completion)
 
 
-async def test_top_logprobs_are_of_the_distribution_that_is_drawn_from(
+async def test_top_logprobs_are_of_the_distribution_that_is_sampled_from(
     engine: SGLangEngine, target: Target
 ) -> None:
     prompt = prompt_of(33, seed=52)

@@ -89,7 +89,7 @@ async def test_an_episode_stays_on_one_replica_and_new_ones_go_to_the_least_load
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: bool) -> None:
+async def test_what_a_killed_replica_had_sampled_continues_elsewhere(streamed: bool) -> None:
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers) as pool:
             got: list[int] = []
@@ -109,7 +109,7 @@ async def test_what_a_killed_replica_had_sampled_goes_on_elsewhere(streamed: boo
             await until(lambda: states(pool)[first] == "down")
 
 
-async def test_a_replica_that_hangs_is_lost_and_its_requests_go_on() -> None:
+async def test_a_replica_that_hangs_is_lost_and_its_requests_continue() -> None:
     """It still listens but never answers, so only health checks can detect that it is lost."""
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:
         async with serving(servers, limits=replace(QUICK, probe_timeout_s=0.5)) as pool:

@@ -48,7 +48,7 @@ async def test_a_replica_that_the_trainer_leaves_out_serves_until_the_version_af
 
 
 @pytest.mark.parametrize("served", [3, 2], ids=["of the current version", "late"])
-async def test_a_replica_that_is_met_paused_is_resumed_once_no_trainer_lives(served: int) -> None:
+async def test_a_replica_that_is_met_paused_is_resumed_once_no_trainer_runs(served: int) -> None:
     """While one lives it may be swapping, and resumes what it paused itself."""
     with servers_of(1) as servers:
         rows = Rows()

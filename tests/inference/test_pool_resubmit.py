@@ -43,7 +43,7 @@ async def draw(
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_aborted_generation_goes_on_where_it_was(streamed: bool) -> None:
+async def test_an_aborted_generation_continues_where_it_was(streamed: bool) -> None:
     parts = [Part(7, versions=(1, 1, 1, 2)), Part(0), Part(6, versions=(2, 3)), Part(99, "length", (4,))]
     completion, engine, got = await draw(*parts, streamed=streamed)
     whole = chain(PROMPT.tolist(), 20)
@@ -91,7 +91,7 @@ async def test_a_token_now_and_then_is_progress() -> None:
 @pytest.mark.parametrize(
     "constraint", [{"grammar": GRAMMAR}, {"frequency_penalty": 0.5}, {"presence_penalty": -0.5}]
 )
-async def test_what_counts_over_the_whole_output_is_drawn_again_from_its_start(constraint: Any) -> None:
+async def test_what_counts_over_the_whole_output_is_sampled_again_from_its_start(constraint: Any) -> None:
     sampling = SamplingParams(20, ignore_eos=True, **constraint)
     completion, engine, _ = await draw(Part(5), Part(0), Part(99, "length", (3,)), sampling=sampling)
     assert completion.versions.tolist() == [3] * 20
@@ -130,7 +130,7 @@ async def test_a_stop_string_that_spans_more_than_two_attempts_is_found() -> Non
     assert completion.token_ids.tolist() == whole[:end] and completion.finish_reason == "stop"
 
 
-async def test_without_a_tokenizer_stop_strings_are_drawn_again_from_the_start() -> None:
+async def test_without_a_tokenizer_stop_strings_are_sampled_again_from_the_start() -> None:
     sampling = SamplingParams(20, ignore_eos=True, stop=("never said",))
     completion, engine, _ = await draw(Part(5), Part(99, "length", (2,)), sampling=sampling, decode=None)
     assert completion.versions.tolist() == [2] * 20

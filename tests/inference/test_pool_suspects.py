@@ -116,7 +116,7 @@ async def test_of_a_group_with_one_deadly_prompt_only_one_is_tried() -> None:
         assert sum(server.deaths for server in servers) < 12  # each of them would need one of its own
 
 
-async def test_a_request_whose_engines_die_by_chance_goes_on_and_not_for_ever() -> None:
+async def test_a_request_whose_engines_die_by_chance_continues_and_not_for_ever() -> None:
     servers = [ReplicaServer() for _ in range(2)]
     async with pool_over(servers, replace(QUICK, most_deaths=4)) as pool:
         for deaths in (3, 4):

@@ -47,7 +47,7 @@ def frequencies(
         ({"temperature": 0.0}, [1, 0, 0, 0]),
     ],
 )
-def test_tokens_are_drawn_from_the_truncated_distribution(options: dict, expected: list[float]) -> None:
+def test_tokens_are_sampled_from_the_truncated_distribution(options: dict, expected: list[float]) -> None:
     drawn, _ = frequencies(**options)
     expected_array = np.asarray(expected)
     assert (drawn[expected_array == 0] == 0).all()

@@ -63,7 +63,7 @@ def grow(draw: np.random.Generator, known: list[TokenIds]) -> TokenIds:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_traffic_is_bitwise_what_each_request_draws_alone(seed: int, model_folder: Path) -> None:
+def test_random_traffic_is_bitwise_what_each_request_samples_alone(seed: int, model_folder: Path) -> None:
     draw = np.random.default_rng(seed)
     runner = make_runner("numba", model_folder, threads=2, slots=5)
     scheduler = make_scheduler(runner, slots=5, prefill_tokens=24)

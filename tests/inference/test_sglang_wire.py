@@ -100,7 +100,7 @@ def test_an_answer_that_cannot_be_trusted_is_an_engine_error(raw: Any, message: 
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
-def test_what_was_not_asked_for_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
+def test_what_was_not_requested_is_no_completion(ids: list[Any], message: str, streamed: bool) -> None:
     raw = {**answer(output_token_logprobs=[[-1.0, id, None] for id in ids]), "output_ids": ids}
     asked = SentRequest(SamplingParams(2), vocab_size=1000)
     with pytest.raises(EngineError, match=message):

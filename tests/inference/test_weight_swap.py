@@ -87,7 +87,7 @@ async def test_retract_recomputes_and_every_token_carries_its_policy(
 
 
 @again_if_missed
-async def test_an_aborted_generation_goes_on_through_the_pool_under_the_new_weights(
+async def test_an_aborted_generation_continues_through_the_pool_under_the_new_weights(
     engine: SGLangEngine, swapping_url: str, model_folder: Path, next_model_folder: Path
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)
@@ -121,7 +121,7 @@ def mixed_logprobs(old, new, prompt: TokenIds, completion: Completion, b: int) -
 
 @pytest.mark.parametrize("swapping_url", FREEZING, indirect=True)
 @again_if_missed
-async def test_in_place_goes_on_over_the_old_keys_and_values_and_nothing_reuses_them(
+async def test_in_place_continues_over_the_old_keys_and_values_and_nothing_reuses_them(
     engine: SGLangEngine, model_folder: Path, next_model_folder: Path
 ) -> None:
     old, new = load_reference(model_folder), load_reference(next_model_folder)

@@ -134,7 +134,7 @@ async def test_a_pause_that_aborts_returns_what_the_old_weights_drew_and_no_more
 
 
 @one_kernel
-async def test_generation_goes_on_while_weights_arrive_and_waits_for_the_swap_alone(
+async def test_generation_continues_while_weights_arrive_and_waits_for_the_swap_alone(
     engine: SGLangEngine, next_model_folder: Path
 ) -> None:
     named = weights_of(next_model_folder)

@@ -93,7 +93,7 @@ def test_engines_share_their_threads() -> None:
     assert int(threads_for("engine", engines=2)["OMP_NUM_THREADS"]) == max(1, half // 2)
 
 
-def test_a_sglang_that_is_not_there_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_a_sglang_that_is_not_there_is_reported_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="engine.python: .*/no/python cannot be run"):
         plan_engines(config("engine.kind=sglang", f"engine.python={tmp_path}/no/python"))
 

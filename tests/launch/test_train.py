@@ -183,7 +183,7 @@ def test_a_recorded_run_is_trained_on_without_an_engine_and_exported(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_extended_is_evaluated_anew(finished: tuple[Path, str]) -> None:
+def test_a_run_that_is_extended_is_evaluated_again(finished: tuple[Path, str]) -> None:
     run_dir, _ = finished
     process = start(run_dir, "trainer.steps=4")
     output = finish(process)
@@ -210,7 +210,7 @@ def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
     assert processes_of(run_dir) == []
 
 
-def test_an_interrupt_ends_everything_and_the_run_goes_on_later(tmp_path: Path) -> None:
+def test_an_interrupt_ends_everything_and_the_run_continues_later(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, f"trainer.steps={MANY}")
     wait_for(lambda: steps_done(run_dir) >= 1, process)

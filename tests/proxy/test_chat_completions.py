@@ -225,7 +225,7 @@ def test_logprobs_are_those_of_the_engine(proxy: RunningProxy) -> None:
     assert b"".join(bytes(item.bytes) for item in content) == b"ok<|im_end|>"
 
 
-def test_training_episodes_are_drawn_from_the_bare_policy(proxy: RunningProxy) -> None:
+def test_training_episodes_are_sampled_from_the_bare_policy(proxy: RunningProxy) -> None:
     asked: dict[str, Any] = {"temperature": 0.3, "top_p": 0.9, "presence_penalty": 0.5, "seed": 7}
     train, held_out = proxy.open_episode(), proxy.open_episode(split="eval", sampling={"temperature": 0})
     for episode in (train, held_out):

@@ -212,7 +212,7 @@ def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialec
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_clients_pass_over_signs_of_life(proxy: RunningProxy, kind: type[Agent]) -> None:
+def test_clients_pass_over_keep_alive_comments(proxy: RunningProxy, kind: type[Agent]) -> None:
     proxy.engine.script = lambda call: "In France."
     proxy.engine.delay_s = 0.2
     episode = proxy.open_episode()
@@ -294,7 +294,9 @@ def test_a_failure_in_mid_stream_is_an_event_that_the_sdk_raises(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_an_engine_that_fails_after_signs_of_life_ends_the_stream(proxy: RunningProxy, dialect: str) -> None:
+def test_an_engine_that_fails_after_keep_alive_comments_ends_the_stream(
+    proxy: RunningProxy, dialect: str
+) -> None:
     """The answer has begun, with nothing in it: the error can only be an event."""
     path, body = PATHS[dialect]
     proxy.engine.delay_s = 30

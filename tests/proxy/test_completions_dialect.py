@@ -145,7 +145,7 @@ def test_logprobs_have_the_legacy_shape() -> None:
     assert plain["choices"][0]["logprobs"]["tokens"] == tokens
 
 
-def test_of_tokens_that_read_the_same_the_best_logprob_is_told() -> None:
+def test_of_tokens_that_read_the_same_the_best_logprob_is_reported() -> None:
     same = TOKENIZER.encode("x")[0]
     done = recorded("x", top_logprobs=(((same, -0.5), (same, -3.0)),))
     answer = json.loads(DIALECT.answer(body(logprobs=2), [done], TOKENIZER))
@@ -223,7 +223,7 @@ def test_a_prompt_of_ids_reaches_the_engine_as_it_is(proxy: RunningProxy) -> Non
         client.completions.create(model="davinci", prompt=[10**9])
 
 
-def test_a_text_goes_on_from_a_reply_that_was_cut_off_only(
+def test_a_text_continues_from_a_reply_that_was_cut_off_only(
     proxy: RunningProxy,
 ) -> None:
     """The token that ended a reply is not in its text, so the model must not be shown it."""

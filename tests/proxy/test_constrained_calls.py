@@ -132,7 +132,7 @@ def test_reasoning_may_come_before_the_schema(proxy: RunningProxy, episode: dict
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_json_object_is_asked_for(proxy: RunningProxy, episode: dict[str, Any], stream: bool) -> None:
+def test_a_json_object_is_requested(proxy: RunningProxy, episode: dict[str, Any], stream: bool) -> None:
     text, calls, reason = chat(
         proxy, episode, stream=stream, response_format={"type": "json_object"}, max_tokens=200
     )
@@ -186,7 +186,7 @@ def test_tools_that_are_barred_leave_the_schema(proxy: RunningProxy, episode: di
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_turn_after_a_forced_call_goes_on_exactly(
+def test_the_turn_after_a_forced_call_continues_exactly(
     proxy: RunningProxy, episode: dict[str, Any], stream: bool
 ) -> None:
     fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}

@@ -466,7 +466,7 @@ def test_a_session_header_gathers_unrelated_conversations(
         assert [episode["turns"] for episode in implicit_episodes(proxy)] == [3, 1]
 
 
-def test_implicit_episodes_go_on_after_a_restart_and_end_by_idle_time(
+def test_implicit_episodes_continue_after_a_restart_and_end_by_idle_time(
     renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     engine = ScriptedSampler(renderer, script=lambda call: tool_call(query="Lyon"))

@@ -153,7 +153,7 @@ def test_of_a_header_that_comes_twice_the_first_counts(proxy: RunningProxy) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_restarted_proxy_goes_on_with_the_exact_tokens(
+def test_a_restarted_proxy_continues_with_the_exact_tokens(
     renderer: ChatRenderer, tmp_path: Path, seed: int
 ) -> None:
     """Same store, same key, another process's memory: the conversation is continued, not re-rendered."""

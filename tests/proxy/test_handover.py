@@ -121,7 +121,7 @@ def test_a_full_inbox_takes_nothing(pair: Pair) -> None:
             assert ask(connection, "/e/1a/v1", b"x" * 100_000) == "0 100000"
 
 
-def test_what_was_passed_to_a_worker_that_died_waits_for_its_next_life(pair: Pair) -> None:
+def test_what_was_passed_to_a_worker_that_died_waits_for_its_next_start(pair: Pair) -> None:
     with pair.serving(0), contextlib.closing(pair.connect(pair.public[0])) as connection:
         with pair.workers[1].holding_lock():  # but does not serve
             connection.request("POST", "/e/1a/v1", b"x" * 100)

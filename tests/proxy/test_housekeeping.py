@@ -29,7 +29,9 @@ class FailingSessions(Sessions):
         return super().last_used()
 
 
-async def test_sweeps_go_on_after_a_bug_and_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_sweeps_continue_after_a_bug_and_say_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = ProxyConfig(idle_timeout_s=0.02)
     with Store.open(tmp_path / "store.db") as store:
         sessions = FailingSessions(store)

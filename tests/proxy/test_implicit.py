@@ -128,7 +128,7 @@ def client_at(url: str, dialect: str, **options: Any) -> OpenAI | Anthropic:
 @pytest.mark.parametrize("named", [{}, NAMED])
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("dialect", sorted(ASKING))
-def test_a_first_answer_that_is_lost_on_the_way_is_not_drawn_again(
+def test_a_first_answer_that_is_lost_on_the_way_is_not_sampled_again(
     renderer: ChatRenderer, tmp_path: Path, dialect: str, restarted: bool, named: dict[str, str]
 ) -> None:
     """The real clients send it again by themselves; the proxy may have been started again meanwhile."""

@@ -184,7 +184,7 @@ def test_counting_tokens(proxy: RunningProxy) -> None:
     assert len(proxy.tokens(episode)["turns"]) == 1
 
 
-def test_a_stop_sequence_is_told(proxy: RunningProxy) -> None:
+def test_a_stop_sequence_is_reported(proxy: RunningProxy) -> None:
     ids = proxy.engine.renderer.tokenizer.encode("In France. END")
     proxy.engine.script = lambda call: completion_of(ids)
     answer = ask(client_of(proxy, proxy.open_episode()), stop_sequences=["never", " END"])
@@ -273,7 +273,7 @@ def test_a_required_tool_and_a_schema_constrain_the_engine(proxy: RunningProxy) 
     assert called is not None and "search" in called.text
 
 
-def test_an_engine_that_fails_is_told_in_the_stream(proxy: RunningProxy) -> None:
+def test_an_engine_that_fails_is_reported_in_the_stream(proxy: RunningProxy) -> None:
     """Once the stream is open an error can only be an event; before that it is a status."""
     proxy.engine.script = lambda call: EngineUnavailable("gone")
     client = client_of(proxy, proxy.open_episode())

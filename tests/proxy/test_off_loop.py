@@ -167,7 +167,7 @@ def test_a_raw_reply_is_decoded_once_and_found_at_every_length(
     assert prompts.answers(forest, asked(raw=ids[:-1])) == ()
 
 
-def test_candidates_of_a_second_look_are_found_in_one_pass(
+def test_candidates_of_a_second_search_are_found_in_one_pass(
     prompts: Prompts, tokenizer: CountingTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forest, messages = Forest(), []
@@ -266,7 +266,7 @@ def test_a_token_of_an_answer_is_decoded_once(tokenizer: CountingTokenizer) -> N
     assert tokenizer.decodes == len({*ids, 7})
 
 
-def test_what_was_not_asked_for_in_the_longest_time_is_forgotten() -> None:
+def test_what_was_not_requested_in_the_longest_time_is_forgotten() -> None:
     recent: LruCache[str, int] = LruCache(2)
     assert recent.put("a", 1) == 1 and recent.put("b", 2) == 2
     assert recent.get("a") == 1

@@ -44,7 +44,7 @@ def worker(folder: Path, index: int, starts: int = 0, run: str = "run") -> Worke
     return Workers(WorkerSpec(folder, run, index, starts, (1, 2, 3), "s"))
 
 
-def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
+def test_a_process_run_ends_with_its_process(tmp_path: Path) -> None:
     first = worker(tmp_path, 0)
     assert not first.is_alive("run.1.0") and not first.is_up(1)
     process = subprocess.Popen(
@@ -65,14 +65,14 @@ def test_a_life_ends_with_its_process(tmp_path: Path) -> None:
     assert not tmp_path.exists()
 
 
-def test_a_life_removes_what_the_one_before_left(tmp_path: Path) -> None:
+def test_a_process_run_removes_what_the_one_before_left(tmp_path: Path) -> None:
     (tmp_path / "run.0.0.lock").touch()
     (tmp_path / "run.1.0.lock").touch()
     with worker(tmp_path, 0, starts=1).holding_lock():
         assert sorted(path.name for path in tmp_path.iterdir()) == ["run.0.1.lock", "run.1.0.lock"]
 
 
-def test_an_episode_key_is_at_home_where_it_was_drawn(tmp_path: Path) -> None:
+def test_an_episode_key_is_at_home_where_it_was_created(tmp_path: Path) -> None:
     workers = [worker(tmp_path, index) for index in range(3)]
     for item in workers:
         keys = [item.new_key() for _ in range(20)]
@@ -137,7 +137,7 @@ def swept(ownership: Ownership) -> list[str | None]:
     return [item.owner for item in ownership.swept(OpenEpisode("e", False, owner) for owner in owners)]
 
 
-def test_the_first_living_worker_looks_after_what_nobody_owns(tmp_path: Path) -> None:
+def test_the_first_living_worker_takes_care_of_what_nobody_owns(tmp_path: Path) -> None:
     workers = [worker(tmp_path / "locks", index) for index in range(3)]
     with Store.open(tmp_path / "s.db") as store:
         owned = [Ownership(store, item) for item in workers]
@@ -170,7 +170,7 @@ async def test_idle_episodes_are_closed_by_their_owner_or_by_the_first(tmp_path:
         assert await sweep(first) == []
 
 
-async def test_an_episode_belongs_to_one_life(tmp_path: Path) -> None:
+async def test_an_episode_belongs_to_one_process_run(tmp_path: Path) -> None:
     old, new, other = worker(tmp_path, 0), worker(tmp_path, 0, starts=1), worker(tmp_path, 1)
     stranger = worker(tmp_path, 0, run="another")
     with Store.open(tmp_path / "s.db") as store, other.holding_lock():

@@ -217,7 +217,7 @@ def test_a_request_that_engines_die_of_fails_and_its_episode_with_it(
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["a trainer", "no trainer"])
-async def test_the_pool_knows_whether_a_trainer_lives(
+async def test_the_pool_knows_whether_a_trainer_runs(
     trains: bool, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     """One that lives swaps, however long that takes; where none does, the pool finishes what it began."""

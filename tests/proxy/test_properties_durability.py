@@ -117,7 +117,7 @@ def check_record(store: Store, agent: Agent, exchanges: list[ServedCall]) -> Non
 
 
 @pytest.mark.parametrize("durability", ["turn", "batched"])
-def test_every_dialect_goes_on_after_a_kill(tmp_path: Path, durability: str) -> None:
+def test_every_dialect_continues_after_a_kill(tmp_path: Path, durability: str) -> None:
     counter = iter(range(999))
     app = ScriptedApp.from_folder(
         MODEL, lambda call: "<think>\nhm\n</think>\n\n" + tool_call(query=f"query {next(counter)}")

@@ -107,7 +107,7 @@ def test_an_edited_question(proxy: RunningProxy, dialect: str) -> None:
 
 
 @pytest.mark.parametrize("dialect", LOOPS)
-def test_an_edit_in_the_middle_goes_on_from_what_stands(proxy: RunningProxy, dialect: str) -> None:
+def test_an_edit_in_the_middle_continues_from_what_stands(proxy: RunningProxy, dialect: str) -> None:
     """A tool's result that reads otherwise is a branch from the call that it answers."""
     agent, episode = after_a_loop(proxy, dialect)
     proxy.engine.script = lambda call: tool_call(query="query 1")

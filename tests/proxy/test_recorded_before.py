@@ -133,7 +133,7 @@ def test_overlapping_calls(
             one.close()
 
 
-def test_retries_add_no_turn_and_a_restart_goes_on_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_retries_add_no_turn_and_a_restart_continues_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
     def chat(url: str, key: str, text: str, **headers: str) -> str:
         answer = httpx.post(
             f"{url}/e/{key}/v1/chat/completions",

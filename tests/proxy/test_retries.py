@@ -45,7 +45,7 @@ def chat_path(episode: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("dialect", ALL)
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_retry_gets_the_sample_that_was_drawn(proxy: RunningProxy, dialect: str, streamed: bool) -> None:
+def test_a_retry_gets_the_sample_that_was_sampled(proxy: RunningProxy, dialect: str, streamed: bool) -> None:
     """By the count of the SDKs or an Idempotency-Key, streamed or not, in mid-conversation too."""
     samples = iter(range(99))
     proxy.engine.script = lambda call: tool_call(query=f"sample {next(samples)}")
@@ -210,7 +210,7 @@ def test_a_retry_under_a_grammar_gets_its_sample(proxy: RunningProxy) -> None:
     assert len(proxy.engine.calls) == 2
 
 
-def test_raw_text_goes_on_behind_the_whole_of_what_was_sampled(proxy: RunningProxy) -> None:
+def test_raw_text_continues_behind_the_whole_of_what_was_sampled(proxy: RunningProxy) -> None:
     """A client gets a text up to its stop string; the tokens of that string were sampled nevertheless."""
     text = "look up Lyon\nObservation:"
     proxy.engine.script = lambda call: proxy.engine.renderer.tokenizer.encode(text)

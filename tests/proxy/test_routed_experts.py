@@ -228,7 +228,7 @@ def test_every_turn_asks_for_what_it_adds_and_the_sample_has_all(proxy: RunningP
     assert fitted.routed_experts is None
 
 
-def test_nothing_is_asked_for_or_stored_where_it_is_off(
+def test_nothing_is_requested_or_stored_where_it_is_off(
     engine_url: str, tmp_path: Path, app: ScriptedApp
 ) -> None:
     engine = RecordingEngine(engine_url, ChatRenderer.from_folder(TOKENIZER))

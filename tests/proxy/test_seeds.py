@@ -64,7 +64,7 @@ def test_they_follow_from_the_episode_s_and_from_the_conversation_alone(proxy: R
     assert evaluated == given
 
 
-def test_a_second_draw_after_the_same_tokens_gets_another_one(proxy: RunningProxy) -> None:
+def test_a_second_sample_after_the_same_tokens_gets_another_one(proxy: RunningProxy) -> None:
     drawn = []
     for _ in range(2):
         episode = proxy.open_episode(sampling={"base_seed": 7})
@@ -80,7 +80,7 @@ def test_several_choices_get_one_each(proxy: RunningProxy) -> None:
     assert len(set(seeds(proxy, episode))) == 3
 
 
-def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_draws(proxy: RunningProxy) -> None:
+def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_samples(proxy: RunningProxy) -> None:
     proxy.engine.script = lambda call: tool_call(query="x")
     episode = proxy.open_episode(sampling={"base_seed": 7})
     for sample in [say(proxy, episode, tools=[SEARCH]) for _ in range(2)]:
@@ -92,7 +92,7 @@ def test_equal_answers_to_two_samples_of_one_turn_are_followed_by_other_draws(pr
     assert len(set(seeds(proxy, episode))) == 4
 
 
-def test_a_restarted_proxy_goes_on_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
+def test_a_restarted_proxy_continues_counting(renderer: ChatRenderer, tmp_path: Path) -> None:
     drawn = []
     for _ in range(2):
         with running_proxy(tmp_path / "store.db", ScriptedSampler(renderer)) as proxy:
@@ -104,7 +104,9 @@ def test_a_restarted_proxy_goes_on_counting(renderer: ChatRenderer, tmp_path: Pa
     assert len(set(drawn)) == 2
 
 
-def test_without_one_the_engine_draws_as_it_likes_and_an_agent_s_own_seed_stands(proxy: RunningProxy) -> None:
+def test_without_one_the_engine_samples_as_it_likes_and_an_agent_s_own_seed_stands(
+    proxy: RunningProxy,
+) -> None:
     episode = proxy.open_episode()
     say(proxy, episode, seed=5)
     assert seeds(proxy, episode) == [None]  # pinned in training episodes

@@ -330,7 +330,7 @@ def test_a_named_session_is_one_episode(serving: Serving) -> None:
     assert (turns[first], turns[second], turns[third]) == (None, first, second)
 
 
-def test_a_conversation_without_a_name_goes_on_at_its_home(serving: Serving) -> None:
+def test_a_conversation_without_a_name_continues_at_its_home(serving: Serving) -> None:
     for index in range(4):  # some of them at home in each worker
         talk = Talk(first=f"conversation {index}")
         for url in (*serving.own, serving.url):
@@ -424,7 +424,7 @@ def test_kill_9_during_a_forwarded_call(
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_lost_first_answer_is_not_drawn_again(serving: Serving, named: bool, killed: bool) -> None:
+def test_a_lost_first_answer_is_not_sampled_again(serving: Serving, named: bool, killed: bool) -> None:
     """The client's retry may reach the other worker, and kill -9 may have ended both in between."""
 
     def kill_all() -> None:
@@ -459,7 +459,7 @@ def test_a_refused_first_call_leaves_no_episode_in_any_worker(serving: Serving) 
     assert httpx.get(f"{serving.url}/episodes").json()["episodes"] == before
 
 
-def test_sigterm_ends_all_and_a_later_run_goes_on(engine: Engine, tmp_path: Path) -> None:
+def test_sigterm_ends_all_and_a_later_run_continues(engine: Engine, tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     talk = Talk()
     with workers_of(engine.url, store) as (serving, pids):

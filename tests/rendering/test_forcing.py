@@ -189,7 +189,7 @@ def test_reasoning_may_come_first_where_the_template_lets_the_model_think(model_
     assert not accepts(quiet, ids) and accepts(quiet, quiet.tokenizer.encode(call))
 
 
-def test_what_cannot_be_forced_is_said(renderer: ChatRenderer) -> None:
+def test_what_cannot_be_forced_is_reported(renderer: ChatRenderer) -> None:
     with pytest.raises(RenderingError, match="gemma4 cannot be forced: use tool_choice auto"):
         family_renderer("gemma4").reply_grammar(TOOLS, calls="required")
     with pytest.raises(ValueError, match="one of the tools .*'search'.*got 'sear'"):

@@ -47,7 +47,7 @@ def test_an_unknown_model_is_rendered_by_its_own_template(tmp_path: Path) -> Non
     assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_a_known_model_keeps_its_family_unless_its_own_template_is_asked_for(tmp_path: Path) -> None:
+def test_a_known_model_keeps_its_family_unless_its_own_template_is_requested(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "m", CHATML, config={"model_type": "qwen3"})
     assert renderer_config(folder, family="auto", options={}).name == "qwen3"
     assert ChatRenderer.from_folder(folder, family="template").family == "template"

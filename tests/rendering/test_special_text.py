@@ -318,7 +318,7 @@ def test_what_cannot_be_kept_apart_is_refused() -> None:
         SpecialText(["<s>"]).mark(f"a{MARK}")
 
 
-def test_the_library_is_not_asked_for_marks_in_parsed_content() -> None:
+def test_the_library_is_not_requested_marks_in_parsed_content() -> None:
     tokenizer = tiny_tokenizer(["<|im_start|>"])
     literal = "\\udc7f"
     assert tokenizer.encode_rendered(literal) == []

@@ -127,7 +127,7 @@ def test_every_epoch_has_each_task_once_in_an_order_of_the_seed() -> None:
     assert first == source().epoch(0) and first != second and first != source(seed=1).epoch(0)
 
 
-def test_the_stream_goes_on_where_a_restart_left_it() -> None:
+def test_the_stream_continues_where_a_restart_left_it() -> None:
     whole = list(itertools.islice(source().stream(), 15))
     assert [epoch for _, epoch in whole] == [0] * 6 + [1] * 6 + [2] * 3
     started = {(task.id, epoch) for task, epoch in whole[:8]}

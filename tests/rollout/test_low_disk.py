@@ -31,7 +31,7 @@ class Disk:
         return "the disk is full" if self.is_low else None
 
 
-async def test_submission_stops_and_goes_on(served: Any, caplog: pytest.LogCaptureFixture) -> None:
+async def test_submission_stops_and_continues(served: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="areal_agents.rollout.groups.submission")
     disk, submitted = Disk(), []
     tasks = served.folder / "tasks.jsonl"

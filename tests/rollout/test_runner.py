@@ -116,7 +116,9 @@ async def test_a_finished_run_has_nothing_left_to_do(served: Any) -> None:
     assert len(served.store.episodes()) == before
 
 
-async def test_what_an_earlier_life_published_last_is_not_the_end_of_a_resumed_run(served: Any) -> None:
+async def test_what_an_earlier_process_run_published_last_is_not_the_end_of_a_resumed_run(
+    served: Any,
+) -> None:
     """The engine outlived the trainer, which died before it had saved its last step."""
     served.publish(1)
     given = arguments(served, "good", evaluation=held_out(served), steps=1, first_version=1)
@@ -152,7 +154,7 @@ async def test_a_failed_member_is_attempted_again(served: Any) -> None:
     assert served.store.group_counts()["dropped"] == 0
 
 
-async def test_a_group_that_keeps_failing_is_dropped_and_the_run_goes_on(served: Any) -> None:
+async def test_a_group_that_keeps_failing_is_dropped_and_the_run_continues(served: Any) -> None:
     rows = [{"id": "bad/task", "bad": True}, *({"id": f"t{i}", "n": 1} for i in range(6))]
     data = DataConfig(path=tasks_file(served.folder, "mixed", rows), epochs=1)
     served.publish(0)
@@ -339,7 +341,7 @@ with Store.open({store!r}) as store:
 """
 
 
-async def test_a_killed_runner_goes_on_where_it_was(served: Any) -> None:
+async def test_a_killed_runner_continues_where_it_was(served: Any) -> None:
     given = arguments(served, "good", rollout=config(group_size=3, concurrency=2))
     code = RUNNER.format(
         root=str(Path(__file__).parents[2]),

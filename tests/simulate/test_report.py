@@ -50,7 +50,7 @@ def test_times_follow_the_split() -> None:
     assert changed.concurrency == 30
 
 
-def test_it_prints_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plot = tmp_path / "deep" / "simulation.png"
     report = run(SMALL, source=None, gpus=3, plot=plot, json=True)
     printed = capsys.readouterr().out

@@ -147,7 +147,9 @@ def test_a_run_folder_is_read(run_folder: Path) -> None:
     assert [plan.tokens for plan in trace.work.plans] == [(3.0 + 3 * n, 2.0) for n in range(8)]
 
 
-def test_what_is_not_modelled_of_a_run_is_said(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_modelled_of_a_run_is_reported(
+    run_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert read_trace(run_folder).not_modelled == ()
     config = yaml.safe_load((run_folder / "config.yaml").read_text())
     config["loop"] = "one_step_off"

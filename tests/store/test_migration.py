@@ -89,7 +89,7 @@ def shape(path: Path) -> dict[str, list[Any]]:
     return out
 
 
-def test_a_store_of_the_previous_schema_goes_on(old: Path, tmp_path: Path) -> None:
+def test_a_store_of_the_previous_schema_continues(old: Path, tmp_path: Path) -> None:
     before = rows(old, "SELECT group_id, state, step, holder, version, reason FROM leases ORDER BY 1")
     assert [row[:2] for row in before] == [
         ("dropped@0", "dropped"),
@@ -141,7 +141,7 @@ def test_columns_that_schema_3_got_later_may_be_missing(old: Path) -> None:
         assert store.group_counts()["complete"] == 2
 
 
-def test_retention_goes_on(old: Path) -> None:
+def test_retention_continues(old: Path) -> None:
     with Store.open(old) as store:
         for version in (3, 4):
             store.publish_version(version, step=version, path="v")

@@ -281,7 +281,7 @@ def test_a_broken_write_does_not_take_others_with_it(store: Store) -> None:
     assert [turn.id for turn in store.load_episode("e").turns] == [f"t{index}" for index in range(9)]
 
 
-def test_a_store_that_is_locked_for_too_long_says_so_and_goes_on(
+def test_a_store_that_is_locked_for_too_long_says_so_and_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_agents.store.database._BUSY_TIMEOUT_S", 0.1)

@@ -75,7 +75,7 @@ def test_a_trainer_that_is_ending_is_waited_for(tmp_path: Path) -> None:
         assert store.group_counts()["complete"] == 1
 
 
-def test_a_trainer_waits_for_somebody_who_looks_whether_one_lives(tmp_path: Path) -> None:
+def test_a_trainer_waits_for_somebody_who_checks_whether_one_runs(tmp_path: Path) -> None:
     """An engine pool does, every now and then, and is no trainer: the first lease never meets a Conflict."""
     path = tmp_path / "s.db"
     with Store.open(path) as store, ThreadPoolExecutor(1) as pool:

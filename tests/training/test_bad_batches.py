@@ -134,7 +134,7 @@ def test_a_checkpoint_that_cannot_be_used_stops_before_anything_is_taken(
     assert store.group_counts()["trained"] == 6
 
 
-def test_without_the_damaged_checkpoint_the_one_before_is_gone_on_from(
+def test_without_the_damaged_checkpoint_the_one_before_can_be_resumed(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     put_good(store, "a", "b", "c", "d")

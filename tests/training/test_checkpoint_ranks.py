@@ -79,7 +79,7 @@ def test_a_damaged_shard_is_refused_on_every_rank(spawned: Spawned) -> None:
     assert any("__0_0.distcp has changed since it was written" in error for error in errors)
 
 
-def test_a_run_goes_on_from_one_rank_to_two_and_back(
+def test_a_run_continues_from_one_rank_to_two_and_back(
     spawned: Spawned, model_folder: Path, tmp_path: Path, group: Ranks
 ) -> None:
     out, _, results = spawned

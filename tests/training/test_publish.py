@@ -222,7 +222,7 @@ def test_tokens_after_a_swap_carry_the_new_version(engine_url: str, tmp_path: Pa
         assert (versions[0], versions[-1]) == (version - 1, version)
 
 
-def test_an_engine_that_refuses_the_weights_goes_on_with_the_old_ones(
+def test_an_engine_that_refuses_the_weights_continues_with_the_old_ones(
     engine_url: str, tmp_path: Path
 ) -> None:
     async def play() -> list[int]:

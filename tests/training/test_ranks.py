@@ -90,7 +90,7 @@ def test_the_loop_runs_on_two_ranks(spawned: tuple[Path, list[Any]]) -> None:
     assert len((out / "run" / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_a_batch_that_cannot_be_had_ends_both_ranks_and_is_gone_on_from(
+def test_a_batch_that_cannot_be_had_ends_both_ranks_and_can_be_resumed(
     spawned: tuple[Path, list[Any]],
 ) -> None:
     out, results = spawned

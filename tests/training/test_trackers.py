@@ -69,7 +69,7 @@ def test_tensorboard_replaces_the_steps_that_are_taken_again(folder: Path) -> No
     assert [(e.step, e.value) for e in board.Scalars("policy/loss")] == [(1, 0.5), (2, 0.25), (3, 0.125)]
 
 
-def test_mlflow_goes_on_in_the_same_run(mlflow_folder: Path) -> None:
+def test_mlflow_continues_in_the_same_run(mlflow_folder: Path) -> None:
     live(mlflow_folder, "mlflow")
     client = MlflowClient(tracking_uri=f"sqlite:///{mlflow_folder / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("areal-agents")
@@ -89,7 +89,7 @@ def test_mlflow_takes_any_name_of_a_reward(mlflow_folder: Path) -> None:
     assert run.data.metrics == {"data/rewards_by_name/gr__e ___": 1.0}
 
 
-def test_trackio_goes_on_in_the_same_run(folder: Path) -> None:
+def test_trackio_continues_in_the_same_run(folder: Path) -> None:
     live(folder, "trackio")
     (name,) = SQLiteStorage.get_runs("areal-agents")
     assert name.startswith("run-")
@@ -98,7 +98,7 @@ def test_trackio_goes_on_in_the_same_run(folder: Path) -> None:
     assert seen == [(1, 0.5), (2, 0.25), (3, 9.0), (3, 0.125)]
 
 
-def test_wandb_goes_on_in_the_same_run(folder: Path) -> None:
+def test_wandb_continues_in_the_same_run(folder: Path) -> None:
     one_life(folder, ["wandb"], *LIVES[0])
     (folder / "wandb").rename(folder / "wandb-1")  # it names its folders by the second
     one_life(folder, ["wandb"], *LIVES[1])
@@ -128,7 +128,7 @@ def wandb_records(path: Path) -> Iterator[Record]:
             parts = b""
 
 
-def test_a_tracker_that_fails_is_reported_once_and_the_others_go_on(
+def test_a_tracker_that_fails_is_reported_once_and_the_others_continue(
     mlflow_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trackers = Trackers(["mlflow", "tensorboard"], mlflow_folder, after_step=0)

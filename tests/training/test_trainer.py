@@ -129,7 +129,7 @@ def test_wholly_stale_groups_are_dropped_and_others_taken(
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["step-1"]  # what was trained stays
 
 
-def test_stop_ends_with_a_checkpoint_and_a_resume_goes_on(
+def test_stop_ends_with_a_checkpoint_and_a_resume_continues(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b"])
@@ -190,7 +190,7 @@ def test_several_minibatches_train_every_token_once(
     assert line["logprob_diff_mean"] <= 1e-4  # prox is of before the first of the two steps
 
 
-def test_ppo_trains_its_critic_and_a_resume_goes_on_with_it(
+def test_ppo_trains_its_critic_and_a_resume_continues_with_it(
     store: Store, engine_url: str, model_folder: Path, run_dir: Path
 ) -> None:
     record_groups(store, engine_url, ["a", "b", "c", "d"])

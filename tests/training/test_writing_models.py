@@ -62,7 +62,7 @@ def test_tensors_may_come_in_any_order_and_lie_in_several_files(model_folder: Pa
     assert all(torch.equal(read[name], tensor) for name, tensor in weights.items())
 
 
-def test_a_folder_is_replaced_and_its_type_is_the_one_asked_for(model_folder: Path, tmp_path: Path) -> None:
+def test_a_folder_is_replaced_and_its_type_is_the_one_requested(model_folder: Path, tmp_path: Path) -> None:
     weights = load_file(model_folder / "model.safetensors")
     path = tmp_path / "final"
     write_model(weights, path, like=model_folder, dtype=torch.float32)
