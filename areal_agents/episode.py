@@ -63,8 +63,8 @@ class Episode:
         A completion id is the id of a response, as the API that the agent called returned it.
 
         Rewards with different names are summed; a reward under a name that was used before replaces the
-        earlier one. A dict gives several rewards at once: by turn if all its keys are completion ids, by name
-        otherwise.
+        earlier one. A dict gives several rewards at once: by turn if its keys are completion ids, else by
+        name.
 
         Raises:
             AgentError: a reward is not a finite number.

@@ -11,7 +11,9 @@ from areal_agents.cli import run_app
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
-app = typer.Typer(help="Measure a part of the system on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure a part of the system on this machine.", no_args_is_help=True, add_completion=False
+)
 
 
 @app.command("engine")

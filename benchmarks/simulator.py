@@ -1,7 +1,8 @@
 """`python -m benchmarks simulator`: compares the simulator's predictions with runs on this machine.
 
-The workload of `bench async` is trained at several η in one layout. The simulator is given the trace of one
-of these runs and predicts the speed of each run; the compared value is the speed relative to η = 0.
+The workload of `python -m benchmarks async` is trained at several η in one layout. The simulator is given the
+trace of one of these runs and predicts the speed of each run; the compared value is the speed relative to η =
+0.
 """
 
 from __future__ import annotations

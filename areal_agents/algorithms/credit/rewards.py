@@ -31,7 +31,7 @@ class NoLengthPenalty(Part):
 
 
 class LinearLengthPenalty(Part):
-    """Settings of `overlong_penalty`."""
+    """A penalty that grows linearly with the length of a reply (`length_penalty: linear`)."""
 
     kind: Literal["linear"] = "linear"
     overlong_limit: int = Field(
