@@ -19,6 +19,7 @@ from areal_agents.launch.progress import HeldOut, RunProgress
 BARS = "▁▂▃▄▅▆▇█"
 FAILURES_EVERY_S = 15.0  # without a terminal, failures are reported at most this often
 LONGEST_FAILURE = 300  # characters of the last failure
+UNREWARDED_S = 10.0  # after this time without a reward, ended episodes are reported
 
 
 class LiveView:
@@ -36,6 +37,7 @@ class LiveView:
         self._event = ""
         self._failed = 0
         self._failed_line_at = -FAILURES_EVERY_S
+        self._unrewarded_since: float | None = None
         self._warning: str | None = None
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
@@ -77,6 +79,7 @@ class LiveView:
         if progress.failed > self._failed and self._elapsed() - self._failed_line_at >= FAILURES_EVERY_S:
             self._failed, self._failed_line_at = progress.failed, self._elapsed()
             self.event(describe_failures(progress))
+        self._note_unrewarded(progress)
         for row in rows[min(self._printed_rows, len(rows)) :]:
             self._console.print(
                 f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}",
@@ -92,6 +95,16 @@ class LiveView:
                 self._printed_evals.add(evaluation.label)
                 line = f"held-out {evaluation.label}: {evaluation.reward:.3f} on {evaluation.done} tasks"
                 self._console.print(f"[{self._elapsed():5.0f} s] {line}", highlight=False, soft_wrap=True)
+
+    def _note_unrewarded(self, progress: RunProgress) -> None:
+        """Report once, for each time, that episodes have waited for rewards for a while."""
+        if not progress.unrewarded:
+            self._unrewarded_since = None
+        elif self._unrewarded_since is None:
+            self._unrewarded_since = self._elapsed()
+        elif self._unrewarded_since >= 0 and self._elapsed() - self._unrewarded_since >= UNREWARDED_S:
+            self._unrewarded_since = -1.0
+            self.event(describe_unrewarded(progress))
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
@@ -124,6 +137,8 @@ class LiveView:
         body.add_row(
             "queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped"
         )
+        if progress.unrewarded:
+            body.add_row("rewards", describe_unrewarded(progress))
         if progress.failed:
             body.add_row("failures", Text(describe_failures(progress), "red"))
         footer = Text(
@@ -159,6 +174,14 @@ def describe_failures(progress: RunProgress) -> str:
     """Return how many training episodes have failed, and why the last one has."""
     count = f"{progress.failed} training episode{'s' if progress.failed > 1 else ''} failed"
     return f"{count}; the last one: {(progress.failure or 'unknown')[:LONGEST_FAILURE]}"
+
+
+def describe_unrewarded(progress: RunProgress) -> str:
+    """Return how many episodes wait for a reward, and how to give it."""
+    return (
+        f"{progress.unrewarded} ended training episodes wait for a reward; post it to /episodes/ID/reward, "
+        "or they fail after proxy.reward_timeout_s"
+    )
 
 
 def describe_step(row: dict[str, Any], steps: int) -> str:

@@ -68,6 +68,7 @@ class RunProgress:
         held_out: every evaluation so far.
         failed: the number of training episodes that have failed.
         failure: why the last of them failed; None if none has.
+        unrewarded: the number of training episodes that have ended and wait for a reward from outside.
     """
 
     version: int
@@ -75,6 +76,7 @@ class RunProgress:
     held_out: list[HeldOut] = field(default_factory=list)
     failed: int = 0
     failure: str | None = None
+    unrewarded: int = 0
 
 
 def read_progress(store: Store) -> RunProgress:
@@ -86,6 +88,7 @@ def read_progress(store: Store) -> RunProgress:
         held_out=read_held_out(store),
         failed=failed,
         failure=store.last_failure() if failed else None,
+        unrewarded=len(store.unrewarded_episodes()),
     )
 
 

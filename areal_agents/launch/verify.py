@@ -18,7 +18,7 @@ from areal_agents.training.publish.verifying import verify
 def run(folder: Path, console: Console) -> bool:
     """Verify every engine of the run in `folder`, and print the results; return whether all agree.
 
-    Raises ConfigError if `folder` is not a run folder, or the run was never started.
+    Raises ConfigError if `folder` is not a run folder, or the run was never started or has ended.
     """
     found = RunFolder(folder)
     if not found.config.is_file():
@@ -28,6 +28,11 @@ def run(folder: Path, console: Console) -> bool:
         urls = found.read_endpoints().engine_urls
     except FileNotFoundError:
         raise ConfigError(f"{folder}: the run has no engines yet; start it first") from None
+    if found.summary.is_file():
+        raise ConfigError(
+            f"{folder}: the run has ended, and its engines with it; verify compares the engines of a running "
+            "run"
+        )
     base = Path(config.model) if config.trainer.publish.transport == "lora" else None
     with Store.open(found.store_at(config.store.url)) as store:
         return asyncio.run(_verify_all(urls, store, base, console))

@@ -53,3 +53,12 @@ def test_after_the_first_version_the_stage_is_another() -> None:
     assert "waiting for the trainer's first version" in shown(RunProgress(-1, {}), terminal=True)
     last = shown(RunProgress(0, {}), terminal=True).rpartition("now")[2]
     assert "waiting for the first batch" in last
+
+
+def test_episodes_that_wait_for_rewards_are_reported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, none = (RunProgress(0, {}, unrewarded=n) for n in (3, 0))
+    assert "3 ended training episodes wait for a reward" in shown(waiting, terminal=True)
+    assert "wait for a reward" not in shown(waiting, waiting, terminal=False)  # not for long enough
+    monkeypatch.setattr(live_view, "UNREWARDED_S", 0.0)
+    output = shown(waiting, waiting, waiting, none, waiting, waiting, terminal=False)
+    assert output.count("3 ended training episodes wait for a reward") == 2
