@@ -213,6 +213,9 @@ class Sampler(Protocol):
     ) -> Completion:
         """Continue `input_ids` [P]; cancelling the call aborts the generation.
 
+        `rid` names the request. Use each once: SGLang may abort a request whose id was used before, even if
+        that request has ended (0.5.21: until two seconds after a stream has ended).
+
         `on_tokens` is called in the event loop with each piece as it arrives; together they are the
         completion's tokens. What it raises ends the call and aborts the generation. `affinity` names calls
         that share a prefix, such as an episode's: a pool keeps them on one replica, and a single engine
@@ -230,8 +233,7 @@ class Sampler(Protocol):
         Cancelling the call ends the computation; EngineUnavailable if another aborts it.
 
         Args:
-            rid: names the request. Use each once: SGLang may abort a request whose id was used before, even
-                if that request has just ended.
+            rid: names the request; as with `generate`, use each once.
             input_ids: [P] the sequence. The embedded engine takes P ≤ `max_context`, SGLang 0.5.21
                 P ≤ `max_context` - 7.
             start: the first position that is scored.

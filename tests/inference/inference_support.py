@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,7 +17,9 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from areal_agents.core.completion import TokenIds, as_token_ids
+from areal_agents.core.completion import Completion, TokenIds, as_token_ids
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import PromptScores
 
 VOCAB = 256
 EOS = 2
@@ -25,6 +28,7 @@ EMBEDDED = ["numba", "torch"]  # the kernels of the embedded engine
 EVERY_SERVER = [*EMBEDDED, pytest.param("sglang", marks=pytest.mark.sglang)]
 PLAIN_SGLANG = pytest.param("sglang-plain", marks=pytest.mark.sglang)
 MOST_TRIES = 10
+TEST_NUMBERS = itertools.count()
 PATIENCE_S = 240.0  # for what takes seconds on an idle machine; nothing waits for it to pass
 FREEZING = [*EMBEDDED, PLAIN_SGLANG]  # those that may be paused in place
 CONFIGS = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
@@ -106,6 +110,31 @@ class Target:
     embedded: bool
 
 
+class FreshIds(SGLangEngine):
+    """A client whose request ids are those of one test, so that tests may call their requests alike.
+
+    SGLang may abort a request whose id was used shortly before, and tests share a server.
+    """
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.begin_test()
+
+    def begin_test(self) -> None:
+        """Give all requests that follow ids that no request has had."""
+        self._test = f"test{next(TEST_NUMBERS)}-"
+
+    async def generate(self, rid: str, *args: Any, **options: Any) -> Completion:
+        return await super().generate(self._test + rid, *args, **options)
+
+    async def score(self, rid: str, *args: Any, **options: Any) -> PromptScores:
+        return await super().score(self._test + rid, *args, **options)
+
+    async def abort(self, rid: str) -> None:
+        # a cancelled call is aborted by the id that was sent
+        await super().abort(rid if rid.startswith(self._test) else self._test + rid)
+
+
 class Missed(Exception):
     """The generation had already ended, or had not yet begun, when the test acted on it.
 
@@ -126,6 +155,7 @@ def again_if_missed(test: Callable[..., Awaitable[None]]) -> Callable[..., Await
             with suppress(Missed):
                 return await test(**fixtures)
             if engine is not None:
+                engine.begin_test()
                 await engine.resume()
                 if folder is not None:
                     await engine.update_weights_from_disk(str(folder), 0)

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from inference_support import (
+    FreshIds,
     Missed,
     again_if_missed,
     load_reference,
@@ -52,7 +53,7 @@ def policies(adapters: dict[int, Path], model_folder: Path) -> dict[int, PreTrai
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
     """The engine on version 0, without adapters when the test is over."""
-    async with SGLangEngine(swapping_url, adapters=True) as client:
+    async with FreshIds(swapping_url, adapters=True) as client:
         await client.resume()
         await client.update_weights_from_disk(str(model_folder), 0)
         yield client

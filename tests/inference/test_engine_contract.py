@@ -15,6 +15,7 @@ from inference_support import (
     EVERY_SERVER,
     PATIENCE_S,
     PLAIN_SGLANG,
+    FreshIds,
     Missed,
     Target,
     again_if_missed,
@@ -46,7 +47,7 @@ STREAMED_GREEDILY = [  # a real server on a CPU ignores seeds
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(target.url, request_timeout_s=PATIENCE_S) as client:
+    async with FreshIds(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 
@@ -426,7 +427,7 @@ async def test_a_malformed_grammar_is_refused(engine: SGLangEngine, kind: Gramma
     with pytest.raises(EngineRejected, match=kind if kind != "json_schema" else "json"):
         await engine.generate("bad", prompt_of(12), params)
     with pytest.raises(EngineRejected):
-        await engine.generate("bad", prompt_of(12), params, lambda piece: None)
+        await engine.generate("worse", prompt_of(12), params, lambda piece: None)
     await engine.health()
 
 
@@ -496,7 +497,7 @@ async def test_an_abort_ends_no_request_whose_id_begins_alike(engine: SGLangEngi
     aborted, whole = await asyncio.gather(one, other)
     check_aborted(aborted)
     assert whole.finish_reason == "length"
-    again = await engine.generate("k1", prompt_of(30, seed=24), GREEDY)
+    again = await engine.generate("k100", prompt_of(30, seed=24), GREEDY)
     assert (len(again), again.finish_reason) == (40, "length")
 
 
@@ -519,7 +520,7 @@ async def test_a_pause_without_a_swap_changes_nothing(
         SamplingParams(300, temperature=float(i % 2 * sampled), ignore_eos=True, seed=i) for i in range(9)
     ]
     calls = list(zip(prompts, params, strict=True))
-    calm = await asyncio.gather(*(engine.generate(f"q{i}", *call) for i, call in enumerate(calls)))
+    calm = await asyncio.gather(*(engine.generate(f"calm{i}", *call) for i, call in enumerate(calls)))
     tasks = [asyncio.create_task(engine.generate(f"q{i}", *call)) for i, call in enumerate(calls)]
     await until_running(engine, *tasks, count=2)
     for _ in range(3):

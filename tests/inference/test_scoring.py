@@ -19,6 +19,7 @@ from inference_support import (
     MAX_CONTEXT,
     PATIENCE_S,
     VOCAB,
+    FreshIds,
     Target,
     load_reference,
     prompt_of,
@@ -55,7 +56,7 @@ def assert_scores(scores: PromptScores, model: PreTrainedModel, ids: TokenIds, s
 
 @pytest.fixture
 async def engine(target: Target) -> AsyncIterator[SGLangEngine]:
-    async with SGLangEngine(target.url, request_timeout_s=PATIENCE_S) as client:
+    async with FreshIds(target.url, request_timeout_s=PATIENCE_S) as client:
         yield client
 
 

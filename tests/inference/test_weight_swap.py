@@ -16,6 +16,7 @@ from inference_support import (
     EVERY_SERVER,
     FREEZING,
     PATIENCE_S,
+    FreshIds,
     Missed,
     again_if_missed,
     build_model,
@@ -37,7 +38,7 @@ LONG = SamplingParams(1500, temperature=0.0, ignore_eos=True)
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
     """The engine on version 0, before and after."""
-    async with SGLangEngine(swapping_url) as client:
+    async with FreshIds(swapping_url) as client:
         await client.update_weights_from_disk(str(model_folder), 0)
         yield client
         await client.resume()
@@ -235,7 +236,7 @@ async def test_a_version_that_is_no_integer_is_an_error_not_a_guess(engine: SGLa
     with pytest.raises(EngineError, match="step-3"):
         await engine.generate("v", prompt_of(5), SamplingParams(3))
     await engine._call("POST", "/update_weight_version", {"new_version": "12", "abort_all_requests": False})
-    assert (await engine.generate("v", prompt_of(5), SamplingParams(3))).versions.tolist()[-1] == 12
+    assert (await engine.generate("w", prompt_of(5), SamplingParams(3))).versions.tolist()[-1] == 12
 
 
 async def flushed(engine: SGLangEngine) -> None:

@@ -19,6 +19,7 @@ import torch
 from inference_support import (
     EMBEDDED,
     EVERY_SERVER,
+    FreshIds,
     Missed,
     again_if_missed,
     load_reference,
@@ -61,7 +62,7 @@ each_engine = pytest.mark.parametrize(
 @pytest.fixture
 async def engine(swapping_url: str, model_folder: Path) -> AsyncIterator[SGLangEngine]:
     """The engine on version 0, whatever the test before left behind."""
-    async with SGLangEngine(swapping_url) as client:
+    async with FreshIds(swapping_url) as client:
         await client.resume()
         await client.update_weights_from_disk(str(model_folder), 0)
         yield client
