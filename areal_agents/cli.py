@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from areal_agents import __version__
-from areal_agents.errors import ArealAgentsError
+from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.extras import require
 from areal_agents.launch.signals import Interrupted
 
@@ -50,6 +50,8 @@ Overrides = Annotated[
         help="Settings that override the file, for example trainer.steps=10.", metavar="KEY=VALUE"
     ),
 ]
+
+Model = Annotated[str, typer.Option(help="Hugging Face folder of the model, its Hub id, or quickstart.")]
 
 
 @app.command()
@@ -95,8 +97,8 @@ def evaluate(
     config: ConfigPath,
     overrides: Overrides = None,
     model: Annotated[
-        Path | None,
-        typer.Option(help="Hugging Face folder of the model to evaluate; default: the config's model."),
+        str | None,
+        typer.Option(help="Folder or Hub id of the model to evaluate; default: the config's model."),
     ] = None,
     ablate_tool: Annotated[
         bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
@@ -108,7 +110,7 @@ def evaluate(
     from areal_agents.launch.train import evaluate as run
 
     console = Console()
-    changes = [*(overrides or ()), *([f"model={model.resolve()}"] if model else [])]
+    changes = [*(overrides or ()), *([f"model={model}"] if model else [])]
     loaded = load_config(config, changes)
     score = run(loaded, console=console, ablate_tool=ablate_tool)
     console.print(f"held-out reward of {loaded.model}: [bold]{score:.3f}[/bold]")
@@ -123,7 +125,7 @@ def serve(
         ),
     ] = None,
     *,
-    model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 chooses a free port at each start.")] = 8000,
     engine_url: Annotated[
@@ -175,7 +177,11 @@ def serve(
 ) -> None:
     """Serve a model to agents and record every call token by token."""
     from areal_agents.config import proxy_config
+    from areal_agents.config.models import model_folder
 
+    folder = model_folder(model, Path.cwd())
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"--model: {folder} is not a Hugging Face model folder (no config.json in it)")
     config = proxy_config(
         settings or (),
         host=host,
@@ -192,16 +198,16 @@ def serve(
     if workers == 1:
         from areal_agents.proxy.server import serve as run
 
-        run(model, config, store=store, engine_urls=urls, router_url=router_url)
+        run(folder, config, store=store, engine_urls=urls, router_url=router_url)
     else:
         from areal_agents.proxy.workers.supervisor import serve_workers
 
-        serve_workers(model, config, workers=workers, store=store, engine_urls=urls, router_url=router_url)
+        serve_workers(folder, config, workers=workers, store=store, engine_urls=urls, router_url=router_url)
 
 
 @app.command()
 def engine(
-    model: Annotated[Path, typer.Option(help="Hugging Face folder of the model.")],
+    model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 30000,
     threads: Annotated[int, typer.Option(help="Number of CPU threads; 0 uses all cores.")] = 0,
@@ -223,11 +229,13 @@ def engine(
 ) -> None:
     """Serve a model with the embedded engine, which speaks SGLang's native protocol."""
     require("torch", "the embedded engine")
+    from areal_agents.config.models import model_folder
     from areal_agents.inference.embedded.server import serve as run
 
+    folder = model_folder(model, Path.cwd())
     run(
         _engine_config(
-            model=str(model), host=host, port=port, threads=threads, slots=slots, max_context=max_context,
+            model=folder, host=host, port=port, threads=threads, slots=slots, max_context=max_context,
             dtype=dtype, device=device, kernel=kernel, seed=seed,
         )
     )  # fmt: skip
@@ -245,9 +253,9 @@ def doctor(
     ] = None,
     task: Annotated[str, typer.Option(help="The task to give the agent, as a JSON object.")] = "{}",
     model: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            help="Hugging Face folder of the model whose chat template to use; default: a built-in one."
+            help="Folder or Hub id of the model whose chat template to use; default: a built-in one."
         ),
     ] = None,
     engine_url: Annotated[
@@ -264,10 +272,12 @@ def doctor(
     """Run one episode of your agent, and report what prevents or impairs training it."""
     import orjson
 
+    from areal_agents.config.models import model_folder
     from areal_agents.doctor import examine, read_task, show
 
     report = examine(
-        function=agent, command=command or (), task=read_task(task), model=model,
+        function=agent, command=command or (), task=read_task(task),
+        model=Path(model_folder(model, Path.cwd())) if model else None,
         engine_url=engine_url, timeout_s=timeout,
     )  # fmt: skip
     show(report, Console(soft_wrap=True))
@@ -385,7 +395,6 @@ def reference() -> None:
 def _engine_config(**options: object) -> EmbeddedEngineConfig:
     from pydantic import ValidationError
 
-    from areal_agents.errors import ConfigError
     from areal_agents.inference.config import EmbeddedEngineConfig
 
     try:

@@ -90,7 +90,7 @@ def test_a_taken_port_is_named(proxy: str) -> None:
             ["serve", "--model", str(EXAMPLE / "model"), "--router-url", "http://r:1", "--workers", "2"],
             "--engine-url",
         ),
-        (["engine", "--model", "nowhere"], "engine.model: nowhere is not a folder"),
+        (["engine", "--model", "nowhere"], "/nowhere is not a folder"),
         (["engine", "--model", str(EXAMPLE / "model"), "--dtype", "int3"], "--dtype"),
         (["train", "nowhere.yaml"], "there is no config file nowhere.yaml"),
         (["train", str(EXAMPLE / "config.yaml"), "trainer.stpes=3"], "did you mean 'trainer.steps'?"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,20 @@ def test_what_is_not_a_file_stays_as_it_is(minimal: Path) -> None:
     assert load_config(minimal, ["agent=package.module:agent"]).agent == "package.module:agent"
 
 
+def test_files_of_a_command_resolve_against_the_folder_of_the_config(minimal: Path) -> None:
+    (minimal.parent / "my agent.py").write_text("")
+    (minimal.parent / "python").write_text("")
+    command = "python -u 'my agent.py' --flag absent.py"
+    given = minimal.read_text().splitlines()
+    text = "\n".join(line for line in given if not line.startswith("agent:"))
+    minimal.write_text(f'{text}\nagent: {{command: "{command}"}}\n')
+    loaded = load_config(minimal).agent
+    assert isinstance(loaded, dict)
+    assert shlex.split(loaded["command"]) == [
+        "python", "-u", str(minimal.parent / "my agent.py"), "--flag", "absent.py",
+    ]  # fmt: skip
+
+
 def test_overrides_reach_inside(minimal: Path) -> None:
     config = load_config(minimal, ["trainer.steps=7", "trainer.lr=1e-3", "seed=2", "eval.data.path=x"])
     assert (config.trainer.steps, config.trainer.lr, config.seed) == (7, 1e-3, 2)
@@ -71,6 +86,10 @@ def test_overrides_reach_inside(minimal: Path) -> None:
     ("override", "message"),
     [
         ("trainer.stpes=7", "unknown key 'trainer.stpes'; did you mean 'trainer.steps'?"),
+        ("lr=1e-4", "unknown key 'lr'; did you mean 'trainer.lr'?"),
+        ("group_size=4", "unknown key 'group_size'; did you mean 'rollout.group_size' or"),
+        ("agent=python my_agent.py", 'if it is a command, write agent: {command: "python my_agent.py"}'),
+        ("agent={comand: x}", "agent: must be module:function, file.py:function or {command: …}"),
         ("rolout.groups=3", "unknown key 'rolout'; did you mean 'rollout'?"),
         ("eval.data.pth=3", "unknown key 'eval.data.pth'; did you mean 'eval.data.path'?"),
         ("trainer.steps=zero", "trainer.steps"),

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from areal_agents.algorithms.parts import alternatives, as_yaml
+from areal_agents.config.models import is_model_name, model_folder
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
@@ -38,6 +40,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         key, value = parse_override(override)
         set_in(tree, key, with_absolute_paths(nested(key, value), Path.cwd()))
+    _find_models(tree)
     if not tree.get("name"):
         tree["name"] = path.resolve().parent.name if path.stem == "config" else path.stem
     config = validate_config(tree, source=str(path))
@@ -50,6 +53,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             "resume that run and write to its store; choose another folder with run_dir=..."
         )
     return config
+
+
+def _find_models(tree: dict[str, Any]) -> None:
+    """Replace the names of models by folders; models of the Hub are downloaded."""
+    for *parents, leaf in _MODEL_KEYS:
+        node: Any = tree
+        for part in parents:
+            node = node.get(part) if isinstance(node, dict) else None
+        if isinstance(node, dict) and isinstance(node.get(leaf), str) and node[leaf]:
+            node[leaf] = model_folder(node[leaf], Path.cwd())
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -186,6 +199,9 @@ _PATH_KEYS = (
     ("trainer", "teacher_model"),
     ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
 )  # fmt: skip
+_MODEL_KEYS = (
+    ("model",), ("trainer", "critic_model"), ("trainer", "reference_model"), ("trainer", "teacher_model"),
+)  # fmt: skip
 _ALWAYS_PATHS = ("model", "run_dir", "critic_model", "reference_model", "teacher_model", "export", "folder")
 
 
@@ -196,9 +212,32 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
         node: Any = out
         for part in parents:
             node = node.get(part) if isinstance(node, dict) else None
-        if isinstance(node, dict) and isinstance(node.get(leaf), str):
+        if not isinstance(node, dict) or not isinstance(node.get(leaf), str):
+            continue
+        if (*parents, leaf) not in _MODEL_KEYS or not is_model_name(node[leaf], base):
             node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
+    agent = out.get("agent")
+    if isinstance(agent, dict) and isinstance(agent.get("command"), str):
+        agent["command"] = _with_absolute_files(agent["command"], base)
     return out
+
+
+def _with_absolute_files(command: str, base: Path) -> str:
+    """Return a command in which each word that is a relative path of an existing file is absolute.
+
+    A word without a slash is a file only if it has a suffix, so that a file named `python` does not hide the
+    program.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:  # unbalanced quotes, which `load_agent` reports
+        return command
+    files = {
+        word: str(base / word)
+        for word in words
+        if not os.path.isabs(word) and ("/" in word or Path(word).suffix) and (base / word).is_file()
+    }
+    return shlex.join(files.get(word, word) for word in words) if files else command
 
 
 def _absolute(value: str, base: Path, *, always: bool) -> str:
@@ -217,19 +256,34 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
     location = _without_kinds(root, [str(part) for part in fault["loc"]])
     key = ".".join(location)
     if fault["type"] == "extra_forbidden":
-        known = _known_keys(root, location[:-1])
-        nearest = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = (
-            f"; did you mean {'.'.join([*location[:-1], nearest[0]])!r}?"
-            if nearest
-            else f"; known keys here: {', '.join(sorted(known))}"
-        )
-        return f"unknown key {key!r}{hint}"
+        return f"unknown key {key!r}; {_nearest_key(root, location)}"
     if fault["type"] == "missing":
         return f"{key!r} is required"
     if fault["type"] == "value_error":
         return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
     return f"{key}: {fault['msg']} (got {as_yaml(fault['input'])})"
+
+
+def _nearest_key(root: type[BaseModel], location: Sequence[str]) -> str:
+    """Name a known key that an unknown one may stand for: the same name elsewhere, or a similar one here."""
+    *parents, name = location
+    elsewhere = [".".join(path) for path in _paths_of(root) if path[-1] == name]
+    if elsewhere:
+        return f"did you mean {' or '.join(repr(path) for path in elsewhere[:3])}?"
+    known = _known_keys(root, parents)
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if nearest:
+        return f"did you mean {'.'.join([*parents, nearest[0]])!r}?"
+    return f"known keys here: {', '.join(sorted(known))}"
+
+
+def _paths_of(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every key below a model that is not one of several alternatives."""
+    for name, field in model.model_fields.items():
+        yield (*parents, name)
+        inner = _model_in(field.annotation)
+        if inner is not None and not alternatives(field):
+            yield from _paths_of(inner, (*parents, name))
 
 
 def _without_kinds(model: type[BaseModel] | None, location: list[str]) -> list[str]:

@@ -21,6 +21,7 @@ from areal_agents.algorithms.replay import NoReplay
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.rollout.agents.loading import names_a_function
 from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
@@ -42,7 +43,10 @@ class Config(BaseModel):
         default=0, ge=0, le=2**63 - 1, description="Seed of the data order, of sampling and of training."
     )
     run_dir: str = Field(default="", description="Folder of the run; empty: runs/<name>-seed<seed>.")
-    model: str = Field(description="Hugging Face folder of the initial weights.")
+    model: str = Field(
+        description="The initial weights: a Hugging Face folder; the id of a model of the Hub, such as "
+        "Qwen/Qwen3-0.6B, which is downloaded; or quickstart, a small model for a first run on a laptop."
+    )
     agent: str | dict[str, str] = Field(
         default="",
         description="module:function, file.py:function, or {command: ...}; not needed with data.episodes.",
@@ -105,6 +109,21 @@ def faults_between_parts(config: Config) -> Iterator[str]:
 def _episode_faults(config: Config) -> Iterator[str]:
     """Yield the faults of the source of episodes."""
     recorded = config.data.episodes
+    if (
+        isinstance(config.agent, str)
+        and " " in config.agent.strip()
+        and config.agent[0] != "{"
+        and not names_a_function(config.agent)
+    ):
+        command = f"agent: {{command: {json.dumps(config.agent)}}}"
+        yield f"agent: {config.agent!r} does not name a function; if it is a command, write {command}"
+    if isinstance(config.agent, dict) and (
+        set(config.agent) != {"command"} or not config.agent["command"].strip()
+    ):
+        yield (
+            f"agent: must be module:function, file.py:function or {{command: …}}, got "
+            f"{json.dumps(config.agent, ensure_ascii=False)}"
+        )
     if not recorded and not config.agent:
         yield "'agent' is required, unless data.episodes names recorded episodes to train on"
     if config.eval is not None and not config.eval.data.path:

@@ -80,6 +80,8 @@ class LiveView:
             self._failed, self._failed_line_at = progress.failed, self._elapsed()
             self.event(describe_failures(progress))
         self._note_unrewarded(progress)
+        if progress.agent_errors and rows[self._printed_rows :]:
+            self.event(describe_agent_errors(progress))
         for row in rows[min(self._printed_rows, len(rows)) :]:
             self._console.print(
                 f"[{self._elapsed():5.0f} s] {describe_step(row, self._steps)}",
@@ -141,6 +143,8 @@ class LiveView:
             body.add_row("rewards", describe_unrewarded(progress))
         if progress.failed:
             body.add_row("failures", Text(describe_failures(progress), "red"))
+        if progress.agent_errors:
+            body.add_row("agent errors", describe_agent_errors(progress))
         footer = Text(
             f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
             "dim",
@@ -174,6 +178,11 @@ def describe_failures(progress: RunProgress) -> str:
     """Return how many training episodes have failed, and why the last one has."""
     count = f"{progress.failed} training episode{'s' if progress.failed > 1 else ''} failed"
     return f"{count}; the last one: {(progress.failure or 'unknown')[:LONGEST_FAILURE]}"
+
+
+def describe_agent_errors(progress: RunProgress) -> str:
+    """Return how many training episodes are scored although their agent raised."""
+    return f"{progress.agent_errors} episodes are scored with rollout.agent_error_reward: their agent raised"
 
 
 def describe_unrewarded(progress: RunProgress) -> str:

@@ -210,6 +210,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 seed=config.seed,
                 first_version=options.first_version,
                 shortage=disk_space_of(config, folder).shortage,
+                logs=folder.episode_logs,
                 stop=stop,
             )
             if stop.is_set():
@@ -226,6 +227,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             evaluation=config.eval,
             label=options.evaluate,
             seed=config.seed,
+            logs=folder.episode_logs,
             stop=stop,
         )
         if stop.is_set():

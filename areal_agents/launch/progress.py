@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from areal_agents.core.rollout import AGENT_ERROR
 from areal_agents.store import EpisodeSummary, Store
 
 
@@ -69,6 +70,7 @@ class RunProgress:
         failed: the number of training episodes that have failed.
         failure: why the last of them failed; None if none has.
         unrewarded: the number of training episodes that have ended and wait for a reward from outside.
+        agent_errors: the number of training episodes that are scored although their agent raised.
     """
 
     version: int
@@ -77,6 +79,7 @@ class RunProgress:
     failed: int = 0
     failure: str | None = None
     unrewarded: int = 0
+    agent_errors: int = 0
 
 
 def read_progress(store: Store) -> RunProgress:
@@ -89,6 +92,7 @@ def read_progress(store: Store) -> RunProgress:
         failed=failed,
         failure=store.last_failure() if failed else None,
         unrewarded=len(store.unrewarded_episodes()),
+        agent_errors=store.episodes_with_reward(AGENT_ERROR),
     )
 
 

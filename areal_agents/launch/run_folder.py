@@ -81,6 +81,11 @@ class RunFolder:
         """Return the log file of one process."""
         return self.root / "logs" / f"{process}.log"
 
+    @property
+    def episode_logs(self) -> Path:
+        """The output of the newest episodes of an agent that is a command, each in ID.log."""
+        return self.root / "logs" / "episodes"
+
     def write_endpoints(self, endpoints: Endpoints) -> None:
         """Write the addresses and the admin key, readable by the owner only."""
         temporary = self.root / "endpoints.tmp"

@@ -104,7 +104,7 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
     from areal_agents.rollout.agents.blocking import BlockingWatch
 
     limits = config.rollout.limits.model_copy(update={"time_s": min(EPISODE_S, config.rollout.limits.time_s)})
-    agent = load_agent(config.agent, workers=1)
+    agent = load_agent(config.agent, workers=1, logs=folder.episode_logs)
     must_reward = agent.must_reward and not config.rollout.outside_rewards
     errors: list[str] = []
     try:
@@ -126,11 +126,15 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
                     raise AgentError(f"{outcome.error}{_WITHOUT}")
     finally:
         await agent.close()
-    if len(errors) == EPISODES and len(set(errors)) == 1:
+    scored = config.rollout.agent_error == "score"
+    if len(errors) == EPISODES and len(set(errors)) == 1 and not scored:
         raise AgentError(
             f"{EPISODES} trial episodes with a scripted model failed in the same way: {errors[0]}. If the "
-            "agent only fails because the scripted model answers in prose, set trial: false"
+            "agent only fails because the scripted model answers in prose, set trial: false; if such errors "
+            "are the policy's, set rollout.agent_error: score"
         )
+    if len(errors) == EPISODES:
+        return f"{EPISODES} episodes with a scripted model failed, which are scored in training: {errors[-1]}"
     if errors:
         return f"an episode with a scripted model failed, others did not: {errors[-1]}"
     if outcome.status == "truncated":

@@ -73,6 +73,18 @@ class RolloutConfig(BaseModel):
         description="When all retries have failed: complete the group with new episodes of its task, at most "
         "group_size of them (refill), or drop the group (drop).",
     )
+    agent_error: Literal["retry", "score"] = Field(
+        default="retry",
+        description="An agent that raises after it has received a reply. retry: the episode has failed and "
+        "is attempted again. score: the policy caused the error, for example with output that the agent "
+        "cannot parse; the episode is truncated and trained on with agent_error_reward. Errors of the "
+        "connection to the model are retried in both cases.",
+    )
+    agent_error_reward: float = Field(
+        default=0.0,
+        description="With agent_error: score, the reward of an episode whose agent raised; it is added to "
+        "the rewards that the agent gave before.",
+    )
     outside_rewards: bool = Field(
         default=False,
         description="Rewards of an agent function are posted over HTTP after it has ended; otherwise an "
@@ -112,6 +124,11 @@ class RolloutConfig(BaseModel):
             if any(later <= earlier for earlier, later in pairwise(numbers)):
                 raise ValueError(f"{name} must increase from stage to stage, got {numbers}")
         return stages
+
+    @property
+    def reward_of_agent_errors(self) -> float | None:
+        """The reward of an episode whose agent raised after a reply; None: such an episode has failed."""
+        return self.agent_error_reward if self.agent_error == "score" else None
 
     def limits_at(self, step: int) -> LimitsConfig:
         """Return the limits of a training episode that is opened while `step` is the published step.

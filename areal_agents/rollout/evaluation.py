@@ -40,6 +40,7 @@ async def evaluate_tasks(
     limits: LimitsConfig,
     retries: int,
     patience: FailureStreak,
+    agent_error_reward: float | None = None,
 ) -> None:
     """Run every task that has no scored episode under this label and step in the store.
 
@@ -62,7 +63,10 @@ async def evaluate_tasks(
             opened = await open_attempt(
                 client, Attempt(task, "eval", metadata=metadata, sampling=sampling), limits=limits
             )
-            return (await run_rollout(client, agent, task, opened, limits=limits)).error
+            outcome = await run_rollout(
+                client, agent, task, opened, limits=limits, agent_error_reward=agent_error_reward
+            )
+            return outcome.error
         except RequestError as error:
             return str(error)
 

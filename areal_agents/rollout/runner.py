@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from areal_agents.client import AsyncClient
@@ -46,6 +47,7 @@ async def run(
     seed: int = 0,
     first_version: int = 0,
     shortage: Callable[[], str | None] = lambda: None,
+    logs: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Collect training groups until the version of step `steps` is published; evaluate around it.
@@ -62,6 +64,7 @@ async def run(
             and a server that was not restarted may still serve them.
         shortage: returns what the run is short of, for example disk space, or None; no group is submitted
             during a shortage.
+        logs: a folder for the output of an agent that is a command.
         stop: an event that ends the run early; agents are ended and open episodes aborted.
 
     Raises:
@@ -73,7 +76,7 @@ async def run(
     source = load_tasks(data, seed=seed)
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs) as runner:
         await _unless_stopped(
             runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
         )
@@ -89,12 +92,13 @@ async def evaluate(
     evaluation: EvalConfig,
     label: str,
     seed: int = 0,
+    logs: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Evaluate the weights that are served now. Arguments and errors are those of `run`."""
     tasks = held_out_tasks(evaluation)
     latest = store.latest_version()
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed) as runner:
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs) as runner:
         await _unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
         )
@@ -132,11 +136,13 @@ async def _runner(
     rollout: RolloutConfig,
     evaluation: EvalConfig | None,
     seed: int,
+    logs: Path | None,
 ) -> AsyncIterator[_Runner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     # Two agents, so that evaluation has worker processes of its own.
-    trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency))
-    evaluated = load_agent(agent, workers=min(rollout.workers, evaluation.concurrency if evaluation else 1))
+    trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs)
+    workers = min(rollout.workers, evaluation.concurrency if evaluation else 1)
+    evaluated = load_agent(agent, workers=workers, logs=logs)
     client = AsyncClient(proxy_url, admin_key)
     try:
         yield _Runner(client, store, trained, evaluated, rollout, evaluation, seed)
@@ -212,6 +218,7 @@ class _Runner:
             limits=self._rollout.limits,
             retries=self._rollout.retries,
             patience=self._patience,
+            agent_error_reward=self._rollout.reward_of_agent_errors,
         )
         logger.info("evaluation %s has ended", label)
 

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from areal_agents.config import with_overrides
+from areal_agents.errors import ConfigError
 from areal_agents.simulate.engine import StepTime
 from areal_agents.simulate.scenario import Scenario
 from areal_agents.simulate.work import LogNormal, LogNormalWork, Work
@@ -113,4 +114,8 @@ class Parameters(BaseModel):
 
 def read_parameters(overrides: Iterable[str], given: Mapping[str, Any] | None = None) -> Parameters:
     """Return the `given` parameters with `key=value` overrides. Raises ConfigError for an invalid one."""
+    overrides = [*overrides]
+    for override in overrides:
+        if override.startswith("gpus="):
+            raise ConfigError(f"unknown key 'gpus'; give the number of GPUs as --gpus {override[5:]}")
     return with_overrides(Parameters, given or {}, overrides)

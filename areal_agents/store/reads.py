@@ -214,6 +214,16 @@ def failed_episodes(connection: sa.Connection, split: Split) -> int:
     return int(connection.execute(sa.select(sa.func.count()).where(failed)).scalar_one())
 
 
+def episodes_with_reward(connection: sa.Connection, name: str, split: Split) -> int:
+    """Return how many episodes of the split have a reward of this name."""
+    query = (
+        sa.select(sa.func.count(sa.distinct(rewards.c.episode_id)))
+        .join(episodes, episodes.c.id == rewards.c.episode_id)
+        .where(rewards.c.name == name, episodes.c.split == split)
+    )
+    return int(connection.execute(query).scalar_one())
+
+
 def last_failure(connection: sa.Connection, split: Split) -> str | None:
     """Return why the episode of the split failed that ended last; None if none has failed."""
     failed = (episodes.c.split == split) & (episodes.c.status == "failed")

@@ -283,6 +283,11 @@ class Store:
         with self._database.read() as connection:
             return reads.failed_episodes(connection, split)
 
+    def episodes_with_reward(self, name: str, split: Split = "train") -> int:
+        """Return how many episodes of the split have a reward of this name."""
+        with self._database.read() as connection:
+            return reads.episodes_with_reward(connection, name, split)
+
     def last_failure(self, split: Split = "train") -> str | None:
         """Return why the episode of the split failed that ended last; None if none has failed."""
         with self._database.read() as connection:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 from openai import AsyncOpenAI, OpenAI
 
 from areal_agents import Episode, current_key, episode
@@ -60,6 +61,14 @@ async def cancels_itself(task: dict, ep: Episode) -> float:
 async def raises(task: dict, ep: Episode) -> float:
     await ask(ep)
     raise KeyError("no such tool")
+
+
+@episode
+async def loses_the_connection(task: dict, ep: Episode) -> float:
+    await ask(ep)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.get("http://127.0.0.1:9/")  # the discard port, on which nothing listens
+    return 1.0
 
 
 @episode
@@ -182,6 +191,13 @@ def sync_good(task: dict, ep: Episode) -> float:
 @episode
 def sync_raises(task: dict, ep: Episode) -> float:
     sys.exit("enough")
+
+
+@episode
+def sync_parses(task: dict, ep: Episode) -> float:
+    client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **SHORT)
+    return float("not a number")
 
 
 @episode

@@ -15,6 +15,7 @@ import pytest
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError
 from areal_agents.rollout.agents import agent_process as processes
+from areal_agents.rollout.agents import command as command_module
 from areal_agents.rollout.agents.agent_process import ChildProcess
 from areal_agents.rollout.agents.command import CommandAgent
 from areal_agents.rollout.agents.worker_pool import WorkerAgent
@@ -89,6 +90,26 @@ async def test_all_that_a_process_wrote_before_it_exited_is_kept(folder: Path) -
     code = "import sys; sys.stderr.write('x' * 200_000 + 'the end'); sys.exit(2)"
     with pytest.raises(AgentError, match="xxxx" + "the end$"):
         await run([sys.executable, "-c", code])
+
+
+async def test_the_output_of_a_command_is_in_the_log_of_its_episode(folder: Path) -> None:
+    agent = CommandAgent(["sh", "-c", "echo seen; echo wrong >&2; exit 3"], logs=folder / "logs")
+    with pytest.raises(AgentError, match="exited with status 3: wrong"):
+        await agent.run({}, EPISODE)
+    lines = (folder / "logs" / f"{EPISODE.id}.log").read_text().splitlines()
+    assert sorted(lines) == ["seen", "wrong"]
+
+
+async def test_only_the_newest_logs_and_the_beginning_of_each_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command_module, "KEPT_LOGS", 2)
+    monkeypatch.setattr(processes, "LONGEST_LOG", 4)
+    agent = CommandAgent(["echo", "abcdefgh"], logs=folder / "logs")
+    for id in ("one", "two", "three"):
+        await agent.run({}, Episode(id, EPISODE.base_url, EPISODE.api_key))
+    logs = {path.name: path.read_text() for path in (folder / "logs").iterdir()}
+    assert logs == {"two.log": "abcd", "three.log": "abcd"}
 
 
 async def test_a_task_that_the_command_does_not_read_holds_up_nothing(folder: Path) -> None:

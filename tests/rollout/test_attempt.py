@@ -31,7 +31,12 @@ class Attempts:
         self._opened = 0
 
     async def __call__(
-        self, agent: str | dict[str, str] | Agent, task: dict[str, Any] | None = None, **limits: Any
+        self,
+        agent: str | dict[str, str] | Agent,
+        task: dict[str, Any] | None = None,
+        *,
+        agent_error_reward: float | None = None,
+        **limits: Any,
     ) -> tuple[Outcome, RecordedEpisode]:
         if isinstance(agent, str):
             agent = f"{AGENTS}:{agent}"
@@ -41,7 +46,14 @@ class Attempts:
         set_limits = LimitsConfig(**{"time_s": 60.0, **limits})
         try:
             opened = await open_attempt(self.client, place, limits=set_limits)
-            outcome = await run_rollout(self.client, loaded, place.task, opened, limits=set_limits)
+            outcome = await run_rollout(
+                self.client,
+                loaded,
+                place.task,
+                opened,
+                limits=set_limits,
+                agent_error_reward=agent_error_reward,
+            )
         finally:
             await loaded.close()
         return outcome, self.served.store.load_episode(opened.id)
@@ -93,6 +105,22 @@ async def test_a_good_agent_finishes_with_its_reward(attempts: Attempts, agent: 
     assert outcome == Outcome("finished", rewarded=True)
     assert rewards(episode)["return"] == 1.0 and len(episode.turns) == 1
     assert attempts.served.store.group_counts()["complete"] == 1
+
+
+@pytest.mark.parametrize("agent", ["raises", "sync_parses"])
+async def test_an_agents_error_can_be_scored_as_the_policys_doing(attempts: Attempts, agent: str) -> None:
+    outcome, episode = await attempts(agent, agent_error_reward=-0.5)
+    assert outcome == Outcome("truncated", rewarded=True)
+    assert episode.status == "truncated" and rewards(episode)["agent_error"] == -0.5
+    assert attempts.served.store.group_counts()["complete"] == 1
+
+
+@pytest.mark.parametrize("agent", ["never_calls", "loses_the_connection", "says_it_failed"])
+async def test_errors_that_the_policy_cannot_have_caused_are_not_scored(
+    attempts: Attempts, agent: str
+) -> None:
+    outcome, episode = await attempts(agent, agent_error_reward=-0.5)
+    assert (outcome.status, outcome.rewarded, episode.status) == ("failed", False, "failed")
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_it_prints_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_wrong_parameter_is_named() -> None:
     with pytest.raises(ConfigError, match="unknown key 'slot'; did you mean 'slots'"):
         read_parameters(["slot=3"])
+    with pytest.raises(ConfigError, match="give the number of GPUs as --gpus 2"):
+        read_parameters(["gpus=2"])
     with pytest.raises(ConfigError, match="base_s and per_request_s are both 0"):
         read_parameters(["base_s=0", "per_request_s=0"])
     refused = CliRunner().invoke(app, ["simulate", "groups=0"])

@@ -10,6 +10,7 @@ import inspect
 import logging
 import shlex
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from areal_agents.episode import Episode, check_signature, running
@@ -45,13 +46,14 @@ class Agent(Protocol):
         ...
 
 
-def load_agent(spec: str | Mapping[str, str], *, workers: int = 8) -> Agent:
+def load_agent(spec: str | Mapping[str, str], *, workers: int = 8, logs: Path | None = None) -> Agent:
     """Load the agent that a configuration names.
 
     Args:
         spec: "module:function", "path/to/file.py:function", or {"command": "python my_agent.py"}. The
             function need not be decorated; it must take (task, ep).
         workers: the most processes for a synchronous function.
+        logs: a folder for the output of commands; None: the output is discarded.
 
     Raises:
         AgentError: the agent cannot be imported, is not a function of (task, ep), or the command is empty.
@@ -61,7 +63,10 @@ def load_agent(spec: str | Mapping[str, str], *, workers: int = 8) -> Agent:
             raise AgentError(
                 f"an agent must be module:function, file.py:function or {{command: …}}, got {dict(spec)}"
             )
-        return CommandAgent(shlex.split(spec["command"]))
+        try:
+            return CommandAgent(shlex.split(spec["command"]), logs=logs)
+        except ValueError as error:
+            raise AgentError(f"the agent's command {spec['command']!r} cannot be read: {error}") from None
     function = load_function(spec, AgentError)
     check_signature(function)
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):

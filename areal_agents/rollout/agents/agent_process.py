@@ -11,7 +11,7 @@ import asyncio
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Self, cast
+from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
 from areal_agents.processes import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
@@ -20,6 +20,7 @@ TERMINATE_GRACE_S = 2.0
 PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes
 START_S = 60.0  # longest wait for a process to start after its start was cancelled
 LONGEST_LINE = 1 << 24  # bytes
+LONGEST_LOG = 1 << 20  # bytes
 _TAIL = 4096  # bytes of standard error that are kept
 _STDIN, _STDOUT, _STDERR = 0, 1, 2
 
@@ -40,6 +41,7 @@ class ChildProcess:
         environment: Mapping[str, str],
         lines: bool = False,
         tail: bool = False,
+        log: BinaryIO | None = None,
     ) -> Self:
         """Start a process. If this is cancelled, no process remains.
 
@@ -48,6 +50,8 @@ class ChildProcess:
             environment: its variables; a mark is added, which its children inherit.
             lines: whether to read its standard output with `line`, instead of discarding it.
             tail: whether to keep the end of its standard error, instead of passing it on to this process's.
+            log: an open file for the first LONGEST_LOG bytes of its standard output and, with `tail`, of its
+                standard error; the caller closes it after `end`.
 
         Raises:
             OSError: the process cannot be started.
@@ -58,10 +62,10 @@ class ChildProcess:
         # then wait for pipes that it has not connected yet.
         starting = asyncio.ensure_future(
             loop.subprocess_exec(
-                _Protocol,
+                lambda: _Protocol(log),
                 *command,
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if lines else subprocess.DEVNULL,
+                stdout=subprocess.PIPE if lines or log else subprocess.DEVNULL,
                 stderr=subprocess.PIPE if tail else None,
                 env={**environment, AGENT_MARK: mark},
                 start_new_session=True,
@@ -127,7 +131,9 @@ class ChildProcess:
 class _Protocol(asyncio.SubprocessProtocol):
     """The events of a process and its pipes, as the event loop reports them."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: BinaryIO | None = None) -> None:
+        self._log = log
+        self._logged = 0  # bytes
         self.exited = asyncio.Event()
         self.closed = asyncio.Event()  # the process has exited, and its pipes are closed
         self.output = asyncio.StreamReader(limit=LONGEST_LINE)
@@ -142,9 +148,13 @@ class _Protocol(asyncio.SubprocessProtocol):
             self.output.set_transport(stdout)
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        if fd == _STDOUT:
+        if self._log is not None:
+            kept = data[: LONGEST_LOG - self._logged]
+            self._log.write(kept)
+            self._logged += len(kept)
+        elif fd == _STDOUT:
             self.output.feed_data(data)
-        else:
+        if fd == _STDERR:
             self.errors = (self.errors + data)[-_TAIL:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,15 +11,25 @@ from typing import Any, Literal
 
 from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.reward_values import checked_reward
-from areal_agents.core.rollout import OPENED_BY_RUNNER, Split, Task
+from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode
 from areal_agents.errors import AgentError, RequestError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.loading import describe
 from areal_agents.rollout.config import LimitsConfig
 
+logger = logging.getLogger(__name__)
+
 OPENING_GRACE_S = 5.0
 LONGEST_ERROR = 2000  # characters kept of an agent's error
+# Exceptions of httpx, and of the OpenAI and Anthropic clients, that say nothing about the model's output.
+_CONNECTION_ERRORS = frozenset(
+    {
+        "APIConnectionError", "APITimeoutError", "ConnectError", "ConnectTimeout", "ConnectionError",
+        "ConnectionRefusedError", "ConnectionResetError", "InternalServerError", "PoolTimeout", "ReadError",
+        "ReadTimeout", "RemoteProtocolError", "WriteError", "WriteTimeout",
+    }
+)  # fmt: skip
 _FIRST_PROMPT = (
     "the agent's first prompt exceeds the limits of the episode; raise rollout.limits or the first of "
     "rollout.context_stages"
@@ -103,13 +114,18 @@ async def run_rollout(
     *,
     limits: LimitsConfig,
     must_reward: bool = False,
+    agent_error_reward: float | None = None,
 ) -> Outcome:
     """Run the agent in an open episode, report its rewards, and seal the episode.
 
     The episode fails if the agent raises, returns an invalid reward, makes no model call, or gives no reward
-    although it `must_reward`. It is truncated,
-    and keeps the rewards that were given, if the agent exceeded its time limit or another limit of the
-    episode. Cancelling this ends the agent and leaves the episode open; the caller aborts it.
+    although it `must_reward`. It is truncated, and keeps the rewards that were given, if the agent exceeded
+    its time limit or another limit of the episode. Cancelling this ends the agent and leaves the episode
+    open; the caller aborts it.
+
+    Args:
+        agent_error_reward: the reward, named AGENT_ERROR, of an episode whose agent raised after it had
+            received a reply; the episode is then truncated instead of failed. None: it fails.
 
     Raises:
         RequestError: the proxy could not be reached, so the state of the episode is unknown.
@@ -129,15 +145,26 @@ async def run_rollout(
     given_up = [body["error"] for path, body in reports if path == "fail"]
     if given_up:
         return await _fail(client, opened, given_up[0])
-    if error is not None and not await _ran_into_a_limit(client, opened):
-        return await _fail(client, opened, error)
     rewards = [body for path, body in reports if path == "reward"]
+    if error is not None:
+        state = await client.get_episode(opened.id)
+        if state["limit_reached"] is None:
+            if agent_error_reward is None or not state["turns"] or _concerns_the_connection(error):
+                return await _fail(client, opened, error)
+            logger.info("episode %s is scored although its agent raised: %s", opened.id, error)
+            rewards.append({"reward": agent_error_reward, "name": AGENT_ERROR})
+            return await _finish(client, opened, rewards, limits, truncated=True)
     if must_reward and not rewards and not limit.expired():
         state = await client.get_episode(opened.id)
         if state["turns"] and not state["rewards"] and state["limit_reached"] is None:
             await client.fail(opened.id, _NO_REWARD)
             return Outcome("failed", rewarded=False, error=_NO_REWARD, is_unrewarded=True)
-    return await _finish(client, opened, rewards, limits, overran=limit.expired())
+    return await _finish(client, opened, rewards, limits, truncated=limit.expired())
+
+
+def _concerns_the_connection(error: str) -> bool:
+    """Whether the type of an exception, with which its description begins, is one of lost connections."""
+    return error.partition(":")[0] in _CONNECTION_ERRORS
 
 
 async def _ran_into_a_limit(client: AsyncClient, opened: OpenedEpisode) -> bool:
@@ -151,10 +178,10 @@ async def _finish(
     rewards: list[dict[str, Any]],
     limits: LimitsConfig,
     *,
-    overran: bool,
+    truncated: bool,
 ) -> Outcome:
     try:
-        sealed = await client.finish(opened.id, truncated=overran, rewards=rewards, require_turn=True)
+        sealed = await client.finish(opened.id, truncated=truncated, rewards=rewards, require_turn=True)
     except RequestError as refused:
         if refused.code == "no_turn":
             if await _ran_into_a_limit(client, opened):
@@ -162,7 +189,7 @@ async def _finish(
                 return await _fail(client, opened, _BEYOND_CONTEXT if beyond else _FIRST_PROMPT)
             within = (
                 f" within {limits.time_s:g} s"
-                if overran
+                if truncated
                 else "; does its client use ep.base_url and ep.api_key?"
             )
             return await _fail(client, opened, f"the agent made no model call{within}")

@@ -20,7 +20,7 @@ from areal_agents.rollout.data import TaskSource
 from areal_agents.rollout.groups.group import GroupRun
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.reconciling import Reconciler
-from areal_agents.rollout.groups.settling import PlaceSettler
+from areal_agents.rollout.groups.settling import SlotSettler
 from areal_agents.rollout.groups.submission import Submission, newest_step
 from areal_agents.rollout.seeds import episode_seed
 from areal_agents.store import Store
@@ -64,7 +64,7 @@ class Collector:
         )
         self._groups = groups = GroupsInProgress(size=config.group_size, changed=changed)
         calls = ControlCalls(client, patience)
-        self._settler = PlaceSettler(groups=groups, calls=calls, store=store, config=config)
+        self._settler = SlotSettler(groups=groups, calls=calls, store=store, config=config)
         self._reconciler = Reconciler(
             groups=groups, settler=self._settler, calls=calls, patience=patience, store=store, config=config
         )
@@ -134,5 +134,11 @@ class Collector:
         group.open[index] = opened.id
         must_reward = self._agent.must_reward and not self._config.outside_rewards
         return await run_rollout(
-            self._client, self._agent, group.task, opened, limits=limits, must_reward=must_reward
+            self._client,
+            self._agent,
+            group.task,
+            opened,
+            limits=limits,
+            must_reward=must_reward,
+            agent_error_reward=self._config.reward_of_agent_errors,
         )

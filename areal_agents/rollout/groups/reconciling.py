@@ -11,7 +11,7 @@ from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups.group import GroupRun, Slot, read_slots
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
-from areal_agents.rollout.groups.settling import PlaceSettler
+from areal_agents.rollout.groups.settling import SlotSettler
 from areal_agents.store import OpenGroup, Store
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class Reconciler:
         self,
         *,
         groups: GroupsInProgress,
-        settler: PlaceSettler,
+        settler: SlotSettler,
         calls: ControlCalls,
         patience: FailureStreak,
         store: Store,

@@ -15,7 +15,7 @@ from areal_agents.store import Store
 logger = logging.getLogger(__name__)
 
 
-class PlaceSettler:
+class SlotSettler:
     """Ends groups, and queues slots for further attempts. Raises what `ControlCalls` raises."""
 
     def __init__(
