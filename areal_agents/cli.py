@@ -352,6 +352,26 @@ def simulate(
     run(overrides or (), source=source, gpus=gpus, plot=plot, json=as_json)
 
 
+@app.command()
+def init(
+    folder: Annotated[Path, typer.Argument(help="The folder of the new project.", metavar="FOLDER")],
+    framework: Annotated[
+        str,
+        typer.Option(
+            help="What the agent is written with: openai, langgraph, openai-agents, pydantic-ai, anthropic, "
+            "node, or command (a program without any package)."
+        ),
+    ] = "openai",
+) -> None:
+    """Write a starter project that can be trained as it is: an agent, tasks, a configuration and a test."""
+    from areal_agents.starter import create_project
+
+    missing = create_project(folder, framework).missing()
+    lines = [f"wrote {folder}; next:", *([f"  {missing}"] if missing else [])]
+    lines += [f"  cd {shlex.quote(str(folder))}", "  areal-agents train config.yaml"]
+    Console().print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
+
+
 @config_app.command()
 def explain(
     key: Annotated[
