@@ -4,6 +4,7 @@
     ├── ConfigError          a configuration cannot be used: names the key and what to write instead
     ├── DataError            a data set is missing, empty or malformed
     ├── AgentError           an agent cannot be imported, raised an exception, or exceeded its time limit
+    ├── RewardError          a reward function failed, or gave no valid reward
     ├── RenderingError       the model's template cannot express a conversation
     │   └── PromptTooLong        the prompt has more tokens than its limit
     ├── RequestError         a client's request is refused (carries the HTTP status and code)
@@ -42,6 +43,10 @@ class DataError(ArealAgentsError):
 
 class AgentError(ArealAgentsError):
     """An agent cannot be imported, raised an exception, or exceeded its time limit."""
+
+
+class RewardError(ArealAgentsError):
+    """A reward function failed, took too long, or gave something that is no reward."""
 
 
 class RenderingError(ArealAgentsError):

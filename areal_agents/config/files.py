@@ -195,6 +195,7 @@ def _without(tree: dict[str, Any], name: str) -> dict[str, Any]:
 
 _PATH_KEYS = (
     ("model",), ("agent",), ("ablation",), ("run_dir",), ("data", "path"), ("data", "episodes"),
+    ("reward", "episode"), ("reward", "group"),
     ("eval", "data", "path"), ("trainer", "critic_model"), ("trainer", "reference_model"),
     ("trainer", "teacher_model"),
     ("engine", "python"), ("store", "retain", "export"), ("trainer", "publish", "folder"),
@@ -216,6 +217,8 @@ def with_absolute_paths(tree: Mapping[str, Any], base: Path) -> dict[str, Any]:
             continue
         if (*parents, leaf) not in _MODEL_KEYS or not is_model_name(node[leaf], base):
             node[leaf] = _absolute(node[leaf], base, always=leaf in _ALWAYS_PATHS)
+    if isinstance(out.get("reward"), str):
+        out["reward"] = _absolute(out["reward"], base, always=False)
     agent = out.get("agent")
     if isinstance(agent, dict) and isinstance(agent.get("command"), str):
         agent["command"] = _with_absolute_files(agent["command"], base)

@@ -22,7 +22,7 @@ from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.agents.loading import names_a_function
-from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
+from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from areal_agents.store.config import StoreConfig
 from areal_agents.training.config import TrainerConfig
 
@@ -58,6 +58,11 @@ class Config(BaseModel):
         default=True,
         description="Before engine and trainer start, play one episode of the agent with a scripted model, "
         "and end the run with the reason if the agent cannot be trained.",
+    )
+    reward: RewardConfig | None = Field(
+        default=None,
+        description="A reward function apart from the agent: module:function or file.py:function of a "
+        "finished episode, or a mapping; absent: the agent gives its rewards.",
     )
     loop: Literal["sync", "one_step_off", "async"] = Field(
         default="async",
@@ -124,6 +129,13 @@ def _episode_faults(config: Config) -> Iterator[str]:
             f"agent: must be module:function, file.py:function or {{command: …}}, got "
             f"{json.dumps(config.agent, ensure_ascii=False)}"
         )
+    if config.reward is not None and config.reward.group and config.rollout.over_sample:
+        yield (
+            "rollout.over_sample: a reward function of a group needs all its episodes, so none may be "
+            "surplus; leave over_sample out"
+        )
+    if config.reward is not None and recorded:
+        yield "reward: recorded episodes have their rewards; leave reward out, or reward them over HTTP"
     if not recorded and not config.agent:
         yield "'agent' is required, unless data.episodes names recorded episodes to train on"
     if config.eval is not None and not config.eval.data.path:

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from areal_agents.config import Config, load_config
-from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError
+from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError, RewardError
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ROLES[options.role](load_config(folder.config), folder, options)
     except ArealAgentsError as error:
         logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
-        return EXIT_REFUSED if isinstance(error, AgentError | DataError | ConfigError) else 1
+        return EXIT_REFUSED if isinstance(error, AgentError | DataError | ConfigError | RewardError) else 1
     return 0
 
 
@@ -96,6 +96,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
             "port": endpoints.proxy_port,
             "admin_key": endpoints.admin_key,
             "group_size": config.rollout.group_size,
+            "reward_timeout_s": _reward_timeout_s(config),
             "routed_experts": config.engine.routed_experts or config.proxy.routed_experts,
         }
     )
@@ -109,6 +110,18 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
         adapters=config.trainer.publish.transport == "lora",
         vocab_size=_vocab_size(Path(config.model)),
     )
+
+
+def _reward_timeout_s(config: Config) -> float:
+    """Return how long an ended episode waits for its reward.
+
+    With a reward function of groups, the first episode of a group waits for the last one with its retries.
+    """
+    timeout_s = config.proxy.reward_timeout_s
+    if config.reward is None or not config.reward.group:
+        return timeout_s
+    attempts = config.rollout.retries + 1
+    return timeout_s + config.rollout.limits.time_s * attempts + config.reward.time_s
 
 
 def _vocab_size(model: Path) -> int | None:
@@ -210,6 +223,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 seed=config.seed,
                 first_version=options.first_version,
                 shortage=disk_space_of(config, folder).shortage,
+                reward=config.reward,
                 logs=folder.episode_logs,
                 stop=stop,
             )
@@ -227,6 +241,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             evaluation=config.eval,
             label=options.evaluate,
             seed=config.seed,
+            reward=config.reward,
             logs=folder.episode_logs,
             stop=stop,
         )

@@ -102,10 +102,12 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
     from areal_agents.rollout.agents.agent import load_agent
     from areal_agents.rollout.agents.attempt import Attempt, open_attempt, run_rollout
     from areal_agents.rollout.agents.blocking import BlockingWatch
+    from areal_agents.rollout.rewarding import RewardFunction
 
     limits = config.rollout.limits.model_copy(update={"time_s": min(EPISODE_S, config.rollout.limits.time_s)})
     agent = load_agent(config.agent, workers=1, logs=folder.episode_logs)
-    must_reward = agent.must_reward and not config.rollout.outside_rewards
+    function = RewardFunction(config.reward) if config.reward is not None else None
+    must_reward = function is None and agent.must_reward and not config.rollout.outside_rewards
     errors: list[str] = []
     try:
         async with AsyncClient(url) as client:
@@ -114,7 +116,13 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
                     attempt = Attempt(task, "train")
                     opened = await open_attempt(client, attempt, limits=limits)
                     outcome = await run_rollout(
-                        client, agent, task, opened, limits=limits, must_reward=must_reward
+                        client,
+                        agent,
+                        task,
+                        opened,
+                        limits=limits,
+                        must_reward=must_reward,
+                        function=function,
                     )
                 if outcome.error is None:
                     break

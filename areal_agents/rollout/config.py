@@ -143,6 +143,37 @@ class RolloutConfig(BaseModel):
         return self.limits
 
 
+class RewardConfig(BaseModel):
+    """A reward function apart from the agent; a string is short for `episode`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    episode: str = Field(
+        default="",
+        description="A function of a FinishedEpisode that returns its reward: module:function or "
+        "file.py:function.",
+    )
+    group: str = Field(
+        default="",
+        description="A function of the list of finished episodes of a group that returns a list of their "
+        "rewards. Truncated episodes of training are not in the list; they get proxy.truncated_reward.",
+    )
+    time_s: float = Field(default=120.0, gt=0, description="Time limit of one call, in seconds.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, given: Any) -> Any:
+        return {"episode": given} if isinstance(given, str) else given
+
+    @model_validator(mode="after")
+    def _one_function(self) -> RewardConfig:
+        if bool(self.episode) == bool(self.group):
+            raise ValueError(
+                "needs a function of an episode (episode) or one of a group (group), and not both"
+            )
+        return self
+
+
 class DataConfig(BaseModel):
     """The source of tasks, or of recorded episodes to train on instead."""
 

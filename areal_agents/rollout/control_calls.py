@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
 
 from areal_agents.client import AsyncClient
+from areal_agents.core.reward_values import RewardValue
 from areal_agents.errors import RequestError
 from areal_agents.rollout.agents.attempt import FailureStreak, abort_episodes, backoff_s
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -36,14 +39,27 @@ class ControlCalls:
         left = list(episodes)
         await self._repeat(lambda: abort_episodes(self._client, left, reason))
 
-    async def _repeat(self, call: Callable[[], Awaitable[object]]) -> None:
+    def note_failure(self, error: str) -> None:
+        """Count a failure that is not one of a call. Raises AgentError after too many in a row."""
+        self._patience.note(error)
+
+    async def reward(self, episode: str, value: RewardValue) -> None:
+        """Reward an episode that has ended."""
+        await self._repeat(lambda: self._client.reward(episode, value))
+
+    async def read(self, episode: str) -> dict[str, Any]:
+        """Return the proxy's description of an episode."""
+        found = await self._repeat(lambda: self._client.get_episode(episode))
+        assert found is not None, "reading contradicts no state"
+        return found
+
+    async def _repeat(self, call: Callable[[], Awaitable[T]]) -> T | None:
         while True:
             try:
-                await call()
-                return
+                return await call()
             except RequestError as error:
                 if error.status == 409:
-                    return
+                    return None
                 if error.status < 500:
                     raise
                 logger.warning("repeating a control call that failed: %s", error)

@@ -20,6 +20,7 @@ from areal_agents.rollout.agents.attempt import (
     run_rollout,
 )
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.seeds import episode_seed
 from areal_agents.store import Store
 
@@ -41,6 +42,7 @@ async def evaluate_tasks(
     retries: int,
     patience: FailureStreak,
     agent_error_reward: float | None = None,
+    function: RewardFunction | None = None,
 ) -> None:
     """Run every task that has no scored episode under this label and step in the store.
 
@@ -64,7 +66,13 @@ async def evaluate_tasks(
                 client, Attempt(task, "eval", metadata=metadata, sampling=sampling), limits=limits
             )
             outcome = await run_rollout(
-                client, agent, task, opened, limits=limits, agent_error_reward=agent_error_reward
+                client,
+                agent,
+                task,
+                opened,
+                limits=limits,
+                agent_error_reward=agent_error_reward,
+                function=function,
             )
             return outcome.error
         except RequestError as error:

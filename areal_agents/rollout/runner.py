@@ -18,10 +18,11 @@ from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError, RequestError, TrainingError
 from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import FailureStreak
-from areal_agents.rollout.config import DataConfig, EvalConfig, RolloutConfig
+from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
 from areal_agents.rollout.data import TaskSource, load_tasks
 from areal_agents.rollout.evaluation import abort_open, evaluate_tasks
 from areal_agents.rollout.groups.collector import Collector
+from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.watch import StoreWatch
 from areal_agents.store import Store, VersionRow
 
@@ -47,6 +48,7 @@ async def run(
     seed: int = 0,
     first_version: int = 0,
     shortage: Callable[[], str | None] = lambda: None,
+    reward: RewardConfig | None = None,
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
@@ -64,19 +66,21 @@ async def run(
             and a server that was not restarted may still serve them.
         shortage: returns what the run is short of, for example disk space, or None; no group is submitted
             during a shortage.
+        reward: names the reward function; None: the agent gives its rewards.
         logs: a folder for the output of an agent that is a command.
         stop: an event that ends the run early; agents are ended and open episodes aborted.
 
     Raises:
         AgentError: the agent cannot be loaded, or too many attempts in a row failed.
         DataError: the tasks cannot be loaded, or are too few.
+        RewardError: the reward function cannot be loaded.
         RequestError: the proxy cannot be reached.
         TrainingError: no version was published in time.
     """
     source = load_tasks(data, seed=seed)
     _check_enough(source, groups=rollout.groups, steps=steps)
     tasks = held_out_tasks(evaluation) if evaluation else []
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs) as runner:
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
         await _unless_stopped(
             runner.run(source, tasks, steps=steps, first_version=first_version, shortage=shortage), stop
         )
@@ -92,13 +96,14 @@ async def evaluate(
     evaluation: EvalConfig,
     label: str,
     seed: int = 0,
+    reward: RewardConfig | None = None,
     logs: Path | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
     """Evaluate the weights that are served now. Arguments and errors are those of `run`."""
     tasks = held_out_tasks(evaluation)
     latest = store.latest_version()
-    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs) as runner:
+    async with _runner(store, proxy_url, admin_key, agent, rollout, evaluation, seed, logs, reward) as runner:
         await _unless_stopped(
             runner.evaluate(tasks, label, step=latest.step if latest else None, alone=True), stop
         )
@@ -137,15 +142,17 @@ async def _runner(
     evaluation: EvalConfig | None,
     seed: int,
     logs: Path | None,
+    reward: RewardConfig | None,
 ) -> AsyncIterator[_Runner]:
     """Create a runner, and close its agents and connections at the end of the block."""
+    function = RewardFunction(reward) if reward is not None else None
     # Two agents, so that evaluation has worker processes of its own.
     trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs)
     workers = min(rollout.workers, evaluation.concurrency if evaluation else 1)
     evaluated = load_agent(agent, workers=workers, logs=logs)
     client = AsyncClient(proxy_url, admin_key)
     try:
-        yield _Runner(client, store, trained, evaluated, rollout, evaluation, seed)
+        yield _Runner(client, store, trained, evaluated, rollout, evaluation, seed, function)
     finally:
         await trained.close()
         await evaluated.close()
@@ -162,8 +169,10 @@ class _Runner:
         rollout: RolloutConfig,
         evaluation: EvalConfig | None,
         seed: int,
+        function: RewardFunction | None,
     ) -> None:
         self._seed = seed
+        self._function = function
         self._client = client
         self._store = store
         self._trained = trained
@@ -219,6 +228,7 @@ class _Runner:
             retries=self._rollout.retries,
             patience=self._patience,
             agent_error_reward=self._rollout.reward_of_agent_errors,
+            function=self._function,
         )
         logger.info("evaluation %s has ended", label)
 
@@ -304,6 +314,7 @@ class _Runner:
             shortage=shortage,
             changed=watch.listen(),
             patience=self._patience,
+            function=self._function,
         )
         evaluating = self._evaluate_along(held_out, watch.listen(), steps=steps)
         async with (

@@ -13,10 +13,11 @@ from areal_agents.client import AsyncClient, OpenedEpisode
 from areal_agents.core.reward_values import checked_reward
 from areal_agents.core.rollout import AGENT_ERROR, OPENED_BY_RUNNER, Split, Task
 from areal_agents.episode import Episode
-from areal_agents.errors import AgentError, RequestError
+from areal_agents.errors import AgentError, RequestError, RewardError
 from areal_agents.rollout.agents.agent import Agent
 from areal_agents.rollout.agents.loading import describe
 from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.rewarding import RewardFunction, finished_episode
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ async def run_rollout(
     limits: LimitsConfig,
     must_reward: bool = False,
     agent_error_reward: float | None = None,
+    function: RewardFunction | None = None,
 ) -> Outcome:
     """Run the agent in an open episode, report its rewards, and seal the episode.
 
@@ -126,6 +128,7 @@ async def run_rollout(
     Args:
         agent_error_reward: the reward, named AGENT_ERROR, of an episode whose agent raised after it had
             received a reply; the episode is then truncated instead of failed. None: it fails.
+        function: a reward function that is called when the agent has ended; if it fails, so does the episode.
 
     Raises:
         RequestError: the proxy could not be reached, so the state of the episode is unknown.
@@ -154,7 +157,15 @@ async def run_rollout(
             logger.info("episode %s is scored although its agent raised: %s", opened.id, error)
             rewards.append({"reward": agent_error_reward, "name": AGENT_ERROR})
             return await _finish(client, opened, rewards, limits, truncated=True)
-    if must_reward and not rewards and not limit.expired():
+    if function is not None:
+        state = await client.get_episode(opened.id)
+        if state["turns"]:
+            try:
+                value = await function.of_episode(finished_episode(state, truncated=limit.expired()))
+            except RewardError as failed:
+                return await _fail(client, opened, str(failed))
+            rewards.append({"reward": value, "name": "return"})
+    elif must_reward and not rewards and not limit.expired():
         state = await client.get_episode(opened.id)
         if state["turns"] and not state["rewards"] and state["limit_reached"] is None:
             await client.fail(opened.id, _NO_REWARD)

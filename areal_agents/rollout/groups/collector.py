@@ -22,6 +22,7 @@ from areal_agents.rollout.groups.in_progress import GroupsInProgress
 from areal_agents.rollout.groups.reconciling import Reconciler
 from areal_agents.rollout.groups.settling import SlotSettler
 from areal_agents.rollout.groups.submission import Submission, newest_step
+from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.rollout.seeds import episode_seed
 from areal_agents.store import Store
 
@@ -34,6 +35,7 @@ class Collector:
         seed: the seed of the run, from which every attempt gets one of its own.
         shortage: returns what the run is short of, or None; no group is submitted during a shortage.
         changed: an event that is set whenever the store may have changed, and periodically.
+        function: the reward function, if rewards are not given by the agent.
         patience: counts failures in a row, also of evaluations; ends the run when there are too many.
     """
 
@@ -50,6 +52,7 @@ class Collector:
         shortage: Callable[[], str | None] = lambda: None,
         changed: asyncio.Event,
         patience: FailureStreak,
+        function: RewardFunction | None = None,
     ) -> None:
         self._client = client
         self._store = store
@@ -58,13 +61,14 @@ class Collector:
         self._seed = seed
         self._changed = changed
         self._patience = patience
+        self._function = function
         self._capacity = min(config.concurrency, agent.capacity or config.concurrency)
         self._submission = Submission(
             store=store, source=source, config=config, steps=steps, shortage=shortage
         )
         self._groups = groups = GroupsInProgress(size=config.group_size, changed=changed)
         calls = ControlCalls(client, patience)
-        self._settler = SlotSettler(groups=groups, calls=calls, store=store, config=config)
+        self._settler = SlotSettler(groups=groups, calls=calls, store=store, config=config, function=function)
         self._reconciler = Reconciler(
             groups=groups, settler=self._settler, calls=calls, patience=patience, store=store, config=config
         )
@@ -132,7 +136,8 @@ class Collector:
         opened = await open_attempt(self._client, attempt, limits=limits)
         group.registered = True
         group.open[index] = opened.id
-        must_reward = self._agent.must_reward and not self._config.outside_rewards
+        function = self._function
+        must_reward = function is None and self._agent.must_reward and not self._config.outside_rewards
         return await run_rollout(
             self._client,
             self._agent,
@@ -141,4 +146,5 @@ class Collector:
             limits=limits,
             must_reward=must_reward,
             agent_error_reward=self._config.reward_of_agent_errors,
+            function=None if function is None or function.of_groups else function,
         )

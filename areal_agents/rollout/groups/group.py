@@ -56,6 +56,7 @@ class GroupRun:
         unrewarded: the slots that wait for a reward over HTTP.
         scored: the slots with a scored episode.
         lost: the slots that get no further attempt.
+        is_ranked: whether the reward function of groups was called for it.
         failures: the number of failed attempts, by slot.
     """
 
@@ -69,6 +70,7 @@ class GroupRun:
     unrewarded: set[int] = field(default_factory=set)
     scored: set[int] = field(default_factory=set)
     lost: set[int] = field(default_factory=set)
+    is_ranked: bool = False
     failures: list[int] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from areal_agents.errors import RewardError
 from areal_agents.rollout.agents.attempt import Outcome, backoff_s
 from areal_agents.rollout.config import RolloutConfig
 from areal_agents.rollout.control_calls import ControlCalls
 from areal_agents.rollout.groups.group import GroupRun, Slot
 from areal_agents.rollout.groups.in_progress import GroupsInProgress
+from areal_agents.rollout.rewarding import RewardFunction, finished_episode
 from areal_agents.store import Store
 
 logger = logging.getLogger(__name__)
@@ -19,12 +21,19 @@ class SlotSettler:
     """Ends groups, and queues slots for further attempts. Raises what `ControlCalls` raises."""
 
     def __init__(
-        self, *, groups: GroupsInProgress, calls: ControlCalls, store: Store, config: RolloutConfig
+        self,
+        *,
+        groups: GroupsInProgress,
+        calls: ControlCalls,
+        store: Store,
+        config: RolloutConfig,
+        function: RewardFunction | None = None,
     ) -> None:
         self._groups = groups
         self._calls = calls
         self._store = store
         self._config = config
+        self._rank = function if function is not None and function.of_groups else None
 
     async def settle(self, group: GroupRun, index: int, outcome: Outcome) -> None:
         """Act on the outcome of an attempt at a slot."""
@@ -35,8 +44,11 @@ class SlotSettler:
             await self._after_failures(group, index, str(outcome.error), pause_s=pause_s)
         elif not outcome.rewarded:
             group.unrewarded.add(index)
+            await self._reward_group(group)
         elif group.note_scored(index):
             await self.release(group)
+        else:
+            await self._reward_group(group)
 
     async def settle_found(self, group: GroupRun, index: int, slot: Slot) -> None:
         """Act on the state that the store has of a slot without a running task."""
@@ -46,10 +58,13 @@ class SlotSettler:
             await self._calls.abort([slot.episode], "its runner no longer runs it")
         if slot.state == "unrewarded":
             group.unrewarded.add(index)
+            await self._reward_group(group)
         elif slot.state != "scored":
             await self._after_failures(group, index, "see the episodes of the group")
         elif group.note_scored(index):
             await self.release(group)
+        else:
+            await self._reward_group(group)
 
     async def release(self, group: GroupRun) -> None:
         """End the running episodes of a group that is complete, or that another process dropped.
@@ -62,6 +77,27 @@ class SlotSettler:
         left = list(group.open.values())
         await self._groups.cancel(group)
         await self._calls.abort(left, "its group no longer needs it")
+
+    async def _reward_group(self, group: GroupRun) -> None:
+        """Reward the episodes of a group when all have ended; `Reconciler` then finds it complete.
+
+        A group whose reward function fails is dropped. Rewards are posted again after a restart of this
+        process if not all had arrived.
+        """
+        ended = group.unrewarded | group.scored
+        if self._rank is None or group.is_ranked or not group.unrewarded or len(ended) < group.size:
+            return
+        group.is_ranked = True
+        found = [e for e in self._store.episodes(group_id=group.id) if e.status == "finished"]
+        episodes = [finished_episode(await self._calls.read(e.id), truncated=False) for e in found]
+        try:
+            values = await self._rank.of_group(episodes)
+        except RewardError as error:
+            await self._drop(group, str(error))
+            self._calls.note_failure(str(error))
+            return
+        for episode, value in zip(episodes, values, strict=True):
+            await self._calls.reward(episode.id, value)
 
     async def _after_failures(self, group: GroupRun, index: int, error: str, *, pause_s: float = 0.0) -> None:
         """Retry, abandon the slot, or drop the group; wait `pause_s` seconds before a new attempt."""

@@ -32,12 +32,10 @@ def search(query: str) -> str:
 async def agent(task: dict, ep: Episode) -> float:
     client = AsyncOpenAI(base_url=ep.base_url, api_key=ep.api_key)
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
-    settings = RunConfig(model_settings=ModelSettings(max_tokens=48))
-    searcher = Agent(
-        "Searcher", instructions=INSTRUCTIONS, model=model, tools=[search], model_settings=settings
-    )
+    searcher = Agent("Searcher", instructions=INSTRUCTIONS, model=model, tools=[search])
+    limited = RunConfig(model_settings=ModelSettings(max_tokens=48))
     try:
-        result = await Runner.run(searcher, task["question"], max_turns=4, run_config=settings)
+        result = await Runner.run(searcher, task["question"], max_turns=4, run_config=limited)
     except MaxTurnsExceeded:  # the model only searched
         return 0.0
     return float(str(result.final_output).strip() == task["answer"])  # the reward

@@ -1,0 +1,93 @@
+"""Calls the user's reward function on episodes that have ended: on one at a time, or on those of a group."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from areal_agents.core.reward_values import RewardValue, checked_reward
+from areal_agents.errors import AgentError, RewardError
+from areal_agents.rewards import FinishedEpisode
+from areal_agents.rollout.agents.loading import describe, load_function
+from areal_agents.rollout.config import RewardConfig
+
+
+class RewardFunction:
+    """The reward function of a configuration.
+
+    A synchronous function runs in a thread of its own. If it exceeds the time limit, its result is ignored,
+    but the thread cannot be ended.
+
+    Args:
+        config: names the function.
+
+    Raises:
+        RewardError: the function cannot be imported.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.of_groups = bool(config.group)
+        self._name = config.group or config.episode
+        self._time_s = config.time_s
+        self._function: Callable[..., Any] = load_function(self._name, RewardError)
+
+    async def of_episode(self, episode: FinishedEpisode) -> RewardValue:
+        """Return the reward of one episode; a function of groups gets a group of one. Raises RewardError."""
+        if self.of_groups:
+            return (await self.of_group([episode]))[0]
+        return self._checked(await self._call(episode))
+
+    async def of_group(self, episodes: Sequence[FinishedEpisode]) -> list[RewardValue]:
+        """Return the rewards of the episodes of a group, in their order. Raises RewardError."""
+        values = await self._call(list(episodes))
+        if not isinstance(values, Sequence) or isinstance(values, str) or len(values) != len(episodes):
+            raise RewardError(
+                f"the reward function {self._name} must return a list of {len(episodes)} rewards, one for "
+                f"each episode, got {values!r:.200}"
+            )
+        return [self._checked(value) for value in values]
+
+    async def _call(self, given: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._time_s):
+                if inspect.iscoroutinefunction(self._function):
+                    return await self._function(given)
+                value = await asyncio.to_thread(self._function, given)
+                return await value if inspect.isawaitable(value) else value
+        except RewardError:
+            raise
+        except TimeoutError:
+            raise RewardError(
+                f"the reward function {self._name} did not return within {self._time_s:g} s (reward.time_s)"
+            ) from None
+        except Exception as error:
+            raise RewardError(f"the reward function {self._name} failed: {describe(error)}") from error
+
+    def _checked(self, value: Any) -> RewardValue:
+        try:
+            return checked_reward(value)
+        except AgentError as error:
+            raise RewardError(f"the reward function {self._name}: {error}") from None
+
+
+def finished_episode(state: Mapping[str, Any], *, truncated: bool) -> FinishedEpisode:
+    """Return what a reward function is given, from the proxy's description of an episode."""
+    turns = {turn["id"]: turn for turn in state["turns"]}
+    parents = {turn["parent"] for turn in turns.values()}
+    return FinishedEpisode(
+        id=state["id"],
+        task=state["task"]["input"],
+        branches=tuple(_conversation(turns, turn) for turn in turns.values() if turn["id"] not in parents),
+        status="truncated" if truncated or state["limit_reached"] is not None else "finished",
+        rewards={reward["name"]: reward["value"] for reward in state["rewards"] if not reward["target"]},
+    )
+
+
+def _conversation(turns: Mapping[str, Mapping[str, Any]], leaf: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the messages from the root to the reply of a leaf."""
+    path = [leaf]
+    while path[-1]["parent"] is not None:
+        path.append(turns[path[-1]["parent"]])
+    return tuple(message for turn in reversed(path) for message in (*turn["new_messages"], turn["reply"]))

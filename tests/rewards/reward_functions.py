@@ -1,0 +1,44 @@
+"""Reward functions of the tests. A separate file, because they are loaded by path."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+from areal_agents.rewards import FinishedEpisode
+
+
+def by_length(episode: FinishedEpisode) -> float:
+    return float(len(episode.messages))
+
+
+async def by_name(episode: FinishedEpisode) -> dict[str, float]:
+    await asyncio.sleep(0)
+    return {"turns": 1.0, "polite": 0.5}
+
+
+def fails(episode: FinishedEpisode) -> float:
+    raise KeyError("no such rubric")
+
+
+def gives_nothing(episode: FinishedEpisode) -> None:
+    return None
+
+
+async def hangs(episode: FinishedEpisode) -> float:
+    await asyncio.sleep(3600)
+    return 1.0
+
+
+def sleeps(episode: FinishedEpisode) -> float:
+    time.sleep(1.0)
+    return 1.0
+
+
+def by_rank(episodes: Sequence[FinishedEpisode]) -> list[float]:
+    return [index / len(episodes) for index in range(len(episodes))]
+
+
+def too_few(episodes: Sequence[FinishedEpisode]) -> list[float]:
+    return []

@@ -1,0 +1,132 @@
+"""Reward functions apart from the agent, of episodes and of groups, through the real proxy and engine."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ADMIN_KEY
+
+from areal_agents.client import AsyncClient
+from areal_agents.core.rollout import Task
+from areal_agents.errors import RewardError
+from areal_agents.rollout.agents.agent import load_agent
+from areal_agents.rollout.agents.attempt import Attempt, FailureStreak, open_attempt, run_rollout
+from areal_agents.rollout.config import LimitsConfig, RewardConfig, RolloutConfig
+from areal_agents.rollout.data import TaskSource
+from areal_agents.rollout.groups.collector import Collector
+from areal_agents.rollout.rewarding import RewardFunction, finished_episode
+
+FUNCTIONS = Path(__file__).parents[1] / "rewards" / "reward_functions.py"
+AGENTS = Path(__file__).parent / "rollout_agents.py"
+LIMITS = LimitsConfig(time_s=60)
+
+
+def function(name: str, **settings: Any) -> RewardFunction:
+    return RewardFunction(RewardConfig(episode=f"{FUNCTIONS}:{name}", **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "rewards"),
+    [("by_length", {"return": 2.0}), ("by_name", {"turns": 1.0, "polite": 0.5})],
+)
+async def test_a_function_rewards_an_episode(served: Any, name: str, rewards: dict[str, float]) -> None:
+    agent = load_agent(f"{AGENTS}:unrewarded")
+    async with AsyncClient(served.url, ADMIN_KEY) as client:
+        opened = await open_attempt(client, Attempt(Task("t", {}), "train"), limits=LIMITS)
+        outcome = await run_rollout(
+            client, agent, Task("t", {}), opened, limits=LIMITS, must_reward=False, function=function(name)
+        )
+    assert outcome.status == "finished" and outcome.rewarded
+    found = served.store.load_episode(opened.id)
+    assert {reward.name: reward.value for reward in found.rewards} == rewards
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", r"reward_functions.py:fails failed: KeyError: 'no such rubric' \(.*, line \d+\)"),
+        ("gives_nothing", "a reward must be a number, got None"),
+        ("hangs", r"did not return within 0.3 s \(reward.time_s\)"),
+        ("sleeps", r"did not return within 0.3 s \(reward.time_s\)"),
+    ],
+)
+async def test_a_function_that_fails_fails_the_episode(served: Any, name: str, message: str) -> None:
+    agent = load_agent(f"{AGENTS}:unrewarded")
+    async with AsyncClient(served.url, ADMIN_KEY) as client:
+        opened = await open_attempt(client, Attempt(Task("t", {}), "train"), limits=LIMITS)
+        outcome = await run_rollout(
+            client, agent, Task("t", {}), opened, limits=LIMITS, function=function(name, time_s=0.3)
+        )
+    assert (outcome.status, served.store.episode_row(opened.id).status) == ("failed", "failed")
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(outcome.error)
+
+
+def test_an_absent_function_is_named() -> None:
+    with pytest.raises(RewardError, match="reward_functions.py has no function 'absent'"):
+        function("absent")
+
+
+async def test_a_function_of_groups_must_reward_each_episode() -> None:
+    rank = RewardFunction(RewardConfig(group=f"{FUNCTIONS}:too_few"))
+    state = {"id": "e", "task": {"input": {}}, "turns": [], "rewards": [], "limit_reached": None}
+    with pytest.raises(RewardError, match="must return a list of 1 rewards"):
+        await rank.of_episode(finished_episode(state, truncated=False))
+
+
+def test_every_branch_is_a_conversation() -> None:
+    def turn(id: str, parent: str | None, text: str) -> dict[str, Any]:
+        return {"id": id, "parent": parent, "new_messages": [{"u": text}], "reply": {"a": text}}
+
+    turns = [turn("1", None, "x"), turn("2", "1", "y"), turn("3", "1", "z")]
+    reward = {"name": "return", "value": 1.0, "target": ""}
+    state = {"id": "e", "task": {"input": {}}, "turns": turns, "rewards": [reward], "limit_reached": None}
+    found = finished_episode(state, truncated=True)
+    beginning = ({"u": "x"}, {"a": "x"})
+    assert found.branches == ((*beginning, {"u": "y"}, {"a": "y"}), (*beginning, {"u": "z"}, {"a": "z"}))
+    assert found.messages == found.branches[1] and found.rewards == {"return": 1.0}
+    assert found.status == "truncated"
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any, is_restarted: bool) -> None:
+    """After a restart, a group whose episodes have all ended without rewards is rewarded."""
+    served.publish(0)
+    config = RolloutConfig(groups=1, group_size=4, concurrency=4, limits=LIMITS)
+    rank = RewardFunction(RewardConfig(group=f"{FUNCTIONS}:by_rank"))
+
+    async def collect(function: RewardFunction | None) -> None:
+        agent = load_agent(f"{AGENTS}:unrewarded")
+        async with AsyncClient(served.url, ADMIN_KEY) as client:
+            collector = Collector(
+                client=client,
+                store=served.store,
+                agent=agent,
+                source=TaskSource((Task("t", {}),), seed=0),
+                config=config.model_copy(update={"outside_rewards": True}),
+                steps=1,
+                changed=ticking,
+                patience=FailureStreak(3, least_s=0),
+                function=function,
+            )
+            running = asyncio.create_task(collector.run())
+            try:
+                async with asyncio.timeout(60):
+                    while not reached():
+                        ticking.set()
+                        await asyncio.sleep(0.02)
+            finally:
+                running.cancel()
+                await asyncio.wait({running})
+
+    ticking = asyncio.Event()
+    if is_restarted:
+        reached = lambda: len(served.store.unrewarded_episodes()) == 4  # noqa: E731
+        await collect(None)
+    reached = lambda: served.store.group_counts().get("complete") == 1  # noqa: E731
+    await collect(rank)
+    scores = [episode.score for episode in served.store.episodes(split="train")]
+    assert sorted(score for score in scores if score is not None) == [0.0, 0.25, 0.5, 0.75]
