@@ -13,6 +13,7 @@ from rich.markup import escape
 from areal_agents import __version__
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.extras import require
+from areal_agents.inspection.commands import add_commands
 from areal_agents.launch.signals import Interrupted
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Look up configuration keys.", no_args_is_help=True)
 app.add_typer(config_app, name="config")
+add_commands(app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -154,10 +154,18 @@ class Client:
             "GET", f"/episodes/{_segment(episode_id)}", params={"tokens": "1"} if tokens else None
         )
 
-    def list_episodes(self, *, split: str | None = None, status: str | None = None) -> list[dict[str, Any]]:
-        """Return the episodes with this split and status."""
-        answer = self._call("GET", "/episodes", params=_filters(split, status))
-        return list(answer["episodes"])
+    def list_episodes(
+        self, *, split: str | None = None, status: str | None = None, group: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the episodes with this split, status and group, the oldest first."""
+        found: list[dict[str, Any]] = []
+        filters = _filters(split, status, group)
+        while True:
+            answer = self._call("GET", "/episodes", params=filters)
+            found += answer["episodes"]
+            if answer.get("next") is None:
+                return found
+            filters["after"] = answer["next"]
 
     def served_version(self) -> int:
         """Return the policy version that the proxy's engine serves now."""
@@ -274,11 +282,17 @@ class AsyncClient:
         return await self._call("GET", f"/episodes/{_segment(episode_id)}", params=params)
 
     async def list_episodes(
-        self, *, split: str | None = None, status: str | None = None
+        self, *, split: str | None = None, status: str | None = None, group: str | None = None
     ) -> list[dict[str, Any]]:
         """See `Client.list_episodes`."""
-        answer = await self._call("GET", "/episodes", params=_filters(split, status))
-        return list(answer["episodes"])
+        found: list[dict[str, Any]] = []
+        filters = _filters(split, status, group)
+        while True:
+            answer = await self._call("GET", "/episodes", params=filters)
+            found += answer["episodes"]
+            if answer.get("next") is None:
+                return found
+            filters["after"] = answer["next"]
 
     async def served_version(self) -> int:
         """See `Client.served_version`."""
@@ -356,8 +370,9 @@ def _ending(truncated: bool, rewards: Sequence[Mapping[str, Any]], require_turn:
     return body
 
 
-def _filters(split: str | None, status: str | None) -> dict[str, str]:
-    return {key: value for key, value in (("split", split), ("status", status)) if value is not None}
+def _filters(split: str | None, status: str | None, group: str | None) -> dict[str, str]:
+    given = (("split", split), ("status", status), ("group", group))
+    return {key: value for key, value in given if value is not None}
 
 
 def _segment(value: str) -> str:

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 _NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and which they prefer
 
@@ -55,6 +59,34 @@ def direct_async_client(
     return httpx.AsyncClient(
         base_url=base_url, headers=headers, timeout=timeout_s, transport=transport, trust_env=False
     )
+
+
+def openai_client(*, base_url: str, api_key: str | None, timeout_s: float) -> AsyncOpenAI:
+    """Return an OpenAI client, without retries, for an endpoint that the user named.
+
+    The environment's HTTP proxies are used, except for local hosts.
+
+    Args:
+        base_url: the URL of the endpoint, with /v1.
+        api_key: its key; None: OPENAI_API_KEY.
+        timeout_s: time limit of a request in seconds.
+
+    Raises:
+        openai.OpenAIError: there is no key.
+    """
+    from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+
+    http = DefaultAsyncHttpxClient(
+        timeout=timeout_s, trust_env=not _is_local(urlsplit(base_url).hostname or "")
+    )
+    return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0, http_client=http)
+
+
+def openai_errors() -> tuple[type[Exception], ...]:
+    """Return the base of the exceptions that `openai_client` and its client raise."""
+    from openai import OpenAIError
+
+    return (OpenAIError,)
 
 
 def bypassing_proxies(environment: Mapping[str, str], *urls: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     "testing": {"core", "errors", "inference", "processes", "sockets"},
     "quickstart": set(),
     "starter": {"episode", "errors"},
-    "rewards": {"errors"},
+    "rewards": {"direct_http", "errors"},
     "proxy": {"browsers", "core", "errors", "processes", "rendering", "inference", "sockets", "store"},
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},

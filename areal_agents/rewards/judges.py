@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from areal_agents.direct_http import openai_client, openai_errors
 from areal_agents.errors import RewardError
 from areal_agents.rewards.finished import FinishedEpisode
 
@@ -170,14 +171,11 @@ class _Judge:
     async def _answer(
         self, base_url: str, messages: list[dict[str, str]], read: Callable[[Mapping[str, Any]], Any]
     ) -> Mapping[str, Any]:
-        from openai import APIError, AsyncOpenAI, OpenAIError
-
+        failures: tuple[type[Exception], ...] = (*openai_errors(), ValueError, IndexError)
         last: Exception | None = None
         try:
-            client = AsyncOpenAI(
-                base_url=base_url, api_key=self._api_key, timeout=self._timeout_s, max_retries=0
-            )
-        except OpenAIError as error:  # no key
+            client = openai_client(base_url=base_url, api_key=self._api_key, timeout_s=self._timeout_s)
+        except openai_errors() as error:  # no key
             raise RewardError(f"the judge {self._model} cannot be asked: {error}") from error
         async with client:
             for tried in range(self._attempts):
@@ -188,7 +186,7 @@ class _Judge:
                     answer = _json_object(reply.choices[0].message.content or "")
                     read(answer)
                     return answer
-                except (APIError, ValueError, IndexError) as error:
+                except failures as error:
                     last = error
                     status = getattr(error, "status_code", None)
                     if status is not None and status not in (408, 409, 429) and status < 500:

@@ -86,9 +86,21 @@ def summaries(
     status: str | None = None,
     group_id: str | None = None,
     metadata: Mapping[str, Any] | None = None,
+    after: str | None = None,
+    limit: int | None = None,
 ) -> list[EpisodeSummary]:
-    """Return the episodes that match every given condition, in the order in which they were opened."""
+    """Return the episodes that match every given condition, in the order in which they were opened.
+
+    With `after`, only those that were opened after that episode; NotFound if it is unknown.
+    """
     query = _EPISODES.order_by(episodes.c.seq)
+    if after is not None:
+        seq = connection.execute(sa.select(episodes.c.seq).where(episodes.c.id == after)).scalar_one_or_none()
+        if seq is None:
+            raise NotFound(f"no episode {after}")
+        query = query.where(episodes.c.seq > seq)
+    if limit is not None:
+        query = query.limit(limit)
     if split is not None:
         query = query.where(episodes.c.split == split)
     if status is not None:

@@ -330,11 +330,24 @@ class Store:
         status: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         group_id: str | None = None,
+        *,
+        after: str | None = None,
+        limit: int | None = None,
     ) -> list[EpisodeSummary]:
-        """Return the episodes that match every given condition, in the order in which they were opened."""
+        """Return the episodes that match every given condition, in the order in which they were opened.
+
+        With `after`, only those that were opened after that episode (NotFound if it is unknown), and at most
+        `limit` of them.
+        """
         with self._database.read() as connection:
             return reads.summaries(
-                connection, split=split, status=status, group_id=group_id, metadata=metadata
+                connection,
+                split=split,
+                status=status,
+                group_id=group_id,
+                metadata=metadata,
+                after=after,
+                limit=limit,
             )
 
     def open_groups(self) -> list[OpenGroup]:

@@ -539,6 +539,7 @@ def test_a_port_of_somebody_else_is_refused_at_once(engine: Engine, tmp_path: Pa
 
 
 def test_a_worker_that_does_not_start_is_an_error(engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")  # a model folder without a tokenizer
     command = [sys.executable, "-m", "areal_agents.cli", "serve", "--model", str(tmp_path), "--port", "0"]
     command += ["--engine-url", engine.url, "--store", str(tmp_path / "s.db"), "--workers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ADMIN_KEY
 
 from areal_agents.client import AsyncClient
 from areal_agents.core.rollout import Task
@@ -21,6 +20,7 @@ from areal_agents.rollout.rewarding import RewardFunction, finished_episode
 
 FUNCTIONS = Path(__file__).parents[1] / "rewards" / "reward_functions.py"
 AGENTS = Path(__file__).parent / "rollout_agents.py"
+ADMIN_KEY = "admin-key-of-the-tests"
 LIMITS = LimitsConfig(time_s=60)
 
 
@@ -128,5 +128,5 @@ async def test_a_group_is_complete_when_its_function_has_rewarded_it(served: Any
         await collect(None)
     reached = lambda: served.store.group_counts().get("complete") == 1  # noqa: E731
     await collect(rank)
-    scores = [episode.score for episode in served.store.episodes(split="train")]
+    scores = [episode.score for episode in served.store.episodes(group_id="t@0")]
     assert sorted(score for score in scores if score is not None) == [0.0, 0.25, 0.5, 0.75]

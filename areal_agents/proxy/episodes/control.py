@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from areal_agents.core.rollout import EpisodeStatus, Split
-from areal_agents.errors import RequestError
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.auth import Authenticator, Caller, key_hash, new_episode_key
 from areal_agents.proxy.bodies import Bodies, refuse_depth
 from areal_agents.proxy.config import ProxyConfig
@@ -37,6 +37,8 @@ from areal_agents.proxy.episodes.sessions import Sessions
 from areal_agents.store import EpisodeRow, EpisodeState, SealedStatus, Store
 
 _CONTROL_BODY_BYTES = 8 * 2**20
+
+_LARGEST_PAGE = 1000  # episodes
 
 
 class Control:
@@ -86,23 +88,30 @@ class Control:
         return _json({"id": session.id, "key": key, **urls, "index": session.row.index})
 
     async def list(self, request: Request) -> Response:
-        """GET /episodes: list summaries of the episodes, filtered by split, status and group."""
+        """GET /episodes: list summaries of the episodes, filtered by split, status and group, in pages.
+
+        A page has at most `limit` episodes, the oldest first; `next` is the value of `after` for the next
+        page, or null.
+        """
         self._auth.require_admin(request)
         query = request.query_params
-        refuse_unknown(query, ("split", "status", "group"), "filter")
+        refuse_unknown(query, ("split", "status", "group", "limit", "after"), "filter")
         for name in query:
             if len(query.getlist(name)) > 1:
                 raise RequestError(f"the filter {name} was given more than once", param=name)
         for name, known in (("split", get_args(Split)), ("status", get_args(EpisodeStatus))):
             if (value := query.get(name)) is not None:
                 refuse_unknown((value,), known, name, param=name)
+        limit = _limit_of(query.get("limit"))
         found = await asyncio.to_thread(
             self._store.episodes,
             split=query.get("split"),
             status=query.get("status"),
             group_id=query.get("group"),
+            after=query.get("after"),
+            limit=limit + 1,
         )
-        return _json({"episodes": found})
+        return _json({"episodes": found[:limit], "next": found[limit - 1].id if len(found) > limit else None})
 
     async def show(self, request: Request) -> Response:
         """GET /episodes/{id}: show an episode with its turns; with ?tokens=1, also the exact tokens."""
@@ -217,6 +226,15 @@ def _reaches(caller: Caller, row: EpisodeRow) -> bool:
     if caller.episode_key is not None:
         return secrets.compare_digest(row.key_hash, key_hash(caller.episode_key))
     return row.implicit_key is not None and row.implicit_key.partition("/")[0] == caller.identity
+
+
+def _limit_of(given: str | None) -> int:
+    """Return the size of a page. Raises RequestError if it is no number from 1 to the largest size."""
+    if given is None:
+        return _LARGEST_PAGE
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:6]) <= _LARGEST_PAGE:
+        raise RequestError(f"limit must be from 1 to {_LARGEST_PAGE}, got {shown(given)}", param="limit")
+    return int(given)
 
 
 def _out_of_reach() -> RequestError:

@@ -1,0 +1,178 @@
+"""The commands that show runs and episodes: `runs`, `episodes ls | show | export`, `reward` and `tail`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from areal_agents.errors import ConfigError
+
+Where = Annotated[
+    str, typer.Argument(help="A run's folder, a store file, or the URL of a proxy.", metavar="WHERE")
+]
+AdminKey = Annotated[
+    str | None, typer.Option(help="Admin key of the proxy.", envvar="AREAL_AGENTS_ADMIN_KEY")
+]
+Split = Annotated[Literal["train", "eval"] | None, typer.Option(help="Only episodes of this split.")]
+Status = Annotated[
+    Literal["open", "finished", "truncated", "failed", "aborted"] | None,
+    typer.Option(help="Only episodes with this status."),
+]
+Group = Annotated[str | None, typer.Option(help="Only episodes of this group.")]
+Task = Annotated[str | None, typer.Option(help="Only episodes of the task with this id.")]
+MinReward = Annotated[float | None, typer.Option(help="Only episodes with at least this score.")]
+MaxReward = Annotated[float | None, typer.Option(help="Only episodes with at most this score.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+episodes_app = typer.Typer(help="Look at recorded episodes.", no_args_is_help=True)
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add the commands of this module to a command line."""
+    app.add_typer(episodes_app, name="episodes")
+    for command in (runs, reward, tail):
+        app.command()(command)
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="The folder that has the runs.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the newest first."""
+    from areal_agents.inspection.runs import list_runs
+    from areal_agents.inspection.show import runs_table
+
+    found = list_runs(folder)
+    if as_json:
+        print(json.dumps(found))
+    elif found:
+        _console().print(runs_table(found))
+    else:
+        print(f"no runs in {folder}")
+
+
+@episodes_app.command("ls")
+def list_episodes(
+    where: Where,
+    *,
+    split: Split = None,
+    status: Status = None,
+    group: Group = None,
+    task: Task = None,
+    min_reward: MinReward = None,
+    max_reward: MaxReward = None,
+    limit: Annotated[int, typer.Option(min=1, help="Most episodes to show, of the newest.")] = 50,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """List episodes, the oldest first."""
+    from areal_agents.inspection.show import episodes_table
+    from areal_agents.inspection.sources import matching, opened
+
+    with opened(where, admin_key) as source:
+        found = source.list(split=split, status=status, group=group)
+    found = matching(found, task=task, min_reward=min_reward, max_reward=max_reward)
+    if as_json:
+        print(json.dumps(found[-limit:]))
+        return
+    _console().print(episodes_table(found[-limit:]))
+    if len(found) > limit:
+        print(f"the newest {limit} of {len(found)} episodes; --limit shows more")
+
+
+@episodes_app.command("show")
+def show_episode(
+    episode: Annotated[str, typer.Argument(help="The id of the episode.", metavar="ID")],
+    where: Where,
+    full: Annotated[bool, typer.Option("--full", help="Do not cut long messages.")] = False,
+    as_json: AsJson = False,
+    admin_key: AdminKey = None,
+) -> None:
+    """Show an episode: its conversations with their branches, rewards and versions, and why it forked."""
+    from areal_agents.inspection.show import draw_episode
+    from areal_agents.inspection.sources import opened
+
+    with opened(where, admin_key) as source:
+        found = source.get(episode)
+    if as_json:
+        import orjson
+
+        print(orjson.dumps(found, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+    else:
+        draw_episode(found, _console(), full=full)
+
+
+@episodes_app.command("export")
+def export_episodes(
+    where: Where,
+    *,
+    parquet: Annotated[Path | None, typer.Option(help="Write a Parquet file.")] = None,
+    jsonl: Annotated[Path | None, typer.Option(help="Write a file of JSON lines.")] = None,
+    split: Split = None,
+    status: Status = None,
+    group: Group = None,
+    task: Task = None,
+    min_reward: MinReward = None,
+    max_reward: MaxReward = None,
+    admin_key: AdminKey = None,
+) -> None:
+    """Write episodes to a file, one row for each."""
+    from areal_agents.inspection.export import row_of, write_jsonl, write_parquet
+    from areal_agents.inspection.sources import matching, opened
+
+    if (parquet is None) == (jsonl is None):
+        raise ConfigError("give one of --parquet FILE and --jsonl FILE")
+    with opened(where, admin_key) as source:
+        found = source.list(split=split, status=status, group=group)
+        found = matching(found, task=task, min_reward=min_reward, max_reward=max_reward)
+        rows = (row_of(summary, source.get(summary["id"])) for summary in found)
+        if parquet is not None:
+            count = write_parquet(rows, parquet)
+        else:
+            assert jsonl is not None
+            count = write_jsonl(rows, jsonl)
+    print(f"wrote {count} episodes to {parquet or jsonl}")
+
+
+def reward(
+    episode: Annotated[str, typer.Argument(help="The id of the episode.", metavar="ID")],
+    value: Annotated[float, typer.Argument(help="The reward.")],
+    where: Where,
+    name: Annotated[str, typer.Option(help="Name of the reward; the last one of a name counts.")] = "return",
+    admin_key: AdminKey = None,
+) -> None:
+    """Give an episode a reward."""
+    import math
+
+    from areal_agents.inspection.sources import opened
+
+    if not math.isfinite(value):
+        raise ConfigError(f"a reward must be a finite number, got {value}")
+    with opened(where, admin_key) as source:
+        source.reward(episode, value, name)
+    print(f"rewarded {episode} with {value:g} ({name})")
+
+
+def tail(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN")],
+    lines: Annotated[int, typer.Option(min=0, help="Number of earlier steps to show first.")] = 10,
+) -> None:
+    """Follow a run: a line for each step, warnings and errors, until it has ended or Ctrl-C."""
+    from areal_agents.inspection.runs import follow
+
+    console = _console()
+    try:
+        for line in follow(run, lines=lines):
+            console.print(line, markup=False)
+    except KeyboardInterrupt:
+        return
+
+
+def _console() -> Console:
+    """Return a console that is wide enough for tables if it is not a terminal."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 200)

@@ -1,0 +1,108 @@
+"""The state of runs, read from their folders."""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_agents.errors import ConfigError
+from areal_agents.inspection.sources import read_json
+from areal_agents.launch.live_view import describe_step
+from areal_agents.launch.progress import MetricsFile
+from areal_agents.launch.run_folder import RunFolder
+
+PERIOD_S = 0.5
+
+
+def list_runs(root: Path) -> list[dict[str, Any]]:
+    """Return the state of every run in a folder, the newest first. Raises ConfigError without the folder."""
+    if not root.is_dir():
+        raise ConfigError(f"there is no folder {root}; give the folder that has the runs")
+    folders = [RunFolder(path.parent) for path in root.glob("*/config.yaml")]
+    found = [_state_of(folder) for folder in folders if (folder.root / "lock").exists()]
+    return sorted(found, key=lambda run: -run["started"])
+
+
+def _state_of(folder: RunFolder) -> dict[str, Any]:
+    config = yaml.safe_load(folder.config.read_text())
+    metrics = MetricsFile(folder.metrics)
+    metrics.update()
+    summary = read_json(folder.summary) or {}
+    running = is_running(folder)
+    return {
+        "name": folder.root.name,
+        "started": folder.config.stat().st_mtime,
+        "state": "running" if running else "finished" if summary else "stopped",
+        "step": metrics.rows[-1]["step"] if metrics.rows else 0,
+        "steps": config["trainer"]["steps"],
+        "before": summary.get("heldout_before"),
+        "after": summary.get("heldout_after"),
+        "model": str(folder.final_model) if folder.final_model.exists() else config["model"],
+    }
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Whether a supervisor holds the lock of a run's folder."""
+    try:
+        with open(folder.root / "lock") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+def follow(root: Path, *, lines: int, sleep: Callable[[float], None] = time.sleep) -> Iterator[str]:
+    """Yield a line for each of the last steps of a run, and for each further one, until the run has ended.
+
+    Errors and warnings of the rollout process and the trainer are among the lines.
+
+    Raises:
+        ConfigError: the folder is not that of a run.
+    """
+    folder = RunFolder(root)
+    if not folder.config.exists():
+        raise ConfigError(f"{root} is not the folder of a run; `areal-agents runs` lists runs")
+    steps = yaml.safe_load(folder.config.read_text())["trainer"]["steps"]
+    metrics = MetricsFile(folder.metrics)
+    logs = [_Log(folder.log(name)) for name in ("rollout", "trainer")]
+    shown: int | None = None
+    while True:
+        running = is_running(folder)  # read first, so that what a run writes at its end is shown
+        metrics.update()
+        new = [row for row in metrics.rows if shown is None or row["step"] > shown]
+        for row in new[-lines:] if shown is None else new:
+            yield describe_step(row, steps)
+        shown = metrics.rows[-1]["step"] if metrics.rows else (shown or 0)
+        for log in logs:
+            yield from log.new_problems()
+        if not running:
+            yield "the run has ended" if folder.summary.exists() else "the run is not running"
+            return
+        sleep(PERIOD_S)
+
+
+class _Log:
+    """The warnings and errors that are appended to a log after this object was made."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def new_problems(self) -> Iterator[str]:
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if " WARNING " in line or " ERROR " in line:
+                yield line

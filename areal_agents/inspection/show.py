@@ -1,0 +1,126 @@
+"""Draws episodes and runs for a terminal.
+
+The text of episodes comes from a model and from tools; control characters in it are replaced, so that it
+cannot write to the terminal by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+LONGEST = 600  # characters of a message, unless all of it is wanted
+_KEPT = ("\n", "\t")
+
+
+def printable(text: str) -> str:
+    """Return text with a visible sign in place of every control character but line feed and tab."""
+    return "".join(c if c in _KEPT or (c >= " " and not "\x7f" <= c <= "\x9f") else "\ufffd" for c in text)
+
+
+def episodes_table(episodes: Iterable[Mapping[str, Any]]) -> Table:
+    """Return a table with a row for each summary."""
+    table = Table(
+        "episode", "task", "group", "split", "status", "score", "turns", "tokens", "versions", "error"
+    )
+    for e in episodes:
+        versions = "" if e["version_min"] is None else f"{e['version_min']}–{e['version_max']}"
+        table.add_row(
+            Text(e["id"]), _text(e["task_id"]), _text(e["group_id"]), e["split"], e["status"],
+            _number(e["score"]), str(e["turns"]), str(e["sampled_tokens"]), versions,
+            Text(printable(e["error"] or "")[:80]),
+        )  # fmt: skip
+    return table
+
+
+def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = False) -> None:
+    """Print an episode: its state, its rewards, and its turns as a tree, each below the turn it continues."""
+    head = Table.grid(padding=(0, 2))
+    for name in ("id", "status", "split", "group", "score", "limit_reached", "error"):
+        value = episode[name]
+        if value is not None:
+            head.add_row(Text(name, "dim"), Text(printable(str(value))))
+    head.add_row(Text("task", "dim"), Text(_cut(json.dumps(episode["task"], ensure_ascii=False), full)))
+    console.print(head)
+    for reward in episode["rewards"]:
+        target = f" of {reward['target']}" if reward["target"] else ""
+        console.print(
+            Text(
+                f"reward {printable(reward['name'])} ({reward['scope']}{target}): {reward['value']:g}",
+                "green",
+            )
+        )
+    tree = Tree(Text(f"{len(episode['turns'])} turns"), guide_style="dim")
+    nodes: dict[str | None, Tree] = {None: tree}
+    for number, turn in enumerate(episode["turns"], start=1):
+        node = nodes[turn["parent"]].add(_turn_head(number, turn))
+        for message in turn["new_messages"]:
+            node.add(_message(message, full))
+        node.add(_message(turn["reply"], full, "bold"))
+        nodes[turn["id"]] = node
+    console.print(tree)
+
+
+def runs_table(runs: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with a row for each run."""
+    table = Table("run", "started", "state", "step", "held out", "model")
+    for run in runs:
+        table.add_row(
+            Text(run["name"]), time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"])), run["state"],
+            f"{run['step']}/{run['steps']}", f"{_number(run['before'])} → {_number(run['after'])}",
+            Text(run["model"]),
+        )  # fmt: skip
+    return table
+
+
+def _turn_head(number: int, turn: Mapping[str, Any]) -> RenderableType:
+    seen = sorted({int(version) for version in turn.get("versions", ())})
+    versions = "" if not seen else f" · version {seen[0]}" + (f"–{seen[-1]}" if len(seen) > 1 else "")
+    notes = [f"label {printable(turn['label'])}"] if turn["label"] else []
+    notes += ["constrained: not trained on by default"] if turn["constrained"] else []
+    notes += [f"pinned: {', '.join(turn['overrides'])}"] if turn["overrides"] else []
+    fork = turn["forked_from"]
+    if fork is not None:
+        fork = fork if isinstance(fork, Mapping) else {"reason": fork.reason, "diverged_at": fork.diverged_at}
+        notes.append(f"new root ({fork['reason']}, from message {fork['diverged_at']} on)")
+    text = (
+        f"turn {number} · {turn['id']} · {turn['sampled_tokens']} tokens · {turn['finish_reason']}{versions}"
+    )
+    return Text(" · ".join([text, *notes]), "cyan")
+
+
+def _message(message: Mapping[str, Any], full: bool, style: str = "") -> Text:
+    content = message.get("content")
+    parts = (
+        [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)] if content else []
+    )
+    if message.get("reasoning_content"):
+        parts.insert(0, f"[reasoning] {message['reasoning_content']}")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        parts.append(f"→ {function.get('name')}({shown})")
+    return Text(f"{message['role']}: {_cut(chr(10).join(filter(None, parts)), full)}", style)
+
+
+def _text(value: str | None) -> Text:
+    return Text(printable(value or ""))
+
+
+def _cut(text: str, full: bool) -> str:
+    text = printable(text)
+    if full or len(text) <= LONGEST:
+        return text
+    return f"{text[:LONGEST]} … ({len(text) - LONGEST} more characters; --full shows them)"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"

@@ -1,0 +1,175 @@
+"""Where episodes are read from: a store or a running proxy, both in the forms of the proxy's control API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_agents.client import Client
+from areal_agents.core.reward_values import RewardValue
+from areal_agents.core.rollout import Reward
+from areal_agents.errors import ConfigError, RequestError
+from areal_agents.launch.run_folder import RunFolder
+from areal_agents.proxy.episodes.control_forms import describe
+from areal_agents.store import Store
+
+HERE = "give a run's folder, a store file, or the URL of a proxy"
+
+
+class Source(Protocol):
+    """A place that has episodes."""
+
+    def list(self, *, split: str | None, status: str | None, group: str | None) -> list[dict[str, Any]]:
+        """Return summaries of the matching episodes, in the order in which they were opened."""
+        ...
+
+    def get(self, episode_id: str) -> dict[str, Any]:
+        """Return an episode with its turns and their versions. Raises NotFound or RequestError."""
+        ...
+
+    def reward(self, episode_id: str, value: float, name: str) -> None:
+        """Give an episode a reward. Raises ArealAgentsError if that is not possible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProxySource:
+    """A running proxy."""
+
+    client: Client
+
+    def list(self, *, split: str | None, status: str | None, group: str | None) -> list[dict[str, Any]]:
+        """See `Source`."""
+        return self.client.list_episodes(split=split, status=status, group=group)
+
+    def get(self, episode_id: str) -> dict[str, Any]:
+        """See `Source`."""
+        return self.client.get_episode(episode_id, tokens=True)
+
+    def reward(self, episode_id: str, value: float, name: str) -> None:
+        """See `Source`."""
+        self.client.reward(episode_id, value, name=name)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSource:
+    """A store; `give` is called for rewards."""
+
+    store: Store
+    give: Callable[[str, RewardValue, str], None]
+
+    def list(self, *, split: str | None, status: str | None, group: str | None) -> list[dict[str, Any]]:
+        """See `Source`."""
+        return [asdict(found) for found in self.store.episodes(split, status, group_id=group)]
+
+    def get(self, episode_id: str) -> dict[str, Any]:
+        """See `Source`."""
+        row, episode = self.store.episode_row(episode_id), self.store.load_episode(episode_id)
+        shown = describe(row, episode, with_tokens=True)
+        return {**shown, "rewards": [asdict(reward) for reward in episode.rewards]}
+
+    def reward(self, episode_id: str, value: float, name: str) -> None:
+        """See `Source`."""
+        self.give(episode_id, value, name)
+
+
+@contextmanager
+def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
+    """Open a place that has episodes.
+
+    Args:
+        where: a run's folder, a store file, or the URL of a proxy.
+        admin_key: the admin key of a proxy that needs one.
+
+    Raises:
+        ConfigError: there is no such place.
+    """
+    if where.startswith(("http://", "https://")):
+        with Client(where.rstrip("/").removesuffix("/v1"), admin_key) as client:
+            yield ProxySource(client)
+        return
+    path = Path(where)
+    folder = RunFolder(path) if path.is_dir() else None
+    file = _store_of(folder) if folder is not None else path
+    if not isinstance(file, str) and not file.is_file():
+        raise ConfigError(f"there is no store {file}; {HERE}")
+    with Store.open(file) as store:
+
+        def give(episode_id: str, value: RewardValue, name: str) -> None:
+            if folder is None:
+                raise ConfigError(
+                    f"rewards are written by the proxy that owns {file}; give its URL instead of the file "
+                    "(areal-agents serve prints it)"
+                )
+            _reward_in_run(folder, store, file, episode_id, value, name)
+
+        yield StoreSource(store, give)
+
+
+def _store_of(folder: RunFolder) -> Path | str:
+    """Return the store of a run. Raises ConfigError if the folder is not that of a run."""
+    if folder.config.exists():
+        import yaml
+
+        url = (yaml.safe_load(folder.config.read_text()).get("store") or {}).get("url")
+        return url or folder.store
+    if folder.store.is_file():
+        return folder.store
+    raise ConfigError(f"{folder.root} has no store.db; {HERE}")
+
+
+def _reward_in_run(
+    folder: RunFolder, store: Store, file: Path | str, episode_id: str, value: RewardValue, name: str
+) -> None:
+    """Give a reward through the proxy of a run, or directly if the run has ended."""
+    try:
+        endpoints = folder.read_endpoints()
+        with Client(endpoints.proxy_url, endpoints.admin_key) as client:
+            client.reward(episode_id, value, name=name)
+        return
+    except FileNotFoundError:
+        pass  # a run on recorded episodes has no proxy
+    except RequestError as error:
+        if error.code != "unreachable":
+            raise
+    # With the lock of the run, no proxy of it can start meanwhile.
+    with folder.locked(None if isinstance(file, Path) else file):
+        store.set_rewards(episode_id, [Reward("episode", "", name, float(value))]).result(timeout=60)  # type: ignore[arg-type]
+
+
+def matching(
+    episodes: list[dict[str, Any]],
+    *,
+    task: str | None = None,
+    min_reward: float | None = None,
+    max_reward: float | None = None,
+) -> list[dict[str, Any]]:
+    """Return the summaries of this task whose score is within the bounds; without a score none is."""
+
+    def fits(episode: Mapping[str, Any]) -> bool:
+        score = episode["score"]
+        bounded = min_reward is not None or max_reward is not None
+        return (task is None or episode["task_id"] == task) and (
+            not bounded
+            or (
+                score is not None
+                and (min_reward is None or score >= min_reward)
+                and (max_reward is None or score <= max_reward)
+            )
+        )
+
+    return [episode for episode in episodes if fits(episode)]
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """Return the JSON object in a file, None if there is no such file. Raises ConfigError if it is broken."""
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
