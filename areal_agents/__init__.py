@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from areal_agents.episode import Episode, current_key, episode
 
 if TYPE_CHECKING:
+    from areal_agents.api import Evaluation, Run, Server, evaluate, serve, train
     from areal_agents.client import AsyncClient, Client, OpenedEpisode
     from areal_agents.errors import ArealAgentsError
 
@@ -24,16 +25,28 @@ __all__ = [
     "AsyncClient",
     "Client",
     "Episode",
+    "Evaluation",
     "OpenedEpisode",
+    "Run",
+    "Server",
     "current_key",
     "episode",
+    "evaluate",
+    "serve",
+    "train",
 ]
 
 _HOME = {
     "ArealAgentsError": "areal_agents.errors",
     "AsyncClient": "areal_agents.client",
     "Client": "areal_agents.client",
+    "Evaluation": "areal_agents.api",
     "OpenedEpisode": "areal_agents.client",
+    "Run": "areal_agents.api",
+    "Server": "areal_agents.api",
+    "evaluate": "areal_agents.api",
+    "serve": "areal_agents.api",
+    "train": "areal_agents.api",
 }
 
 

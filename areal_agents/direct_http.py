@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import httpx
 
 if TYPE_CHECKING:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, OpenAI
 
 _NO_PROXY = ("NO_PROXY", "no_proxy")  # programs differ in which of the two they read, and which they prefer
 
@@ -80,6 +80,13 @@ def openai_client(*, base_url: str, api_key: str | None, timeout_s: float) -> As
         timeout=timeout_s, trust_env=not _is_local(urlsplit(base_url).hostname or "")
     )
     return AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s, max_retries=0, http_client=http)
+
+
+def openai_client_sync(*, base_url: str, api_key: str) -> OpenAI:
+    """Return the real OpenAI client for a proxy of ours, connected directly."""
+    from openai import DefaultHttpxClient, OpenAI
+
+    return OpenAI(base_url=base_url, api_key=api_key, http_client=DefaultHttpxClient(trust_env=False))
 
 
 def openai_errors() -> tuple[type[Exception], ...]:

@@ -14,6 +14,7 @@
     ├── StoreError           the store is unusable or has another schema, or a state transition is not allowed
     │   ├── NotFound             there is no such episode, group or completion (store/errors.py)
     │   └── Conflict             the request contradicts the stored state; NoTurn: no call was recorded
+    ├── RunFailed            a run that was started from Python has failed; has the cause as its message
     └── TrainingError        a batch or a checkpoint cannot be trained on
         └── TeacherError         a teacher's engine gave no usable answer; the weights are unchanged
 
@@ -47,6 +48,10 @@ class AgentError(ArealAgentsError):
 
 class RewardError(ArealAgentsError):
     """A reward function failed, took too long, or gave something that is no reward."""
+
+
+class RunFailed(ArealAgentsError):
+    """A run that was started from Python has failed or was stopped; the message has the cause."""
 
 
 class RenderingError(ArealAgentsError):

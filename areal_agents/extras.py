@@ -18,8 +18,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
         "uvloop", "yaml",
     ),
     "train": (
-        "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard", "torch",
-        "transformers", "xgrammar",
+        "cloudpickle", "datasets", "llvmlite", "matplotlib", "numba", "peft", "safetensors", "tensorboard",
+        "torch", "transformers", "xgrammar",
     ),
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ def names_a_function(spec: str) -> bool:
     target, colon, function = spec.rpartition(":")
     if not colon or not function.isidentifier():
         return False
-    return target.endswith(".py") or all(part.isidentifier() for part in target.split("."))
+    return target.endswith((".py", ".pkl")) or all(part.isidentifier() for part in target.split("."))
 
 
 def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[..., Any]:
@@ -37,6 +37,8 @@ def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[...
     if not names_a_function(spec):
         raise error_type(f"expected module:function or path/to/file.py:function, got {spec!r}")
     target, _, name = spec.rpartition(":")
+    if target.endswith(".pkl"):
+        return _unpickled(Path(target), error_type)
     module = (
         _load_file(Path(target), error_type) if target.endswith(".py") else _load_module(target, error_type)
     )
@@ -48,6 +50,16 @@ def load_function(spec: str, error_type: type[ArealAgentsError]) -> Callable[...
     if not callable(function):
         raise error_type(f"{spec} must be a function, got {type(function).__name__}")
     return function
+
+
+def _unpickled(path: Path, error_type: type[ArealAgentsError]) -> Callable[..., Any]:
+    """Return a function that `areal_agents.train` has pickled by value."""
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(path.read_bytes())
+    except Exception as error:
+        raise error_type(f"cannot load the function in {path}: {describe(error)}") from error
 
 
 def _load_module(name: str, error_type: type[ArealAgentsError]) -> ModuleType:
