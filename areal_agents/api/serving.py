@@ -21,7 +21,7 @@ from areal_agents.episode import Episode
 from areal_agents.errors import RequestError, RunFailed
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from areal_agents.direct_http import OpenAI
 
 START_S = 180.0  # longest wait for engine and proxy
 STOP_S = 60.0

@@ -26,7 +26,7 @@ from areal_agents.launch.run_folder import RunFolder
 from areal_agents.store import Store
 
 if TYPE_CHECKING:
-    from openai import OpenAI
+    from areal_agents.direct_http import OpenAI
 
 STOP_S = 120.0  # longest wait for a run to end after it was told to; then it is killed
 KEPT_LINES = 40  # of a run's output, for the message of RunFailed
