@@ -105,6 +105,9 @@ def evaluate(
     ablate_tool: Annotated[
         bool, typer.Option("--ablate-tool", help="Evaluate the config's `ablation` agent.")
     ] = False,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Keep the folder of the evaluation, with its episodes and logs.")
+    ] = False,
 ) -> None:
     """Evaluate a model on the held-out tasks of a config."""
     require("torch", "evaluation")
@@ -114,7 +117,9 @@ def evaluate(
     console = Console()
     changes = [*(overrides or ()), *([f"model={model}"] if model else [])]
     loaded = load_config(config, changes)
-    score = run(loaded, console=console, ablate_tool=ablate_tool)
+    score = run(loaded, console=console, ablate_tool=ablate_tool, keep=keep)
+    if keep:
+        console.print(f"the episodes are in {loaded.run_dir}-eval", soft_wrap=True, highlight=False)
     console.print(f"held-out reward of {loaded.model}: [bold]{score:.3f}[/bold]")
 
 

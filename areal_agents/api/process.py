@@ -30,7 +30,7 @@ def main() -> int:
         if program == "train":
             programs.train(config, console=console, fresh="--fresh" in sys.argv[3:])
         else:
-            score = programs.evaluate(config, console=console)
+            score = programs.evaluate(config, console=console, keep=True)
             (path.parent / "score.txt").write_text(repr(score))
     except ArealAgentsError as error:
         (path.parent / "error.txt").write_text(f"{type(error).__name__}: {error}")

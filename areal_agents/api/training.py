@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,8 +132,10 @@ def evaluate(
         process.wait(timeout_s)
     finally:
         process.stop()
-    with Store.open(RunFolder(Path(f"{folder}-eval")).store) as store:
+    evaluated = RunFolder(Path(f"{folder}-eval"))
+    with Store.open(evaluated.store) as store:
         by_task = {episode.task_id: episode.score for episode in store.episodes(split="eval")}
+    shutil.rmtree(evaluated.root)
     return Evaluation(float((inputs / "score.txt").read_text()), by_task)
 
 

@@ -72,6 +72,15 @@ class RunFolder:
         """A plot of the reward and the held-out reward by step."""
         return self.root / "reward.png"
 
+    def add_wall_s(self, seconds: float) -> float:
+        """Add the seconds of a process run to those of the earlier ones, and return the sum."""
+        file = self.root / "wall_time.json"
+        earlier = json.loads(file.read_text())["wall_s"] if file.exists() else 0.0
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"wall_s": earlier + seconds}))
+        temporary.replace(file)
+        return earlier + seconds
+
     @property
     def trial(self) -> Path:
         """The verdict of the trial episode."""

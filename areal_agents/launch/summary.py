@@ -17,9 +17,11 @@ _SMOOTHED = 5  # steps that are averaged in the plot
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The results of a run. Idle times are fractions of the training time; rewards are means.
+    """The results of a run. Idle times are fractions of `steps_s`; rewards are means.
 
     Attributes:
+        wall_s: seconds of the run, with its evaluations and with the time before each resume.
+        steps_s: seconds of all its training steps, from the request for a batch to its published version.
         heldout: the held-out reward of every complete evaluation, by its label.
         heldout_incomplete: the number of episodes of each evaluation that was ended before it was complete.
         nothing_trained: why no token was trained; "" if one was.
@@ -30,7 +32,7 @@ class Summary:
     heldout: dict[str, float]
     steps: int
     wall_s: float
-    train_s: float
+    steps_s: float
     sampled_tokens: int
     trained_tokens: int
     staleness_mean: float
@@ -57,14 +59,14 @@ class Summary:
         complete = complete_evaluations(held_out)
         by_label = {e.label: e.reward for e in complete}
         trained = sum(row["tokens"] for row in rows)
-        train_s = sum(row["step_s"] for row in rows)
+        steps_s = sum(row["step_s"] for row in rows)
         return cls(
             heldout_before=by_label.get("before"),
             heldout_after=by_label.get("after"),
             heldout=by_label,
             steps=rows[-1]["step"] if rows else 0,
             wall_s=round(wall_s, 1),
-            train_s=round(train_s, 1),
+            steps_s=round(steps_s, 1),
             sampled_tokens=sum(row["sampled_tokens"] for row in rows),
             trained_tokens=trained,
             staleness_mean=round(
@@ -72,7 +74,7 @@ class Summary:
             ),
             staleness_max=max((row["staleness_max"] for row in rows), default=0),
             versions=rows[-1]["version"] + 1 if rows else 1,
-            trainer_idle=round(sum(row["wait_s"] for row in rows) / train_s, 3) if train_s else 0.0,
+            trainer_idle=round(sum(row["wait_s"] for row in rows) / steps_s, 3) if steps_s else 0.0,
             engine_idle=None if engine_idle is None else round(engine_idle, 3),
             pause_s=round(sum(row["pause_s"] for row in rows), 3),
             heldout_without_tool=without_tool,
@@ -108,7 +110,7 @@ class Summary:
         if self.nothing_trained:
             table.add_row("[bold red]nothing was trained[/bold red]", self.nothing_trained)
         table.add_row("steps, policy versions", f"{self.steps}, {self.versions}")
-        table.add_row("wall time", f"{self.wall_s:.0f} s, of which {self.train_s:.0f} s training")
+        table.add_row("wall time", f"{self.wall_s:.0f} s, of which {self.steps_s:.0f} s steps")
         table.add_row("sampled / trained tokens", f"{self.sampled_tokens:,} / {self.trained_tokens:,}")
         table.add_row("staleness mean / max", f"{self.staleness_mean:.2f} / {self.staleness_max}")
         table.add_row("trainer idle, engine idle", f"{self.trainer_idle:.0%}, {_percent(self.engine_idle)}")

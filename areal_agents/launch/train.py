@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -84,11 +85,16 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         if config.trial and plan is not None and not folder.metrics.exists():
             run_trial(folder, say=lambda text: console.print(text, soft_wrap=True))
         with Children(say=view.event) as children:
-            with view:
-                if plan is None:
-                    wall_s, idle = _run_recorded(config, folder, children, view)
-                else:
-                    wall_s, idle = _run(config, endpoints, folder, children, view, plan)
+            begun = time.monotonic()
+            try:
+                with view:
+                    if plan is None:
+                        _run_recorded(config, folder, children, view)
+                        idle = None
+                    else:
+                        idle = _run(config, endpoints, folder, children, view, plan)
+            finally:
+                wall_s = folder.add_wall_s(time.monotonic() - begun)
             without_tool = None
             if ablate_tool:
                 console.print("evaluating with the agent's tool switched off")
@@ -102,8 +108,11 @@ def has_ended(config: Config, folder: RunFolder) -> bool:
     return all(path.exists() for path in left) and is_saved(config, folder.config)
 
 
-def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> float:
+def evaluate(config: Config, *, console: Console, ablate_tool: bool = False, keep: bool = False) -> float:
     """Evaluate the weights in `config.model` on the held-out tasks, and return the mean score.
+
+    The folder of the evaluation is `config.run_dir` with "-eval". It is deleted at the end, unless `keep` is
+    true or the evaluation fails.
 
     Raises:
         ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`.
@@ -124,7 +133,10 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False) -> 
         with Children() as children:
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
-            return _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
+            score = _evaluate_once(config, folder, children, "eval", ablate_tool=ablate_tool)
+    if not keep:
+        shutil.rmtree(folder.root)
+    return score
 
 
 def without_trainer(config: Config) -> Config:
@@ -248,9 +260,8 @@ def _run(
     children: Children,
     view: LiveView,
     plan: EnginePlan,
-) -> tuple[float, float | None]:
-    """Run rollouts and training side by side; return the seconds taken and the engines' idle share."""
-    started = time.monotonic()
+) -> float | None:
+    """Run rollouts and training side by side; return the engines' idle share."""
     folder.write_endpoints(endpoints)
     busy = EngineBusy(endpoints.engine_urls)
     with Store.open(folder.store_at(config.store.url)) as store:
@@ -276,14 +287,11 @@ def _run(
         children.check(may_finish=("rollout", "trainer"))
         metrics.update()
         view.update(metrics.rows, read_progress(store))
-    return time.monotonic() - started, busy.idle_share()
+    return busy.idle_share()
 
 
-def _run_recorded(
-    config: Config, folder: RunFolder, children: Children, view: LiveView
-) -> tuple[float, float | None]:
+def _run_recorded(config: Config, folder: RunFolder, children: Children, view: LiveView) -> None:
     """Train on recorded episodes: run the trainer alone, with all cores."""
-    started = time.monotonic()
     view.stage("reading the recorded episodes")
     _start(children, folder, "trainer", ranks=config.trainer.ranks, alone=True)
     metrics = MetricsFile(folder.metrics)
@@ -296,7 +304,6 @@ def _run_recorded(
         children.check(may_finish=("trainer",))
         metrics.update()
         view.update(metrics.rows, read_progress(store))
-    return time.monotonic() - started, None
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:

@@ -127,7 +127,7 @@ def _train(
     with open(folder.with_suffix(".log"), "a") as log:
         summary: Summary = train(loaded, console=Console(file=log, width=200))
     console.print(
-        f"held out {summary.heldout_before} → {summary.heldout_after} in {summary.train_s:.0f} s of training"
+        f"held out {summary.heldout_before} → {summary.heldout_after} in {summary.steps_s:.0f} s of training"
     )
     return Result(
         max_staleness=setting.max_staleness,
@@ -136,7 +136,7 @@ def _train(
         heldout_before=summary.heldout_before,
         heldout_after=summary.heldout_after,
         steps=summary.steps,
-        train_s=summary.train_s,
+        train_s=summary.steps_s,
         staleness_mean=summary.staleness_mean,
         staleness_max=summary.staleness_max,
     )

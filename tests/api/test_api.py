@@ -141,7 +141,7 @@ def test_an_evaluation_has_a_score_for_each_task(tmp_path: Path) -> None:
     result = aa.evaluate(
         agent, model="quickstart", data=TASKS, run_dir=tmp_path / "run", timeout_s=120, show=False
     )
-    assert set(result.by_task) == {"t0", "t1"}
+    assert set(result.by_task) == {"t0", "t1"} and not (tmp_path / "run-eval").exists()
     assert result.score == pytest.approx(sum(score or 0.0 for score in result.by_task.values()) / 2)
 
 

@@ -196,7 +196,7 @@ class TestTable:
 
 
 class FakeSummary:
-    heldout_before, steps, train_s, staleness_mean, staleness_max = 0.4, 10, 20.0, 1.5, 3
+    heldout_before, steps, steps_s, staleness_mean, staleness_max = 0.4, 10, 20.0, 1.5, 3
 
     def __init__(self, minibatches: int) -> None:
         self.heldout_after = 0.5 + 0.1 * minibatches

@@ -92,3 +92,9 @@ def test_nothing_is_set_aside_under_a_trainer_that_is_still_ending(
         with pytest.raises(Conflict, match="is training on"):
             folder.set_aside()
     assert len(folder.set_aside()) == 1
+
+
+def test_the_seconds_of_all_process_runs_are_added(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert folder.add_wall_s(2.5) == 2.5
+    assert folder.add_wall_s(0.25) == 2.75
