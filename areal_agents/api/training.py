@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -16,21 +17,22 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from areal_agents.api.inputs import AgentLike, DataLike, write_config
+from areal_agents.api.notebook import NotebookView, in_notebook
 from areal_agents.client import Client
 from areal_agents.config import load_config
 from areal_agents.direct_http import openai_client_sync
 from areal_agents.errors import ArealAgentsError, ConfigError, RequestError, RunFailed
 from areal_agents.inspection.export import row_of, write_jsonl, write_parquet
-from areal_agents.inspection.sources import matching, opened, read_json
+from areal_agents.inspection.sources import matching, opened, read_json, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.store import Store
 
 if TYPE_CHECKING:
     from areal_agents.direct_http import OpenAI
 
 STOP_S = 120.0  # longest wait for a run to end after it was told to; then it is killed
 KEPT_LINES = 40  # of a run's output, for the message of RunFailed
+_COLOR_FORCED = ("FORCE_COLOR", "CLICOLOR_FORCE")  # Jupyter sets them; the output of a run is read as lines
 
 
 def train(
@@ -79,8 +81,10 @@ def train(
         given["trainer"] = {**settings.get("trainer", {}), "steps": steps}
     inputs = folder.resolve().with_name(folder.name + "-inputs")
     path = write_config(inputs, agent=agent, reward=reward, data=data, eval_data=eval_data, settings=given)
-    load_config(path)
-    return Run(folder.resolve(), _Process("train", path, *(["--fresh"] if fresh else []), show=show))
+    config = load_config(path)
+    view = NotebookView(RunFolder(folder.resolve()), config) if show and in_notebook() else None
+    process = _Process("train", path, *(["--fresh"] if fresh else []), show=show, view=view)
+    return Run(folder.resolve(), process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ def evaluate(
     finally:
         process.stop()
     evaluated = RunFolder(Path(f"{folder}-eval"))
-    with Store.open(evaluated.store) as store:
+    with store_of_run(evaluated) as store:
         by_task = {episode.task_id: episode.score for episode in store.episodes(split="eval")}
     shutil.rmtree(evaluated.root)
     return Evaluation(float((inputs / "score.txt").read_text()), by_task)
@@ -251,10 +255,11 @@ class Run:
         summary = self.summary
         if summary is not None:
             return summary[f"heldout_{label}"]
-        if not self._files.store.exists():
+        try:
+            with store_of_run(self._files) as store:
+                return next((e.reward for e in read_held_out(store) if e.label == label), None)
+        except ConfigError:  # there is no store yet
             return None
-        with Store.open(self._files.store) as store:
-            return next((e.reward for e in read_held_out(store) if e.label == label), None)
 
 
 class Episodes(list[dict[str, Any]]):
@@ -274,11 +279,14 @@ class Episodes(list[dict[str, Any]]):
 class _Process:
     """The supervisor of a run as a child process, and a thread that reads its output."""
 
-    def __init__(self, program: str, config: Path, *options: str, show: bool) -> None:
+    def __init__(
+        self, program: str, config: Path, *options: str, show: bool, view: NotebookView | None = None
+    ) -> None:
         self._error = config.parent / "error.txt"
         self._error.unlink(missing_ok=True)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._show = show
+        self._view = view
         self._was_stopped = False
         self._child = subprocess.Popen(
             [sys.executable, "-u", "-m", "areal_agents.api.process", program, str(config), *options],
@@ -286,6 +294,7 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env={name: value for name, value in os.environ.items() if name not in _COLOR_FORCED},
             start_new_session=True,  # Ctrl-C of the terminal goes to the caller, who ends the run
         )
         self._reader = threading.Thread(target=self._read, name="run output", daemon=True)
@@ -326,10 +335,16 @@ class _Process:
 
     def _read(self) -> None:
         assert self._child.stdout is not None
+        if self._view is not None:
+            self._view.start()
         for line in self._child.stdout:
             self._lines.append(line.rstrip("\n"))
-            if self._show:
+            if self._view is not None:
+                self._view.line(line.rstrip("\n"))
+            elif self._show:
                 print(line, end="", flush=True)
+        if self._view is not None:
+            self._view.end()
 
 
 def _close(child: subprocess.Popen[str]) -> None:

@@ -73,6 +73,22 @@ class Message:
             out["name"] = self.name
         return out
 
+    def to_chat(self) -> dict[str, Any]:
+        """The message in the form of chat completions, with reasoning in `reasoning_content` as SGLang."""
+        out: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            out["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            out["tool_calls"] = [
+                {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                for c in self.tool_calls
+            ]
+        if self.tool_call_id is not None:
+            out["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            out["name"] = self.name
+        return out
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Message:
         """The message that `to_dict` wrote."""

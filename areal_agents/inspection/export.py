@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from areal_agents.core.conversations import conversations
 from areal_agents.errors import ConfigError
 
 # In Parquet, what has no fixed form is a JSON string.
@@ -23,9 +24,7 @@ def row_of(summary: Mapping[str, Any], episode: Mapping[str, Any]) -> dict[str, 
     `branches` has every conversation, each a list of messages in the form of chat completions, in the order
     of their last replies; `messages` is the last of them.
     """
-    turns = {turn["id"]: turn for turn in episode["turns"]}
-    parents = {turn["parent"] for turn in turns.values()}
-    branches = [_conversation(turns, turn) for turn in turns.values() if turn["id"] not in parents]
+    branches = conversations(episode["turns"])
     return {
         **{name: summary[name] for name in COLUMNS if name in summary},
         "task": episode["task"]["input"],
@@ -84,10 +83,3 @@ def _temporary(path: Path) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}")
     return path.with_name(path.name + ".tmp")
-
-
-def _conversation(turns: Mapping[str, Mapping[str, Any]], leaf: Mapping[str, Any]) -> list[Any]:
-    path = [leaf]
-    while path[-1]["parent"] is not None:
-        path.append(turns[path[-1]["parent"]])
-    return [message for turn in reversed(path) for message in (*turn["new_messages"], turn["reply"])]

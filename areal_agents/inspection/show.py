@@ -104,10 +104,7 @@ def _message(message: Mapping[str, Any], full: bool, style: str = "") -> Text:
     if message.get("reasoning_content"):
         parts.insert(0, f"[reasoning] {message['reasoning_content']}")
     for call in message.get("tool_calls") or ():
-        function = call.get("function", call)
-        arguments = function.get("arguments")
-        shown = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        parts.append(f"→ {function.get('name')}({shown})")
+        parts.append(f"→ {call['function']['name']}({call['function']['arguments']})")
     return Text(f"{message['role']}: {_cut(chr(10).join(filter(None, parts)), full)}", style)
 
 

@@ -95,9 +95,7 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
     path = Path(where)
     folder = RunFolder(path) if path.is_dir() else None
     file = _store_of(folder) if folder is not None else path
-    if not isinstance(file, str) and not file.is_file():
-        raise ConfigError(f"there is no store {file}; {HERE}")
-    with Store.open(file) as store:
+    with _open(file) as store:
 
         def give(episode_id: str, value: RewardValue, name: str) -> None:
             if folder is None:
@@ -108,6 +106,17 @@ def opened(where: str, admin_key: str | None = None) -> Iterator[Source]:
             _reward_in_run(folder, store, file, episode_id, value, name)
 
         yield StoreSource(store, give)
+
+
+def store_of_run(folder: RunFolder) -> Store:
+    """Open the store of a run. Raises ConfigError if the run has none (yet)."""
+    return _open(_store_of(folder))
+
+
+def _open(file: Path | str) -> Store:
+    if not isinstance(file, str) and not file.is_file():
+        raise ConfigError(f"there is no store {file}; {HERE}")
+    return Store.open(file)
 
 
 def _store_of(folder: RunFolder) -> Path | str:

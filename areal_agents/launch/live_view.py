@@ -19,6 +19,7 @@ from areal_agents.launch.progress import HeldOut, RunProgress
 BARS = "▁▂▃▄▅▆▇█"
 FAILURES_EVERY_S = 15.0  # without a terminal, failures are reported at most this often
 LONGEST_FAILURE = 300  # characters of the last failure
+PANEL_WIDTH = 100  # at most, in characters
 UNREWARDED_S = 10.0  # after this time without a reward, ended episodes are reported
 
 
@@ -112,60 +113,94 @@ class LiveView:
         return time.monotonic() - self._started
 
     def _panel(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> Panel:
-        step = rows[-1]["step"] if rows else 0
-        head = Table.grid(padding=(0, 1))
-        head.add_row(
-            f"step {step}/{self._steps}",
-            ProgressBar(total=self._steps, completed=step, width=40),
-            self._eta(rows),
-        )
-        body = Table.grid(padding=(0, 2))
-        body.add_column(style="dim")
-        body.add_column()
-        if rows:
-            rewards = [row["reward_mean"] for row in rows]
-            body.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
-            body.add_row("tokens/s", f"{_tokens_per_s(rows):,.0f} sampled and trained")
-            body.add_row(
-                "staleness", f"mean {rows[-1]['staleness_mean']:.2f}, max {rows[-1]['staleness_max']}"
-            )
-        else:
-            body.add_row("now", self._stage if progress.version < 0 else "waiting for the first batch")
-        for evaluation in progress.held_out:
-            expected = self._expected(rows, progress)
-            body.add_row(f"held-out {evaluation.label}", _describe_held_out(evaluation, expected))
-        counts = progress.groups
-        queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} in progress"
-        body.add_row(
-            "queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped"
-        )
-        if progress.unrewarded:
-            body.add_row("rewards", describe_unrewarded(progress))
-        if progress.failed:
-            body.add_row("failures", Text(describe_failures(progress), "red"))
-        if progress.agent_errors:
-            body.add_row("agent errors", describe_agent_errors(progress))
-        footer = Text(
-            f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
-            "dim",
-        )
         notes = [Text(self._warning, "bold red")] if self._warning else []
         notes += [Text(self._event, "yellow")] if self._event else []
-        return Panel(
-            Group(head, body, *notes, footer), title=self._title, width=min(100, self._console.width)
+        notes.append(
+            Text(
+                f"{self._elapsed():.0f} s · policy version {max(0, progress.version)} · Ctrl-C ends the run",
+                "dim",
+            )
+        )
+        return progress_panel(
+            self._title,
+            rows,
+            progress,
+            steps=self._steps,
+            eval_episodes=self._eval_episodes,
+            stage=self._stage,
+            notes=notes,
+            width=min(PANEL_WIDTH, self._console.width),
         )
 
     def _expected(self, rows: Sequence[dict[str, Any]], progress: RunProgress) -> int:
-        """Return the expected number of episodes of an evaluation: at most as many as "before" had."""
-        before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
-        return min([self._eval_episodes, *(before if rows else [])])
+        return _expected(rows, progress, self._eval_episodes)
 
-    def _eta(self, rows: Sequence[dict[str, Any]]) -> str:
-        if len(rows) < 2:
-            return ""
-        recent = rows[-10:]
-        per_step = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
-        return f"{per_step:.1f} s per step, about {per_step * (self._steps - rows[-1]['step']):.0f} s left"
+
+def progress_panel(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    progress: RunProgress,
+    *,
+    steps: int,
+    eval_episodes: int,
+    stage: str,
+    notes: Sequence[Text],
+    width: int,
+) -> Panel:
+    """Return a panel that shows the progress of a run.
+
+    Args:
+        title: the title of the panel.
+        rows: the rows of metrics.jsonl so far.
+        progress: a snapshot of the store of the run.
+        steps: the number of steps of the run.
+        eval_episodes: the number of episodes of an evaluation.
+        stage: what the run is doing before its first version.
+        notes: lines below the progress.
+        width: the width of the panel in characters.
+    """
+    step = rows[-1]["step"] if rows else 0
+    head = Table.grid(padding=(0, 1))
+    head.add_row(
+        f"step {step}/{steps}", ProgressBar(total=steps, completed=step, width=40), _eta(rows, steps)
+    )
+    body = Table.grid(padding=(0, 2))
+    body.add_column(style="dim")
+    body.add_column()
+    if rows:
+        rewards = [row["reward_mean"] for row in rows]
+        body.add_row("reward", f"{rewards[-1]:.3f}  {sparkline(rewards[-40:])}")
+        body.add_row("tokens/s", f"{_tokens_per_s(rows):,.0f} sampled and trained")
+        body.add_row("staleness", f"mean {rows[-1]['staleness_mean']:.2f}, max {rows[-1]['staleness_max']}")
+    else:
+        body.add_row("now", stage if progress.version < 0 else "waiting for the first batch")
+    for evaluation in progress.held_out:
+        expected = _expected(rows, progress, eval_episodes)
+        body.add_row(f"held-out {evaluation.label}", _describe_held_out(evaluation, expected))
+    counts = progress.groups
+    queue = f"{counts.get('complete', 0)} groups ready, {counts.get('pending', 0)} in progress"
+    body.add_row("queue", f"{queue}, {counts.get('trained', 0)} trained, {counts.get('dropped', 0)} dropped")
+    if progress.unrewarded:
+        body.add_row("rewards", describe_unrewarded(progress))
+    if progress.failed:
+        body.add_row("failures", Text(describe_failures(progress), "red"))
+    if progress.agent_errors:
+        body.add_row("agent errors", describe_agent_errors(progress))
+    return Panel(Group(head, body, *notes), title=title, width=width)
+
+
+def _expected(rows: Sequence[dict[str, Any]], progress: RunProgress, eval_episodes: int) -> int:
+    """Return the expected number of episodes of an evaluation: at most as many as "before" had."""
+    before = [evaluation.done for evaluation in progress.held_out if evaluation.label == "before"]
+    return min([eval_episodes, *(before if rows else [])])
+
+
+def _eta(rows: Sequence[dict[str, Any]], steps: int) -> str:
+    if len(rows) < 2:
+        return ""
+    recent = rows[-10:]
+    per_step = (recent[-1]["time"] - recent[0]["time"]) / (len(recent) - 1)
+    return f"{per_step:.1f} s per step, about {per_step * (steps - rows[-1]['step']):.0f} s left"
 
 
 def _describe_held_out(evaluation: HeldOut, expected: int) -> str:

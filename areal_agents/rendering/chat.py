@@ -277,8 +277,8 @@ class ChatRenderer:
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """Messages and tools as a `ChatFormat` takes them. RenderingError for a lone surrogate."""
         if self._special_text is None:
-            return [_to_library(message) for message in messages], list(tools) or None
-        plain = [_marked(_to_library(message), self._special_text) for message in messages]
+            return [message.to_chat() for message in messages], list(tools) or None
+        plain = [_marked(message.to_chat(), self._special_text) for message in messages]
         if not tools:
             return plain, None
         written = orjson.dumps([*tools])
@@ -298,22 +298,6 @@ class ChatRenderer:
         prompt = np.asarray(prompt_ids)
         start = tail_start(prompt, self._format, self.family, self.stop_token_ids)
         return prompt[start:].tolist()
-
-
-def _to_library(message: Message) -> dict[str, Any]:
-    out: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning:
-        out["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        out["name"] = message.name
-    return out
 
 
 def _marked(message: dict[str, Any], special_text: SpecialText) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from areal_agents.core.conversations import conversations
 from areal_agents.core.reward_values import RewardValue, checked_reward
 from areal_agents.errors import AgentError, RewardError
 from areal_agents.rewards import FinishedEpisode
@@ -74,20 +75,10 @@ class RewardFunction:
 
 def finished_episode(state: Mapping[str, Any], *, truncated: bool) -> FinishedEpisode:
     """Return what a reward function is given, from the proxy's description of an episode."""
-    turns = {turn["id"]: turn for turn in state["turns"]}
-    parents = {turn["parent"] for turn in turns.values()}
     return FinishedEpisode(
         id=state["id"],
         task=state["task"]["input"],
-        branches=tuple(_conversation(turns, turn) for turn in turns.values() if turn["id"] not in parents),
+        branches=tuple(conversations(state["turns"])),
         status="truncated" if truncated or state["limit_reached"] is not None else "finished",
         rewards={reward["name"]: reward["value"] for reward in state["rewards"] if not reward["target"]},
     )
-
-
-def _conversation(turns: Mapping[str, Mapping[str, Any]], leaf: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the messages from the root to the reply of a leaf."""
-    path = [leaf]
-    while path[-1]["parent"] is not None:
-        path.append(turns[path[-1]["parent"]])
-    return tuple(message for turn in reversed(path) for message in (*turn["new_messages"], turn["reply"]))

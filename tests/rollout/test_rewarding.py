@@ -85,8 +85,8 @@ def test_every_branch_is_a_conversation() -> None:
     reward = {"name": "return", "value": 1.0, "target": ""}
     state = {"id": "e", "task": {"input": {}}, "turns": turns, "rewards": [reward], "limit_reached": None}
     found = finished_episode(state, truncated=True)
-    beginning = ({"u": "x"}, {"a": "x"})
-    assert found.branches == ((*beginning, {"u": "y"}, {"a": "y"}), (*beginning, {"u": "z"}, {"a": "z"}))
+    beginning = [{"u": "x"}, {"a": "x"}]
+    assert found.branches == ([*beginning, {"u": "y"}, {"a": "y"}], [*beginning, {"u": "z"}, {"a": "z"}])
     assert found.messages == found.branches[1] and found.rewards == {"return": 1.0}
     assert found.status == "truncated"
 

@@ -264,8 +264,8 @@ def _describe_turn(episode: RecordedEpisode, turn: Turn, *, with_tokens: bool) -
     out: dict[str, Any] = {
         "id": turn.id,
         "parent": turn.parent,
-        "new_messages": [message.to_dict() for message in turn.new_messages],
-        "reply": turn.reply.to_dict(),
+        "new_messages": [message.to_chat() for message in turn.new_messages],
+        "reply": turn.reply.to_chat(),
         "finish_reason": turn.completion.finish_reason,
         "sampled_tokens": len(turn.completion),
         "sampling": turn.sampling,
