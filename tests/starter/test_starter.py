@@ -59,16 +59,6 @@ def test_a_starter_is_short_and_passes_its_own_test(tmp_path: Path, framework: s
     assert yaml.safe_load(shown.stdout)["rollout"]["group_size"] == 8
 
 
-def test_a_starter_trains(tmp_path: Path) -> None:
-    project = init(tmp_path, "openai")
-    small = ["trainer.steps=2", "rollout.groups=4", "rollout.group_size=4", "eval.episodes=4"]
-    trained = call("-m", "areal_agents", "train", "config.yaml", *small, cwd=project, timeout_s=240)
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert "trial: one episode with a scripted model was played and rewarded" in trained.stdout
-    summary = json.loads((project / "runs" / "mine-seed0" / "summary.json").read_text())
-    assert summary["steps"] == 2 and summary["heldout_after"] is not None
-
-
 def test_no_question_is_in_both_sets_and_each_answer_is_in_its_passage(tmp_path: Path) -> None:
     project = init(tmp_path, "command")
     tasks, held_out = (

@@ -1,0 +1,413 @@
+"""The commands and snippets of the pages are run as they are written, in an empty folder.
+
+Only what a reader replaces is replaced: ids, ports, hosts and paths of models. Trainings are cut to one step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from anthropic import Anthropic
+from docs_support import bash, block, blocks, environment
+from openai import OpenAI
+
+import areal_agents.quickstart
+from areal_agents.rewards import FinishedEpisode
+from areal_agents.rollout.config import DataConfig
+from areal_agents.rollout.data import load_tasks
+
+START_S = 120.0
+END_S = 60.0
+SMALL = (
+    " trainer.steps=1 trainer.warmup_steps=0 rollout.groups=2 rollout.group_size=2 eval.episodes=2"
+    " rollout.limits.max_completion_tokens=8"
+)
+MESSAGES = [{"role": "user", "content": "Which symbol stands for Neon?"}]
+TASKS = [
+    {"question": f"Which symbol stands for {name}?", "answer": "N"}
+    for name in ("Neon", "Tin", "Iron", "Zinc")
+]
+
+# What is run, by page and by the beginning of a line of the block; each has a test in this module.
+RUN = {
+    ("README.md", "areal-agents init my_agent"),
+    ("README.md", "areal-agents serve --model path/to/model --port 8000"),
+    ("README.md", "client = OpenAI("),
+    ("README.md", "client = Anthropic("),
+    ("README.md", "curl -s localhost:8000/rewards"),
+    ("README.md", "printf "),
+    ("README.md", "ID=episode-…"),
+    ("README.md", "from areal_agents import Episode, episode"),
+    ("docs/agents.md", "from areal_agents import Episode, episode"),
+    ("docs/agents.md", "Episode.from_environment()"),
+    ("docs/agents.md", "curl -s "),
+    ("docs/agents.md", "areal-agents doctor"),
+    ("docs/data.md", "# tasks.py"),
+    ("docs/deploying.md", "areal-agents serve --model runs/my_agent-seed0/final --engine-url"),
+    ("docs/deploying.md", "areal-agents export"),
+    ("docs/evaluating.md", "areal-agents eval config.yaml eval.data.path=other.jsonl"),
+    ("docs/evaluating.md", "areal-agents episodes show"),
+    ("docs/inspecting.md", "areal-agents tail"),
+    ("docs/protocol.md", "ID=episode-…"),
+    ("docs/python.md", "import areal_agents as aa"),
+    ("docs/python.md", "result = aa.evaluate"),
+    ("docs/rewards.md", "def score"),
+    ("docs/rewards.md", "score = judge("),
+    ("docs/rewards.md", "rank = group_judge("),
+    ("docs/serve-and-train.md", "client = OpenAI("),
+    ("docs/serve-and-train.md", "curl -s localhost:8000/rewards"),
+    ("docs/simulator.md", "areal-agents simulate --from runs/search_agent-seed0"),
+    ("docs/training.md", "areal-agents train config.yaml data.episodes"),
+    ("integrations/README.md", "curl -s -X POST localhost:8000/episodes"),
+}
+
+# What is not run here, and why.
+NOT_RUN = {
+    ("README.md", "pip install"): "tests/starter builds the wheel; CI installs from a checkout",
+    ("README.md", "make demo"): "tests/examples runs the same configuration; CI runs make test",
+    ("README.md", "const client"): "tests/integrations/test_node_client.py",
+    ("CONTRIBUTING.md", "make setup"): "CI",
+    (
+        "docs/algorithms.md",
+        "from areal_agents.algorithms.losses.tapered",
+    ): "a change of a file of this package",
+    ("docs/algorithms.md", '"""A policy gradient'): "tests/algorithms adds the loss of this page",
+    (
+        "docs/algorithms.md",
+        '@pytest.mark.parametrize("seed", SEEDS)',
+    ): "tests/algorithms adds the loss of this page",
+    ("docs/async.md", "areal-agents train"): "tests/launch",
+    (
+        "docs/benchmarks.md",
+        "areal-agents train examples/search_agent/config.yaml --fresh --ablate-tool",
+    ): "minutes",
+    ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "make litellm"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "python -m benchmarks trainer"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "python -m benchmarks async --json"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "python -m benchmarks async --table"): "hours",
+    (
+        "docs/benchmarks.md",
+        "areal-agents train examples/search_agent/config.yaml --fresh engine.kind",
+    ): "test-sglang",
+    ("docs/configuration.md", "areal-agents train"): "an example of overriding; tests/test_config.py",
+    ("docs/credit.md", "reply = await"): "tests/algorithms and tests/sdk",
+    ("docs/deploying.md", "python -m sglang.launch_server"): "needs a GPU",
+    (
+        "docs/deploying.md",
+        "areal-agents serve --model runs/my_agent-seed0/final  ",
+    ): "as in serve-and-train.md",
+    ("docs/deploying.md", "hf upload"): "needs an account",
+    ("docs/engines.md", "areal-agents serve"): "tests/inference starts several engines",
+    ("docs/evaluating.md", "areal-agents train config.yaml --ablate-tool"): "tests/launch",
+    ("docs/security.md", "areal-agents serve"): "tests/attack starts such a server",
+    ("docs/serve-and-train.md", "areal-agents serve --model path/to/model"): "as in the README",
+    ("docs/serve-and-train.md", "areal-agents train config.yaml"): "as in the README",
+    ("docs/serve-and-train.md", "areal-agents serve --model runs"): "as in the README",
+    ("docs/settings.md", "areal-agents train"): "as in the README, with more steps",
+    ("docs/settings.md", "areal-agents simulate"): "as in simulator.md",
+    ("docs/sglang.md", "python3 -m venv"): "make sglang, in CI",
+    ("docs/rewards.md", "@episode"): "a part of an agent",
+    ("examples/search_agent/README.md", ". .venv/bin/activate"): "tests/examples",
+    ("examples/search_agent/README.md", "python examples/search_agent/make_model.py"): "25 minutes",
+    ("docs/training.md", "areal-agents export"): "as in deploying.md",
+    ("integrations/README.md", "python -m pytest"): "the tests themselves",
+    ("integrations/README.md", "Case("): "a part of tests/integrations",
+}
+
+
+def test_every_block_that_can_be_run_is_run_or_has_a_reason() -> None:
+    named = {block(page, beginning) for page, beginning in RUN | NOT_RUN.keys()}
+    runnable = set(blocks("bash", "python", "js"))
+    assert not {b.id for b in runnable - named}, "add a test to this module, or a reason to NOT_RUN"
+    source = Path(__file__).read_text()
+    for page, beginning in RUN:
+        assert source.count(f'text("{page}", {json.dumps(beginning, ensure_ascii=False)}') == 1, (
+            page,
+            beginning,
+        )
+
+
+def text(page: str, beginning: str, *replaced: tuple[str, str]) -> str:
+    """The text of a block, with what a reader replaces; each string must be in it."""
+    found = block(page, beginning).text
+    for old, new in replaced:
+        assert old in found, f"{old!r} is not in the block of {page}"
+        found = found.replace(old, new)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
+@contextmanager
+def started(command: str, folder: Path, url: str) -> Iterator[None]:
+    """Run a server until the end of the block; it must answer first."""
+    log = folder / "server.log"
+    with open(log, "w") as output:
+        child = subprocess.Popen(
+            ["bash", "-c", "exec " + command], cwd=folder, env=environment(), stdout=output, stderr=output
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not _answers(url):
+            assert child.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield
+    finally:
+        child.send_signal(signal.SIGTERM)
+        child.wait(END_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the reader's agent."""
+    folder = tmp_path_factory.mktemp("reader") / "my_agent"
+    (folder / "path" / "to").mkdir(parents=True)
+    model = areal_agents.quickstart.quickstart_model()
+    assert model is not None
+    (folder / "path" / "to" / "model").symlink_to(model)
+    for name in ("tasks.jsonl", "heldout.jsonl", "other.jsonl"):
+        (folder / name).write_text("".join(json.dumps(task) + "\n" for task in TASKS))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[str]:
+    """The URL of an engine, in place of that of a GPU's host."""
+    port = free_port()
+    command = f"areal-agents engine --model path/to/model --port {port}"
+    with started(command, folder, f"http://127.0.0.1:{port}/health"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, engine: str) -> Iterator[str]:
+    """The port of a server, started as the README says."""
+    port = str(free_port())
+    given = (("8000", port), ("http://gpu-host:30000", engine))
+    both = text("README.md", "areal-agents serve --model path/to/model --port 8000", *given)
+    on_this_machine, by_url = both.splitlines()
+    assert "--engine-url" not in on_this_machine
+    with started(by_url.partition("  #")[0] + f" --port {port}", folder, f"http://127.0.0.1:{port}/health"):
+        yield port
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Path:
+    """A run of the README's agent with its configuration, of one step."""
+    (folder / "agent.py").write_text(text("README.md", "from areal_agents import Episode, episode"))
+    (config,) = [b.text for b in blocks("yaml") if b.page == "README.md"]
+    (folder / "config.yaml").write_text(config)
+    bash("areal-agents train config.yaml" + SMALL.replace("steps=1", "steps=4", 1), folder)
+    return folder / "runs" / "my_agent-seed0"
+
+
+def scope(**names: Any) -> dict[str, Any]:
+    return {"OpenAI": OpenAI, "Anthropic": Anthropic, **names}
+
+
+def test_the_first_run(tmp_path: Path) -> None:
+    script = text(
+        "README.md", "areal-agents init my_agent", ("train config.yaml", "train config.yaml" + SMALL + " ")
+    )
+    assert "trial: one episode with a scripted model was played and rewarded" in bash(script, tmp_path)
+    assert json.loads((tmp_path / "my_agent/runs/my_agent-seed0/summary.json").read_text())["steps"] == 1
+
+
+def test_a_served_agent_is_rewarded_and_trained(folder: Path, served: str) -> None:
+    given = (("8000", served), ("messages=[...], tools=[...]", "messages=messages, max_tokens=4"))
+    names = scope(messages=MESSAGES)
+    exec(text("README.md", "client = OpenAI(", *given), names)  # noqa: S102
+    given = (
+        ("8000", served),
+        ("max_tokens=1024", "max_tokens=4"),
+        ("messages=[...], tools=[...]", "messages=messages"),
+    )
+    message = scope(messages=MESSAGES)
+    exec(text("README.md", "client = Anthropic(", *given), message)  # noqa: S102
+    assert message["reply"].usage.output_tokens
+    port = ("8000", served)
+    for page in ("README.md", "docs/serve-and-train.md"):
+        shown = {
+            "README.md": lambda *given: text("README.md", "curl -s localhost:8000/rewards", *given),
+            "docs/serve-and-train.md": lambda *given: text(
+                "docs/serve-and-train.md", "curl -s localhost:8000/rewards", *given
+            ),
+        }[page]
+        if page != "README.md":
+            header = scope()
+            url = ("base_url=..., api_key=...", f"base_url='http://127.0.0.1:{served}/v1', api_key='k'")
+            exec(text("docs/serve-and-train.md", "client = OpenAI(", url), header)  # noqa: S102
+            names["reply"] = header["client"].chat.completions.create(
+                model="policy", messages=MESSAGES, max_tokens=4
+            )
+        answer = bash(shown(port, ("chatcmpl-…", names["reply"].id)), folder)
+        assert "error" not in answer, answer
+    small = " trainer.steps=1 rollout.groups=1 run_dir=runs/from-store name=served"
+    there = folder / "trained"
+    there.mkdir()
+    given = (("path/to/model", "../path/to/model"), ("runs/serve", "../runs/serve"))
+    bash(text("README.md", "printf ", *given) + small, there)
+    assert (there / "runs/from-store/final/config.json").exists()
+
+
+def test_an_episode_over_plain_http(folder: Path, served: str) -> None:
+    for script in (text("README.md", "ID=episode-…"), text("docs/protocol.md", "ID=episode-…")):
+        lines = script.replace("8000", served).replace("finish\n", "finish >/dev/null\n").splitlines()
+        first = next(n for n, line in enumerate(lines) if "/episodes -H" in line)
+        lines[first] = "ANSWER=$(" + lines[first].partition("   #")[0] + ")"
+        identified = [
+            """ID=$(python -c 'import json, sys; print(json.load(sys.stdin)["id"])' <<< "$ANSWER")"""
+            if line.startswith("ID=")
+            else line
+            for line in lines
+        ]
+        answer = bash(
+            "JSON='Content-Type: application/json'\n" + "\n".join([*identified, "echo", 'echo "$ID"']), folder
+        )
+        opened = answer.splitlines()[-1]
+        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened}", timeout=10).json()
+        assert found["status"] == "finished" and found["score"] == 1.0
+
+
+def test_an_integration_with_a_key_of_its_own(folder: Path, served: str) -> None:
+    script = text("integrations/README.md", "curl -s -X POST localhost:8000/episodes", ("8000", served))
+    opened = json.loads(bash(script.splitlines()[0], folder))
+    script = script.replace("BASE_URL=…", f"BASE_URL={opened['base_url']}").replace(
+        "KEY=…", f"KEY={opened['key']}"
+    )
+    script = script.replace("integrations/", f"{Path(__file__).parents[2]}/integrations/")
+    bash("\n".join(script.splitlines()[1:]), folder)
+    turns = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=10).json()["turns"]
+    assert turns
+
+
+def test_the_agent_of_the_guide_passes_the_doctor(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(text("docs/agents.md", "from areal_agents import Episode, episode"))
+    doctor, train = text("docs/agents.md", "areal-agents doctor").splitlines()
+    assert train == "areal-agents train config.yaml"
+    assert "the agent can be trained" in bash(doctor, tmp_path)
+
+
+def test_commands_give_rewards(tmp_path: Path, engine: str, served: str) -> None:
+    in_python = text("docs/agents.md", "Episode.from_environment()")
+    over_http = text("docs/agents.md", "curl -s ")
+    for name, script in (("python.sh", f"python - <<'END'\n{in_python}\nEND"), ("http.sh", over_http)):
+        (tmp_path / name).write_text(script)
+        opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=10).json()
+        bash(
+            script,
+            tmp_path,
+            OPENAI_BASE_URL=opened["base_url"],
+            OPENAI_API_KEY=opened["key"],
+            AREAL_AGENTS_EPISODE_ID=opened["id"],
+        )
+        found = httpx.get(f"http://127.0.0.1:{served}/episodes/{opened['id']}", timeout=10).json()
+        assert found["score"] == 1.0, (name, found)
+
+
+def test_tasks_of_a_function(tmp_path: Path) -> None:
+    (tmp_path / "tasks.py").write_text(text("docs/data.md", "# tasks.py"))
+    of_split = {
+        split: load_tasks(DataConfig(path=f"{tmp_path / 'tasks.py'}:tasks", split=split)).tasks
+        for split in ("train", "test")
+    }
+    assert len(of_split["train"]) == 200 and of_split["train"][0].input != of_split["test"][0].input
+
+
+def test_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(text("docs/rewards.md", "def score"), names)  # noqa: S102
+    branches = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]]
+    assert names["score"](FinishedEpisode("e", {"answer": "4"}, branches, "finished", {})) == 1.0
+    exec(text("docs/rewards.md", "score = judge("), names)  # noqa: S102
+    exec(text("docs/rewards.md", "rank = group_judge("), names)  # noqa: S102
+    assert callable(names["score"]) and callable(names["rank"])
+
+
+def test_looking_at_a_run(folder: Path, run: Path, served: str) -> None:
+    opened = httpx.post(f"http://127.0.0.1:{served}/episodes", timeout=10).json()["id"]
+    recorded = json.loads(bash("areal-agents episodes ls runs/my_agent-seed0 --json", folder))
+    script = text("docs/inspecting.md", "areal-agents tail", ("8000", served))
+    script = re.sub("reward EPISODE", f"reward {opened}", script).replace("EPISODE", recorded[0]["id"])
+    shown = bash(script, folder)
+    assert "my_agent-seed0" in shown and (folder / "good.jsonl").exists()
+    given = (("EPISODE", recorded[0]["id"]),)
+    assert recorded[0]["id"] in bash(text("docs/evaluating.md", "areal-agents episodes show", *given), folder)
+
+
+def test_evaluating_and_deploying(folder: Path, run: Path, engine: str) -> None:
+    script = text("docs/evaluating.md", "areal-agents eval config.yaml eval.data.path=other.jsonl")
+    small = " rollout.limits.max_completion_tokens=8"
+    lines = [line.partition(" #")[0] + small for line in script.splitlines()]
+    bash("\n".join(lines), folder)
+    script = text("docs/deploying.md", "areal-agents export", ("step-20", "step-4"))
+    bash(script, folder)
+    assert (folder / "exported-20" / "config.json").exists()
+    port = free_port()
+    serve = text(
+        "docs/deploying.md",
+        "areal-agents serve --model runs/my_agent-seed0/final --engine-url",
+        ("http://gpu-host:30000", engine),
+    )
+    with started(serve + f" --port {port}", folder, f"http://127.0.0.1:{port}/health"):
+        assert (folder / "runs/production/store.db").exists()
+
+
+def test_training_on_the_episodes_of_a_run(folder: Path, run: Path) -> None:
+    script = text(
+        "docs/training.md",
+        "areal-agents train config.yaml data.episodes",
+        ("algorithm=sft", "algorithm=sft "),
+    )
+    small = SMALL.replace("eval.episodes=2", "").replace("rollout.groups=2", "rollout.groups=1")
+    bash(script + small + " algorithm.sft_min_score=-1", folder)
+    assert (folder / "runs/second/final/config.json").exists()
+
+
+def test_simulating(folder: Path, run: Path) -> None:
+    given = (("runs/search_agent-seed0", "runs/my_agent-seed0"), ("runs/x", "runs/my_agent-seed0"))
+    assert "GPUs" in bash(
+        text("docs/simulator.md", "areal-agents simulate --from runs/search_agent-seed0", *given), folder
+    )
+
+
+def test_from_python(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        text(
+            "docs/python.md",
+            "import areal_agents as aa",
+            (
+                "steps=20",
+                "steps=1, rollout={'groups': 1, 'group_size': 2, 'limits': {'max_completion_tokens': 4}}",
+            ),
+        )
+        + "\n"
+        + text("docs/python.md", "result = aa.evaluate", ("data=tasks", "data=tasks, episodes=2"))
+    )
+    shown = bash("python train.py", tmp_path)
+    assert "trained model" in shown
