@@ -218,7 +218,11 @@ def run(folder: Path) -> Path:
     (folder / "agent.py").write_text(text("README.md", "from areal_agents import Episode, episode"))
     (config,) = [b.text for b in blocks("yaml") if b.page == "README.md"]
     (folder / "config.yaml").write_text(config)
-    bash("areal-agents train config.yaml" + SMALL.replace("steps=1", "steps=4", 1), folder)
+    bash(
+        "areal-agents train config.yaml"
+        + SMALL.replace("steps=1", "steps=4", 1).replace("tokens=8", "tokens=32"),
+        folder,
+    )
     return folder / "runs" / "my_agent-seed0"
 
 
@@ -256,7 +260,7 @@ def test_a_served_agent_is_rewarded_and_trained(folder: Path, served: str) -> No
         "docs/serve-and-train.md", "curl -s localhost:8000/rewards", port, ("chatcmpl-…", grouped.id)
     )
     for answer in (bash(first, folder), bash(script, folder)):
-        assert json.loads(answer)["id"].startswith("episode-"), answer
+        assert json.loads(answer)["status"] == "open", answer
     small = " trainer.steps=1 rollout.groups=1 run_dir=runs/from-store name=served"
     there = folder / "trained"
     there.mkdir()
