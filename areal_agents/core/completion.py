@@ -109,6 +109,20 @@ class SamplingParams:
                 f"routed_experts_from must be a position of at least 0, got {self.routed_experts_from}"
             )
 
+    @property
+    def changes_the_policy(self) -> bool:
+        """Whether samples have another distribution than that of the model at temperature 1."""
+        defaults = (1.0, 1.0, 0, 0.0, 0.0, 0.0, None)
+        return defaults != (
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.frequency_penalty,
+            self.presence_penalty,
+            self.grammar,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:

@@ -155,7 +155,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
         if first and config.data.episodes:
             source = opened.enter_context(Store.open(recorded_store(config.data.episodes)))
             seed = config.seed if config.data.seed is None else config.data.seed
-            recorded = RecordedGroups.read(source, seed=seed)
+            split = config.data.split
+            recorded = RecordedGroups.read(source, seed=seed, split="eval" if split == "eval" else "train")
         elif first:
             urls, log = folder.read_endpoints().engine_urls, logging.getLogger(__name__)
             wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)

@@ -191,7 +191,9 @@ class DataConfig(BaseModel):
     )
     subset: str | None = Field(default=None, description="Configuration name of a data set of the Hub.")
     split: str | None = Field(
-        default=None, description="Split, for a data set of the Hub (default: train) or a function."
+        default=None,
+        description="Split, for a data set of the Hub (default: train) or a function. With episodes: train "
+        "(default) or eval; turns of eval are trained on if they were sampled from the unmodified policy.",
     )
     id: str = Field(default="id", description="Column with a unique id; without it, rows are numbered.")
     seed: int | None = Field(
@@ -205,6 +207,8 @@ class DataConfig(BaseModel):
     def _one_source(self) -> DataConfig:
         if not self.path and not self.episodes:
             raise ValueError("path (of tasks) or episodes (a store of recorded ones) is required")
+        if self.episodes and self.split not in (None, "train", "eval"):
+            raise ValueError(f"split of recorded episodes must be train or eval, got {self.split!r}")
         return self
 
 

@@ -243,17 +243,17 @@ def last_failure(connection: sa.Connection, split: Split) -> str | None:
     return connection.execute(query).scalar_one_or_none()
 
 
-def recorded_groups(connection: sa.Connection) -> list[str]:
-    """Return the ids of the training groups that were completed and not dropped, oldest first."""
+def recorded_groups(connection: sa.Connection, split: Split) -> list[str]:
+    """Return the ids of the groups of the split that were completed and not dropped, oldest first."""
     dropped = sa.exists().where(
         leases.c.group_id == groups.c.id, leases.c.use == 0, leases.c.state == "dropped"
     )
-    query = sa.select(groups.c.id).where(groups.c.state == "complete", groups.c.split == "train", ~dropped)
+    query = sa.select(groups.c.id).where(groups.c.state == "complete", groups.c.split == split, ~dropped)
     return list(connection.execute(query.order_by(groups.c.seq)).scalars())
 
 
-def recorded_alone(connection: sa.Connection) -> list[tuple[str, str]]:
-    """Return (id, task id) of the rewarded training episodes without a group, oldest first.
+def recorded_alone(connection: sa.Connection, split: Split) -> list[tuple[str, str]]:
+    """Return (id, task id) of the rewarded episodes of the split without a group, oldest first.
 
     An implicit episode counts before it has ended, because only its idleness shows that it has.
     """
@@ -263,7 +263,7 @@ def recorded_alone(connection: sa.Connection) -> list[tuple[str, str]]:
     query = (
         sa.select(episodes.c.id, tasks.c.id)
         .join(tasks, tasks.c.uid == episodes.c.task_uid)
-        .where(episodes.c.group_id.is_(None), episodes.c.split == "train", has_ended)
+        .where(episodes.c.group_id.is_(None), episodes.c.split == split, has_ended)
         .where(sa.exists().where(rewards.c.episode_id == episodes.c.id))
         .order_by(episodes.c.seq)
     )

@@ -384,15 +384,15 @@ class Store:
         with self._database.read() as connection:
             return reads.turn_times(connection, split)
 
-    def recorded_groups(self) -> list[str]:
-        """Return the ids of the training groups that were completed and not dropped, oldest first."""
+    def recorded_groups(self, split: Split = "train") -> list[str]:
+        """Return the ids of the groups of the split that were completed and not dropped, oldest first."""
         with self._database.read() as connection:
-            return reads.recorded_groups(connection)
+            return reads.recorded_groups(connection, split)
 
-    def recorded_alone(self) -> list[tuple[str, str]]:
-        """Return (id, task id) of the rewarded training episodes without a group, oldest first."""
+    def recorded_alone(self, split: Split = "train") -> list[tuple[str, str]]:
+        """Return (id, task id) of the rewarded episodes of the split without a group, oldest first."""
         with self._database.read() as connection:
-            return reads.recorded_alone(connection)
+            return reads.recorded_alone(connection, split)
 
     def episode_row(self, episode_id: str) -> EpisodeRow:
         """Return an episode without its turns. NotFound if it is unknown."""

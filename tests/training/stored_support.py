@@ -10,7 +10,7 @@ import numpy as np
 
 from areal_agents.core.completion import Completion, SamplingParams, as_token_ids
 from areal_agents.core.messages import Message
-from areal_agents.core.rollout import Reward, Task
+from areal_agents.core.rollout import Reward, Split, Task
 from areal_agents.core.trajectory import Turn
 from areal_agents.store import NewEpisode, Store
 
@@ -33,9 +33,11 @@ def put_group(
         _put(store, f"{name}-{index}", name, len(scores), index, score, prompt, own, token)
 
 
-def put_episode(store: Store, name: str, score: float) -> None:
+def put_episode(
+    store: Store, name: str, score: float, *, split: Split = "train", temperature: float = 1.0
+) -> None:
     """A scored episode of no group."""
-    _put(store, name, None, 1, 0, score, PROMPT, 0, 7)
+    _put(store, name, None, 1, 0, score, PROMPT, 0, 7, split=split, temperature=temperature)
 
 
 def _put(
@@ -48,11 +50,14 @@ def _put(
     prompt: int,
     version: int,
     token: int,
+    *,
+    split: Split = "train",
+    temperature: float = 1.0,
 ) -> None:
     task = group or episode
     key_hash = hashlib.sha256(episode.encode()).hexdigest()
     new = (
-        NewEpisode(id=episode, key_hash=key_hash, task=Task(task, {}))
+        NewEpisode(id=episode, key_hash=key_hash, task=Task(task, {}), split=split)
         if group is None
         else NewEpisode(
             id=episode, key_hash=key_hash, task=Task(task, {}), group_id=group, group_size=size, index=index
@@ -71,7 +76,7 @@ def _put(
             "stop",
         ),
         reply=Message("assistant", episode),
-        sampling=SamplingParams(max_new_tokens=SAMPLED),
+        sampling=SamplingParams(max_new_tokens=SAMPLED, temperature=temperature),
     )
     store.add_turn(episode, turn).result()
     store.seal(episode, "finished", given=[Reward("episode", "", "return", score)]).result()

@@ -87,6 +87,20 @@ def test_nothing_to_train_on_is_an_error(store: Store, tmp_path: Path) -> None:
         take(RecordedGroups.read(store, seed=0), 0)
 
 
+def test_evaluation_episodes_are_trained_on_where_their_sampling_was_that_of_the_policy(store: Store) -> None:
+    with pytest.raises(TrainingError, match="it has no episodes"):
+        RecordedGroups.read(store, seed=0, split="eval")
+    put_episode(store, "cold", 1.0, split="eval", temperature=0.5)
+    put_episode(store, "plain", 0.5, split="eval")
+    with pytest.raises(TrainingError, match=r"2 rewarded episodes are of split eval.*data\.split=eval"):
+        RecordedGroups.read(store, seed=0)
+    source = RecordedGroups.read(store, seed=0, split="eval")
+    loaded = [source.load(group) for group in source.groups]
+    constrained = {group.id: group.rollouts[0].episode.turns[0].constrained for group in loaded}
+    assert constrained == {"cold": True, "plain": False}
+    assert not store.load_episode("cold").turns[0].constrained  # the store is only read
+
+
 def test_a_run_folder_names_its_store(tmp_path: Path) -> None:
     assert recorded_store(str(tmp_path)) == tmp_path / "store.db"
     assert recorded_store("postgresql://host/db") == "postgresql://host/db"

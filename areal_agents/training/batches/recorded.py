@@ -18,7 +18,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GdpoEstimator, MaxRlEstimator
 from areal_agents.algorithms.samples import PreparedGroup, assemble_batch
 from areal_agents.algorithms.staleness import StalenessReport
-from areal_agents.core.rollout import Rollout, RolloutGroup
+from areal_agents.core.rollout import RecordedEpisode, Rollout, RolloutGroup, Split
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import TrainingError
 from areal_agents.store import Store
@@ -64,30 +64,33 @@ class RecordedGroup:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGroups:
-    """The training groups of a store, in the order of their recording.
+    """The groups of a store, in the order of their recording.
 
     Attributes:
         groups: the groups that were completed and not dropped, and then the rewarded episodes without a
             group, those of one task together.
+        split: the split of the episodes. The sampling of "eval" was not pinned when they were recorded, so
+            their turns count as constrained if they were not sampled from the policy itself.
     """
 
     store: Store
     groups: tuple[RecordedGroup, ...]
     seed: int
+    split: Split = "train"
 
     @classmethod
-    def read(cls, store: Store, *, seed: int) -> RecordedGroups:
-        """Read the groups of a store. Raises TrainingError if it has nothing to train on."""
+    def read(cls, store: Store, *, seed: int, split: Split = "train") -> RecordedGroups:
+        """Read the groups of a split. Raises TrainingError if it has nothing to train on."""
         by_task: dict[str, list[str]] = {}
-        for episode_id, task_id in store.recorded_alone():
+        for episode_id, task_id in store.recorded_alone(split):
             by_task.setdefault(task_id, []).append(episode_id)
         groups = (
-            *(RecordedGroup(group_id) for group_id in store.recorded_groups()),
+            *(RecordedGroup(group_id) for group_id in store.recorded_groups(split)),
             *(RecordedGroup(task_id, tuple(members)) for task_id, members in by_task.items()),
         )
         if not groups:
-            raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store)}")
-        return cls(store, groups, seed)
+            raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store, split)}")
+        return cls(store, groups, seed, split)
 
     def group_at(self, position: int) -> RecordedGroup:
         """Return the group at a position; each epoch is a different permutation."""
@@ -98,35 +101,53 @@ class RecordedGroups:
     def load(self, group: RecordedGroup) -> RolloutGroup | Refused:
         """Load a group; it is refused if its rows in the store are invalid."""
         if not group.episodes:
-            return read_groups(self.store, [group.id])[0]
+            found = read_groups(self.store, [group.id])[0]
+            if isinstance(found, Refused) or self.split == "train":
+                return found
+            unpinned = (replace(r, episode=_with_constrained_turns(r.episode)) for r in found.rollouts)
+            return replace(found, rollouts=tuple(unpinned))
         try:
             episodes = [self.store.load_episode(episode_id) for episode_id in group.episodes]
         except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
             return Refused("bad", f"it cannot be read: {error}")
         # An implicit episode is trained on as far as it has been recorded.
         episodes = [replace(e, status="finished") if e.status == "open" else e for e in episodes]
+        if self.split == "eval":
+            episodes = [_with_constrained_turns(episode) for episode in episodes]
         rollouts = tuple(Rollout(episode.task, n, episode, None) for n, episode in enumerate(episodes))
         return RolloutGroup(group.id, episodes[0].task, rollouts)
 
 
-def _why_nothing(store: Store) -> str:
-    """Describe what a store holds instead of groups and rewarded episodes of split train."""
+def _with_constrained_turns(episode: RecordedEpisode) -> RecordedEpisode:
+    """Return an episode whose sampling was not pinned, with `constrained` as it is for split train."""
+    turns = (
+        replace(turn, constrained=turn.constrained or turn.sampling.changes_the_policy)
+        for turn in episode.turns
+    )
+    return replace(episode, turns=tuple(turns))
+
+
+def _why_nothing(store: Store, split: Split) -> str:
+    """Describe what a store holds instead of groups and rewarded episodes of the split."""
     episodes = store.episodes()
     if not episodes:
         return "it has no episodes"
     counts = Counter((episode.split, episode.score is not None) for episode in episodes)
-    if not counts["train", True] and (scored := counts["eval", True]):
+    if split == "train" and not counts["train", True] and (scored := counts["eval", True]):
         return (
-            f"its {scored} rewarded episodes are of split eval, whose sampling is not that of the policy; "
-            "serve records split train unless it is started with --split eval"
+            f"its {scored} rewarded episodes are of split eval, for which the agent chooses the sampling; "
+            "data.split=eval trains on their turns at temperature 1 without truncation or penalty, and serve "
+            "records split train unless it is started with --split eval"
         )
-    if not counts["train", True]:
+    if not counts[split, True]:
+        if split == "eval" and counts["train", True]:
+            return f"its {counts['train', True]} rewarded episodes are of split train; leave data.split out"
         return (
             f"none of its {len(episodes)} episodes has a reward; reward completions (POST /rewards) or "
             "episodes (POST /episodes/ID/reward)"
         )
     return (
-        f"its {counts['train', True]} rewarded episodes of split train are still open, or in groups that are "
+        f"its {counts[split, True]} rewarded episodes of split {split} are still open, or in groups that are "
         "not complete; finish them (POST /episodes/ID/finish)"
     )
 
