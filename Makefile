@@ -26,6 +26,7 @@ setup: $(STAMP) ## Create .venv and install everything (about two minutes).
 
 $(STAMP): pyproject.toml constraints-cpu.txt
 	@$(CHECK_PYTHON)
+	@echo "installing into $(VENV), about two minutes; a second call costs nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) $(CONSTRAINTS) --editable '.[dev]'
 	@touch $@

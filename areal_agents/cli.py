@@ -259,6 +259,10 @@ def doctor(
         typer.Option(help="The agent as module:function or file.py:function, instead of a command."),
     ] = None,
     task: Annotated[str, typer.Option(help="The task to give the agent, as a JSON object.")] = "{}",
+    reward: Annotated[
+        str | None,
+        typer.Option(help="A reward function apart from the agent: module:function or file.py:function."),
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -283,7 +287,7 @@ def doctor(
     from areal_agents.doctor import examine, read_task, show
 
     report = examine(
-        function=agent, command=command or (), task=read_task(task),
+        function=agent, command=command or (), task=read_task(task), reward=reward,
         model=Path(model_folder(model, Path.cwd())) if model else None,
         engine_url=engine_url, timeout_s=timeout,
     )  # fmt: skip

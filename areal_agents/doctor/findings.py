@@ -149,7 +149,7 @@ def _training(seen: Observed, facts: Facts) -> Iterator[Finding]:
             "call Episode.from_environment().reward(value), or POST it to "
             "/episodes/$AREAL_AGENTS_EPISODE_ID/reward with the episode's key"
             if seen.is_command
-            else "return a number, or call ep.reward(...)"
+            else "return a number, call ep.reward(...), or name a function apart from the agent with --reward"
         )
         severity: Severity = "note" if seen.is_command else "error"  # a command's may be posted later
         yield Finding(severity, "The agent gave no reward.", f"Training needs one: {give}.")

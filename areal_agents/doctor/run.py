@@ -39,7 +39,8 @@ from areal_agents.rollout.agents.agent import Agent, load_agent
 from areal_agents.rollout.agents.attempt import Attempt, Outcome, open_attempt, run_rollout
 from areal_agents.rollout.agents.blocking import interrupted_if_blocked
 from areal_agents.rollout.agents.command import CommandAgent
-from areal_agents.rollout.config import LimitsConfig
+from areal_agents.rollout.config import LimitsConfig, RewardConfig
+from areal_agents.rollout.rewarding import RewardFunction
 from areal_agents.store import Store
 
 _CONTEXT_LENGTH = 262_144
@@ -59,6 +60,7 @@ def examine(
     function: str | None = None,
     command: Sequence[str] = (),
     task: Mapping[str, Any] | None = None,
+    reward: str | None = None,
     model: Path | None = None,
     engine_url: str | None = None,
     timeout_s: float = 120.0,
@@ -69,6 +71,7 @@ def examine(
         function: "module:function" or "file.py:function".
         command: the words of a command line.
         task: the task to give the agent.
+        reward: a reward function apart from the agent, as the configuration key `reward` names it.
         model: a model folder, for its tokenizer and chat template; default: a small built-in model.
         engine_url: the URL of a running SGLang server; default: scripted answers.
         timeout_s: the time limit of the agent in seconds.
@@ -77,6 +80,7 @@ def examine(
         ConfigError: not exactly one of function and command is given, the model folder is missing, or an
             engine is given without a model folder.
         AgentError: the function cannot be imported, or cannot be called as (task, ep).
+        RewardError: the reward function cannot be imported.
         RequestError: the engine does not answer.
     """
     if (function is None) == (not command):
@@ -84,6 +88,7 @@ def examine(
     if engine_url is not None and model is None:
         raise ConfigError("--engine-url needs --model, the folder of the model that the server serves")
     before = frozenset(sys.modules)
+    rewarding = RewardFunction(RewardConfig(episode=reward)) if reward else None
     agent: Agent = CommandAgent(command) if command else load_agent(str(function), workers=1)
     with tempfile.TemporaryDirectory(prefix="areal-agents-doctor-") as home:
         folder = model or write_tiny_model(Path(home))
@@ -94,7 +99,7 @@ def examine(
         ):
             proxy = ObservedProxy("", store)
             with serving(proxy, url, renderer):
-                run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), timeout_s))
+                run = asyncio.run(_episode(proxy.url, agent, dict(task or {}), rewarding, timeout_s))
             imported = set(sys.modules) - before
             seen = _observed(proxy, run, function, command, imported, timeout_s)
     facts = facts_of(seen)
@@ -129,7 +134,9 @@ def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Ite
         yield url
 
 
-async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: float) -> _Run:
+async def _episode(
+    url: str, agent: Agent, task: Mapping[str, Any], rewarding: RewardFunction | None, timeout_s: float
+) -> _Run:
     limits = LimitsConfig(time_s=timeout_s)
     try:
         async with AsyncClient(url) as client:
@@ -137,7 +144,9 @@ async def _episode(url: str, agent: Agent, task: Mapping[str, Any], timeout_s: f
             attempt = Attempt(Task("doctor", task), "train")
             opened = await open_attempt(client, attempt, limits=limits)
             with interrupted_if_blocked():
-                outcome = await run_rollout(client, agent, attempt.task, opened, limits=limits)
+                outcome = await run_rollout(
+                    client, agent, attempt.task, opened, limits=limits, function=rewarding
+                )
     finally:
         await agent.close()
     return _Run(opened, outcome)

@@ -130,7 +130,7 @@ def test_an_agent_that_asks_for_what_is_not_supported() -> None:
         ("own_key", "refused with 401", "api_key=ep.api_key"),
         ("bare", "the proxy opened another episode for them", "base_url=ep.base_url"),
         ("forced", "1 of 1 turns were sampled under a grammar", "train_constrained: true"),
-        ("gives_nothing", "The agent gave no reward", "return a number, or call ep.reward"),
+        ("gives_nothing", "The agent gave no reward", "return a number, call ep.reward"),
         ("blocks", "has blocked its event loop for 5 s", "Fix this error first"),
         ("claude_with_v1", "/v1/v1/messages was refused with 404", "Anthropic clients need it without /v1"),
     ],
@@ -211,3 +211,16 @@ def test_what_cannot_be_examined() -> None:
 def test_an_engine_that_does_not_answer_is_reported_at_once() -> None:
     with pytest.raises((RequestError, EngineError), match="not available"):
         examine(function=f"{AGENTS}:good", model=MODEL, engine_url="http://127.0.0.1:9")
+
+
+def test_a_reward_function_apart_from_the_agent_is_called(tmp_path: Path) -> None:
+    (tmp_path / "rewards.py").write_text(
+        "def score(episode):\n    return float(episode.messages[0]['role'] == 'user')\n"
+        "def broken(episode):\n    raise KeyError('answer')\n"
+    )
+    agent = f"{AGENTS}:gives_nothing"
+    rewarded = examine(function=agent, reward=f"{tmp_path / 'rewards.py'}:score")
+    assert rewarded.facts.rewarded and rewarded.verdict != "cannot"
+    failed = examine(function=agent, reward=f"{tmp_path / 'rewards.py'}:broken")
+    assert failed.verdict == "cannot"
+    assert any("KeyError: 'answer'" in finding.what for finding in failed.findings)
