@@ -28,6 +28,7 @@ SERVER_STOP_TIMEOUT_S = 15.0
 MOST_RESTARTS = 5  # the most restarts of one child within RESTARTS_WITHIN_S
 RESTARTS_WITHIN_S = 600.0
 FIRST_PAUSE_S = 0.5  # pause before the first restart; each further restart doubles it
+EXIT_REFUSED = 4  # of a process whose inputs or machine cannot be used, so that a restart would not help
 STABLE_AFTER_S = 60.0  # a failure after this run time is not caused by the configuration
 _ENDED_ON_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # exit codes of a child that a signal told to end
 

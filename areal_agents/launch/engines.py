@@ -30,13 +30,13 @@ from areal_agents.inference.sglang.server import (
     server_command,
     server_environment,
 )
+from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
 from areal_agents.launch.run_folder import RunFolder
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 INFO_TIMEOUT_S = 30.0
-EXIT_NEVER_SERVED = 4  # caused by the configuration or the machine, so a restart would not help
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +214,12 @@ def _serve_sglang(config: Config, folder: RunFolder, placement: GpuPlacement, re
         server.wait_ready()
         status = server.wait()
     except EngineUnavailable as error:
-        log.error("%s", error)
-        raise SystemExit(EXIT_NEVER_SERVED) from None
+        logger.error("%s", error)
+        raise SystemExit(EXIT_REFUSED) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.stop()
-    log.error("SGLang ended with status %d", status)
+    logger.error("SGLang ended with status %d", status)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -22,11 +22,11 @@ from pathlib import Path
 
 from areal_agents.config import Config, load_config
 from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError, RewardError
+from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
 
 EXIT_STOPPED = 3  # the process was told to end before its work was complete
-EXIT_REFUSED = 4  # the agent, the data or the configuration cannot be used, so a restart would not help
 GRACE_S = 20.0  # from the supervisor's death until this process exits at once
 
 

@@ -34,7 +34,7 @@ from areal_agents.launch.trial import run_trial
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
@@ -156,7 +156,7 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
         trains: whether a trainer runs beside the engines, on the first GPUs.
     """
     if names := config.engine.without_effect:
-        log.warning(
+        logger.warning(
             "settings that have no effect on %s: %s",
             "running servers, which keep their own settings" if config.engine.urls else "SGLang",
             ", ".join(f"engine.{name}" for name in names),

@@ -22,7 +22,7 @@ from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
 from areal_agents.store.trainer_lock import TrainerLock
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _UPDATE_TIMEOUT_S = 600.0  # a large model is read from its folder
 
@@ -96,7 +96,7 @@ async def without_trainer(store: Store) -> AsyncIterator[bool]:
         try:
             alone = await asyncio.to_thread(stack.enter_context, TrainerLock(store.path).unheld())
         except OSError as error:
-            log.warning("cannot determine whether a trainer is running: %s", error)
+            logger.warning("cannot determine whether a trainer is running: %s", error)
             alone = False
         yield alone
 

@@ -371,7 +371,7 @@ async def _running_beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event | None) -> None:
-    """Run `work` until it ends or `stop` is set. Raises the first error inside its exception groups."""
+    """Run `work` until it ends or `stop` is set. Raises its first error, and logs the others of a group."""
     main = asyncio.create_task(work)
     stopping = asyncio.create_task(stop.wait()) if stop is not None else None
     try:
@@ -387,6 +387,8 @@ async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event |
         return
     error = main.exception()
     while isinstance(error, BaseExceptionGroup):
+        for other in error.exceptions[1:]:
+            logger.error("a further error of the rollouts", exc_info=other)
         error = error.exceptions[0]
     if error is not None:
         raise error

@@ -36,7 +36,7 @@ from areal_agents.training.model.run_models import Models
 from areal_agents.training.publish.publisher import Publisher
 from areal_agents.training.step.step import StepOptions, StepResult, Stopped, train_batch
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class TrainingLoop:
         self._save()
         self.checkpoints.finish()
         if not finished:
-            log.info("stopped after step %d", self.progress.step)
+            logger.info("stopped after step %d", self.progress.step)
         return finished
 
     def _step(self) -> bool:
@@ -125,7 +125,7 @@ class TrainingLoop:
 
     def _end_with(self, error: TrainingError) -> NoReturn:
         """Save a checkpoint, then raise the error that ends the run on every rank. Collective."""
-        log.error("the run ends after step %d: %s", self.progress.step, error)
+        logger.error("the run ends after step %d: %s", self.progress.step, error)
         self._save()
         self.checkpoints.finish()
         raise error
@@ -163,7 +163,7 @@ class TrainingLoop:
                 peak=peak_flops(self.ranks.device),
             ),
         }
-        log.info(
+        logger.info(
             "step %d: reward %.3f, %d tokens, waited %.1f s, trained %.1f s, paused %.2f s",
             progress.step, values["reward_mean"], values["tokens"], batch.wait_s, train_s, values["pause_s"],
         )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_agents.errors import ConfigError, EngineError
 from areal_agents.inference.engine import Engine, ModelInfo
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _START_S = 5.0  # longest wait for a replica's answer before the proxy starts without it
 
@@ -40,7 +40,9 @@ async def other_weights(first: Engine, model: tuple[str, ModelInfo], engine: Eng
     try:
         ours, theirs = await asyncio.gather(first.checksum(), engine.checksum())
     except EngineError as error:
-        log.warning("%s serves %s, another engine %s: %s", where, expected.model_path, info.model_path, error)
+        logger.warning(
+            "%s serves %s, another engine %s: %s", where, expected.model_path, info.model_path, error
+        )
         return ""
     if ours == theirs:
         return ""

@@ -30,7 +30,7 @@ from areal_agents.inference.pool.agreement import difference_of, other_weights
 from areal_agents.inference.pool.limits import PoolLimits
 from areal_agents.inference.pool.replica import CurrentVersion, Replica
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WithoutTrainer = Callable[[], AbstractAsyncContextManager[bool]]
 _SPREAD_S = 0.3  # random delay, so that not all processes load into a late replica at once
@@ -130,14 +130,14 @@ class ReplicaMonitor:
             self._on_change()
         if replica.state != before[0]:
             level = logging.INFO if replica.is_serving else logging.WARNING
-            log.log(level, "engine %s is %s%s", replica.name, replica.state, _because(replica))
+            logger.log(level, "engine %s is %s%s", replica.name, replica.state, _because(replica))
 
     async def refresh(self) -> bool:
         """Read the latest published version; return False, and keep the known one, if that fails."""
         try:
             found = await asyncio.to_thread(self._read_current)
         except ArealAgentsError as error:
-            log.warning("the current version could not be read: %s", error)
+            logger.warning("the current version could not be read: %s", error)
             return False
         if found is None or (self.current is not None and found.version == self.current.version):
             return True
@@ -153,7 +153,7 @@ class ReplicaMonitor:
             try:
                 await self.check(replica)
             except Exception:  # a bug: log it and continue, or the replica would keep its state forever
-                log.exception("the health check of engine %s failed unexpectedly", replica.name)
+                logger.exception("the health check of engine %s failed unexpectedly", replica.name)
             pause_s = limits.probe_every_s
             if 0 < replica.misses < limits.lost_after:
                 pause_s = min(limits.probe_again_s, pause_s)
@@ -240,9 +240,9 @@ class ReplicaMonitor:
                 async with asyncio.timeout(self._limits.probe_timeout_s):
                     await replica.engine.resume()
             except EngineRejected as error:
-                log.info("engine %s cannot be resumed, so it was not paused: %s", replica.name, error)
+                logger.info("engine %s cannot be resumed, so it was not paused: %s", replica.name, error)
             except (EngineError, TimeoutError) as error:
-                log.warning("engine %s may be paused, and could not be resumed: %s", replica.name, error)
+                logger.warning("engine %s may be paused, and could not be resumed: %s", replica.name, error)
                 return
         replica.may_be_paused = False
 
@@ -266,11 +266,11 @@ class ReplicaMonitor:
             self._loads.pop(replica.name, None)
 
     async def _load(self, replica: Replica, goal: CurrentVersion) -> None:
-        log.info("engine %s: loading version %d from %s", replica.name, goal.version, goal.path)
+        logger.info("engine %s: loading version %d from %s", replica.name, goal.version, goal.path)
         try:
             await load(replica.engine, goal)
         except EngineError as error:
-            log.warning("engine %s could not load version %d: %s", replica.name, goal.version, error)
+            logger.warning("engine %s could not load version %d: %s", replica.name, goal.version, error)
             replica.load_error = f"loading it failed: {error}"
         else:
             self._on_load()
@@ -303,7 +303,7 @@ async def load(engine: Engine, goal: CurrentVersion) -> None:
         if (await engine.model_info()).version == goal.version:
             return  # another process has loaded it, and running requests need the adapter
         # Most likely another process loaded it and died before it set the version.
-        log.info("the adapter %s is loaded again: %s", name, error)
+        logger.info("the adapter %s is loaded again: %s", name, error)
         await engine.unload_adapter(name)
         await engine.load_adapter(name, goal.path)
     await engine.set_version(goal.version, abort_running=False)

@@ -40,7 +40,7 @@ from areal_agents.inference.sglang.wire import (
     shorten,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -328,7 +328,7 @@ class SGLangEngine(SGLangControl):
             await self.abort(rid)
         # no caller waits; the server ends the generation when it notices the closed connection
         except EngineError as error:
-            log.warning("the cancelled generation %s could not be aborted: %s", rid, error)
+            logger.warning("the cancelled generation %s could not be aborted: %s", rid, error)
 
     async def _server_info(self) -> dict[str, Any]:
         return as_object(await self._call("GET", "/server_info"), "/server_info")

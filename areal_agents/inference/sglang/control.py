@@ -20,7 +20,7 @@ from areal_agents.inference.engine import (
 from areal_agents.inference.sglang.transport import HttpTransport
 from areal_agents.inference.sglang.wire import as_object, shorten
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PREPARE_PATH = "/prepare_weights_from_disk"  # an endpoint of the embedded engine only
 
@@ -74,7 +74,7 @@ class SGLangControl:
         except EngineRejected as error:
             if "already open" not in str(error):
                 raise
-            log.warning("%s: an unfinished weight update was discarded: %s", self.base_url, error)
+            logger.warning("%s: an unfinished weight update was discarded: %s", self.base_url, error)
             await self._give_up_update()
             await self._do("/begin_weight_update", body)
 
@@ -189,7 +189,7 @@ class SGLangControl:
         try:
             await self._do("/end_weight_update", {})
         except EngineRejected as error:  # an incomplete update is refused, but closed nevertheless
-            log.debug("%s", error)
+            logger.debug("%s", error)
 
     async def _do(
         self, path: str, body: Any, *, optional: bool = False, timeout_s: float | None = None
@@ -200,7 +200,7 @@ class SGLangControl:
             "POST", path, body, timeout_s=timeout_s or self._update_timeout_s, optional=optional
         )
         if optional and answer is None:
-            log.debug("%s has no endpoint %s; skipped", self.base_url, path)
+            logger.debug("%s has no endpoint %s; skipped", self.base_url, path)
             return {}
         done = as_object(answer, self.base_url + path)
         if done.get("success") is not True:

@@ -33,7 +33,7 @@ from areal_agents.training.batches.checks import (
 )
 from areal_agents.training.batches.staleness import Bound, Lineage
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0  # interval between checks for a stop while there is nothing to lease
 _REFILLS = 8  # maximum number of equal groups that are replaced, in batches; further ones stay in the batch
@@ -129,7 +129,7 @@ class Dropped:
             self.equal += 1
         else:
             self.bad[group_id] = refused.reason
-            log.error("step %d: group %s is dropped: %s", self._step, group_id, refused.reason)
+            logger.error("step %d: group %s is dropped: %s", self._step, group_id, refused.reason)
             if len(self.bad) > max(4, self._groups):
                 raise TrainingError(
                     f"step {self._step}: {len(self.bad)} groups cannot be trained on, so the cause is "
@@ -139,9 +139,11 @@ class Dropped:
     def log(self) -> None:
         """Log one line for the stale groups and one for the equal groups."""
         if self.stale:
-            log.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
+            logger.warning("step %d: dropped %d groups beyond the staleness bound", self._step, self.stale)
         if self.equal:
-            log.info("step %d: dropped %d groups with equal scores and leased others", self._step, self.equal)
+            logger.info(
+                "step %d: dropped %d groups with equal scores and leased others", self._step, self.equal
+            )
 
 
 def next_batch(

@@ -41,7 +41,7 @@ from areal_agents.training.step.optimizer import (
     plain_name,
 )
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and "critic" if there is one
 Tensors = Mapping[str, Any]
@@ -175,7 +175,7 @@ class Checkpoints:
         try:
             facts = read_facts(self._folder / f"step-{step}")
         except TrainingError as error:  # a damaged older checkpoint must not end a healthy run
-            log.warning("a checkpoint cannot be compared with the others: %s", error)
+            logger.warning("a checkpoint cannot be compared with the others: %s", error)
             return None
         return self._score(step, facts)
 

@@ -19,7 +19,7 @@ from areal_agents.training.checkpoint.checkpoint import (
 )
 from areal_agents.training.distributed import Ranks
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def resume(
@@ -43,7 +43,7 @@ def resume(
     progress = TrainingProgress(step=0, version=0)
     if path is not None:
         progress = load_checkpoint(path, parts, ranks)
-        log.info("resuming after step %d from %s", progress.step, path)
+        logger.info("resuming after step %d from %s", progress.step, path)
     version = progress.version
     if store is not None:
         if path is not None:
@@ -51,7 +51,7 @@ def resume(
             store.commit_checkpoint(progress.step)
         returned = store.return_leases(progress.step)
         if returned:
-            log.info("%d groups leased by later steps are complete again", returned)
+            logger.info("%d groups leased by later steps are complete again", returned)
         if publishes:
             # Also above the checkpoint's version, in case the store was replaced; engines start with version
             # 0.

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from areal_agents.errors import ConfigError
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PROJECT = "areal-agents"  # used unless the tracker's environment variable sets another name
 IDS = "trackers.json"
@@ -105,7 +105,7 @@ class Trackers:
         if not used_before:
             self.close()
             raise ConfigError(f"{text}; set it up, or leave it out") from error
-        log.error("%s. Training continues without it; metrics.jsonl has every step", text)
+        logger.error("%s. Training continues without it; metrics.jsonl has every step", text)
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class _Outlet:
     def join(self, timeout_s: float) -> None:
         self._thread.join(max(0.0, timeout_s))
         if self._thread.is_alive():
-            log.error("tracker %s missed its last metrics; metrics.jsonl has them", self._name)
+            logger.error("tracker %s missed its last metrics; metrics.jsonl has them", self._name)
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
@@ -149,7 +149,7 @@ class _Outlet:
         missed = self._missed
         self._guarded("at its end", self._tracker.close)
         if missed:
-            log.warning("tracker %s has missed %d steps; metrics.jsonl has them", self._name, missed)
+            logger.warning("tracker %s has missed %d steps; metrics.jsonl has them", self._name, missed)
 
     def _guarded(self, when: str, act: Callable[[], None]) -> None:
         try:
@@ -157,7 +157,7 @@ class _Outlet:
         except Exception as error:  # a failing tracker must not end the run
             self._missed += 1
             if self._missed == 1:
-                log.error(
+                logger.error(
                     "tracker %s failed %s: %s: %s. Training continues, metrics.jsonl has every step, and "
                     "further failures of this tracker are not reported",
                     self._name, when, type(error).__name__, error,

@@ -23,7 +23,7 @@ from areal_agents.training.publish.config import Pause
 from areal_agents.training.publish.disk import Check
 from areal_agents.training.publish.fleet import Fleet
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _OTHERS_S = 0.5  # time allowed for another process that has loaded the adapter to set the version
 
@@ -63,7 +63,7 @@ async def _load(engine: Engine, version: int, path: Path, *, may_be_there: bool)
             await engine.unload_adapter(name)
         except EngineRejected:  # the engine has no such adapter, so the load was refused for another reason
             raise error from None
-        log.warning("%s already had an adapter %s; loading it again", engine.base_url, name)
+        logger.warning("%s already had an adapter %s; loading it again", engine.base_url, name)
         await engine.load_adapter(name, str(path))
 
 
@@ -117,9 +117,9 @@ async def _unload(engine: Engine, due: deque[int]) -> None:
             await engine.unload_adapter(adapter_name(due[0]))
         except EngineRejected as error:
             # the engine does not have the adapter, because it restarted or did not load this version
-            log.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
+            logger.info("%s had no adapter of version %d: %s", engine.base_url, due[0], error)
         except EngineError as error:
-            log.warning(
+            logger.warning(
                 "%s did not unload the adapter of version %d, retrying after the next version: %s",
                 engine.base_url, due[0], error,
             )  # fmt: skip

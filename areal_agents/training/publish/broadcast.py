@@ -29,7 +29,7 @@ from areal_agents.training.publish.buckets import Packed
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GRACE_S = 2.0  # after a broadcast fails, time for the engine that caused the failure to report its own error
 
@@ -113,7 +113,7 @@ class BroadcastSender:
         )
         for failure in left:
             if isinstance(failure, BaseException):
-                log.info("leaving the weight group %s failed: %s", self._name, failure)
+                logger.info("leaving the weight group %s failed: %s", self._name, failure)
         if group is not None:
             await _leave(group)
 
@@ -132,7 +132,7 @@ async def _leave(group: dist.ProcessGroup) -> None:
     try:
         await asyncio.wait_for(_in_thread(lambda: leave_group(group)), GRACE_S)
     except (TimeoutError, RuntimeError) as failure:
-        log.info("a weight group is still in use: %s", failure)
+        logger.info("a weight group is still in use: %s", failure)
 
 
 async def _failure_of(

@@ -25,7 +25,7 @@ from areal_agents.inference.engine import Engine
 from areal_agents.training.model.folder import raw_bytes
 from areal_agents.training.model.safetensors_files import Checkpoint, Stored
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 # tensors that engines do not hold: recomputed, or the same as the embedding
 _COMPUTED = ("rotary_emb.inv_freq", "lm_head.weight")
@@ -75,7 +75,7 @@ class Checksums:
         """
         ranks = (await engine.checksum()).ranks
         if len(ranks) != 1:
-            log.warning(
+            logger.warning(
                 "%s: the weights of %d tensor-parallel workers are not compared", engine.base_url, len(ranks)
             )
             return None
@@ -97,7 +97,7 @@ class Checksums:
                     f"{held[name]}, which matches the folder in none of float32, bfloat16 and float16)"
                 )
         if unknown:
-            log.warning(
+            logger.warning(
                 "%s: %d of %d weights have an engine-specific form and are not compared, such as %s",
                 url, len(unknown), len(held), min(unknown),
             )  # fmt: skip
@@ -153,9 +153,9 @@ class EngineComparison:
         try:
             agreement = await self._checksums.check(engine)
         except EngineUnavailable as error:
-            log.warning("the weights of %s cannot be compared now: %s", engine.base_url, error)
+            logger.warning("the weights of %s cannot be compared now: %s", engine.base_url, error)
         except EngineRejected as error:  # it will not be able to later either
-            log.warning("the weights of %s cannot be compared: %s", engine.base_url, error)
+            logger.warning("the weights of %s cannot be compared: %s", engine.base_url, error)
             self.compared.add(engine.base_url)
         except EngineError as error:
             self._difference = self._difference or error

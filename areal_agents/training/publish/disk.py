@@ -12,7 +12,7 @@ from areal_agents.inference.engine import Engine
 from areal_agents.training.publish.config import Pause
 from areal_agents.training.publish.fleet import Fleet
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Check = Callable[[Engine], Awaitable[None]]
 
@@ -61,4 +61,4 @@ async def resume_anyway(engine: Engine) -> None:
     try:
         await engine.resume()
     except EngineError as error:
-        log.warning("%s did not resume after a failed swap: %s", engine.base_url, error)
+        logger.warning("%s did not resume after a failed swap: %s", engine.base_url, error)

@@ -14,7 +14,7 @@ from areal_agents.inference.engine import Engine
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EventLoopThread:
@@ -71,7 +71,7 @@ class Fleet:
         if len(failures) == len(engines):
             raised = next((f for f in failures if isinstance(f, EngineUnavailable)), failures[0])
             for other in (failure for failure in failures if failure is not raised):
-                log.warning("version %d: %s", self.version, other)
+                logger.warning("version %d: %s", self.version, other)
             raise raised
         for engine, result in zip(engines, results, strict=True):
             if isinstance(result, EngineError):
@@ -80,6 +80,8 @@ class Fleet:
 
     def leave_out(self, engine: Engine, error: EngineError) -> None:
         """Remove the engine from the fleet, and record that it did not take the version."""
-        log.warning("version %d is published without the engine %s: %s", self.version, engine.base_url, error)
+        logger.warning(
+            "version %d is published without the engine %s: %s", self.version, engine.base_url, error
+        )
         self.engines.remove(engine)
         self.left_out.append(engine.base_url)

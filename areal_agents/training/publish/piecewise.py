@@ -23,7 +23,7 @@ from areal_agents.training.publish.buckets import Packed, packed
 from areal_agents.training.publish.disk import Check, resume_anyway
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
@@ -143,9 +143,9 @@ class Delivery:
         except EngineUnavailable as error:
             raise error from failure  # the engine is unreachable, which may be why sending failed
         except EngineError as error:
-            log.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
+            logger.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
             raise failure from error
-        log.warning(
+        logger.warning(
             "%s loaded %s because sending the weights failed: %s", engine.base_url, self._path, failure
         )
         self.repaired.append(engine.base_url)

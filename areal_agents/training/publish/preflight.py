@@ -17,7 +17,7 @@ from areal_agents.errors import EngineError, EngineUnavailable
 from areal_agents.inference.engine import Engine, ModelInfo
 from areal_agents.training.publish.fleet import Fleet
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 
@@ -53,7 +53,7 @@ class WaitLimit:
         if self._deadline is None:
             self._deadline = now + self._limit_s
             if self._limit_s:
-                log.warning("a version waits up to %g s for an engine: %s", self._limit_s, lost)
+                logger.warning("a version waits up to %g s for an engine: %s", self._limit_s, lost)
         if now >= self._deadline:
             raise lost
         await asyncio.sleep(min(pause_s, self._deadline - now))

@@ -29,7 +29,7 @@ from areal_agents.training.publish.version_folder import Written, forget_before,
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class Publisher:
             busy = await fleet.each(lambda engine: engine.busy_s())
         # the version is already served; an engine lost now is handled by the next publication
         except EngineError as error:
-            log.warning("no engine answers after version %d was published: %s", fleet.version, error)
+            logger.warning("no engine answers after version %d was published: %s", fleet.version, error)
             return None
         known = [seconds for seconds in busy if seconds is not None]
         return sum(known) / len(known) if len(known) == len(self._engines) else None
@@ -222,7 +222,7 @@ class Publisher:
         try:
             self._sleep_or_wake(wake, kinds)
         except EngineError as error:
-            log.warning("an engine did not wake and take its memory back: %s", error)
+            logger.warning("an engine did not wake and take its memory back: %s", error)
 
     def _on_every_rank(self, call: Callable[[], T]) -> T:
         return on_every_rank(self._ranks, call)

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.engine import Engine, MemoryKind
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 async def fall_asleep(engines: Sequence[Engine], kinds: Sequence[MemoryKind]) -> None:
@@ -43,7 +43,7 @@ async def _each(engines: Sequence[Engine], call: Callable[[Engine], Awaitable[No
         try:
             await call(engine)
         except EngineUnavailable as error:
-            log.warning("an engine does not answer, so it keeps its memory as it is: %s", error)
+            logger.warning("an engine does not answer, so it keeps its memory as it is: %s", error)
 
     # Wait for every call even if one fails: no engine may still be going to sleep when the caller wakes them
     # after an error.

@@ -21,7 +21,7 @@ from areal_agents.training.publish.preflight import Reachable, WaitLimit, check_
 from areal_agents.training.publish.rank_failures import EnginesLost, on_every_rank
 from areal_agents.training.publish.transports import Delivered, Transport
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0  # interval between two attempts to deliver a version
 
@@ -93,7 +93,7 @@ class Swapper:
                 return
             _raise_difference(checks)
             self._loop.run(wait_limit.wait(pause_s, lost))
-            log.warning("engines were lost, delivering the version again: %s", lost)
+            logger.warning("engines were lost, delivering the version again: %s", lost)
 
         on_every_rank(self._ranks, wait)
 

@@ -25,7 +25,7 @@ from areal_agents.training.model.lora import write_adapter
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.safetensors_files import Checkpoint
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WAITING_BYTES = 512_000_000  # gathered weights that may wait for the disk, in bytes
 
@@ -170,7 +170,7 @@ def forget_before(folder: Path, version: int, *, keep: int) -> list[int]:
         try:
             shutil.rmtree(folders[old])
         except OSError as error:
-            log.warning("the folder of version %d could not be removed yet: %s", old, error)
+            logger.warning("the folder of version %d could not be removed yet: %s", old, error)
         else:
             forgotten.append(old)
     return forgotten

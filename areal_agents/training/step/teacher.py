@@ -28,7 +28,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.step.divergence import FullTargets, TopTargets
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
         try:
             return await ask()
         except EngineUnavailable as error:
-            log.warning("the teacher's engine does not answer, retrying: %s", error)
+            logger.warning("the teacher's engine does not answer, retrying: %s", error)
             await asyncio.sleep(_RETRY_S)
 
 
