@@ -187,3 +187,47 @@ def test_what_is_given_in_memory_reaches_other_processes(tmp_path: Path) -> None
 def test_a_wrong_setting_is_an_error_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'trainer\.lr'"):
         aa.train(agent, model="quickstart", data=TASKS, run_dir=tmp_path / "run", lr=1e-4)
+
+
+def test_a_killed_rollout_process_rewards_a_group_once(tmp_path: Path) -> None:
+    """The process is killed while the group's function runs; after its restart the group is rewarded."""
+    called = tmp_path / "called"
+    folder = tmp_path / "run"
+
+    def rank(episodes: list) -> list[float]:
+        if not called.exists():
+            called.write_text("yes")
+            time.sleep(600)
+        return [float(place) for place, _ in enumerate(episodes)]
+
+    async def unrewarded(task: dict, ep: aa.Episode) -> None:
+        await agent(task, ep)
+
+    small = {**SMALL, "rollout": {"groups": 1, "group_size": 3, "concurrency": 3}, "trial": False}
+    run = aa.train(
+        unrewarded,
+        model="quickstart",
+        data=TASKS,
+        reward={"group": rank},
+        steps=2,
+        run_dir=folder,
+        show=False,
+        **small,
+    )
+    with run:
+        deadline = time.monotonic() + 120
+        while not called.exists():
+            assert run.state == "running" and time.monotonic() < deadline, run.state
+            time.sleep(0.1)
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or ()
+            if "rollout" in words and str(folder) in words:
+                process.kill()
+        run.wait(timeout_s=240)
+    trained = [e for e in run.episodes(split="train", status="finished") if e["score"] is not None]
+    groups = {e["group"] for e in trained}
+    assert len(groups) >= 2 and run.metrics[-1]["step"] == 2
+    for group in groups:
+        members = [e for e in trained if e["group"] == group]
+        assert sorted(e["score"] for e in members) == [0.0, 1.0, 2.0][: len(members)]
+        assert all([reward["name"] for reward in e["rewards"]] == ["return"] for e in members)
