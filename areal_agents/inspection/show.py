@@ -47,7 +47,8 @@ def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = F
         value = episode[name]
         if value is not None:
             head.add_row(Text(name, "dim"), Text(printable(str(value))))
-    head.add_row(Text("task", "dim"), Text(_cut(json.dumps(episode["task"], ensure_ascii=False), full)))
+    task = json.dumps(episode["task"]["input"], ensure_ascii=False)
+    head.add_row(Text("task", "dim"), _text(f"{episode['task']['id']} {_cut(task, full)}"))
     console.print(head)
     for reward in episode["rewards"]:
         target = f" of {reward['target']}" if reward["target"] else ""
@@ -57,7 +58,7 @@ def draw_episode(episode: Mapping[str, Any], console: Console, *, full: bool = F
                 "green",
             )
         )
-    tree = Tree(Text(f"{len(episode['turns'])} turns"), guide_style="dim")
+    tree = Tree(Text(f"turns: {len(episode['turns'])}"), guide_style="dim")
     nodes: dict[str | None, Tree] = {None: tree}
     for number, turn in enumerate(episode["turns"], start=1):
         node = nodes[turn["parent"]].add(_turn_head(number, turn))

@@ -32,7 +32,10 @@ class RewardFunction:
         self.of_groups = bool(config.group)
         self._name = config.group or config.episode
         self._time_s = config.time_s
-        self._function: Callable[..., Any] = load_function(self._name, RewardError)
+        try:
+            self._function: Callable[..., Any] = load_function(self._name, RewardError)
+        except RewardError as error:
+            raise RewardError(f"reward: {error}") from error
 
     async def of_episode(self, episode: FinishedEpisode) -> RewardValue:
         """Return the reward of one episode; a function of groups gets a group of one. Raises RewardError."""

@@ -352,7 +352,10 @@ def test_what_a_preset_needs(
 def test_the_steps_to_add_a_loss_work_as_documented(tmp_path: Path) -> None:
     """Followed on a copy of the package: the new loss is chosen by its name and passes its oracle."""
     steps = DOCS.read_text().split("## Adding a loss")[1].split("\n## ")[0]
-    blocks = [textwrap.dedent(block) for block in re.findall(r"   ```python\n(.*?)   ```", steps, re.DOTALL)]
+    blocks = [
+        textwrap.dedent(block)
+        for block in re.findall(r"   ```(?:python|text)\n(.*?)   ```", steps, re.DOTALL)
+    ]
     loss, imported, member, oracle = blocks
     root = DOCS.parents[1]
     shutil.copytree(

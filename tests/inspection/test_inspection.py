@@ -60,7 +60,7 @@ def test_an_episode_is_shown_with_its_branches_and_without_control_characters(
     recorded: Recorded, where: str
 ) -> None:
     shown = call("episodes", "show", recorded.branching, where)
-    assert "reward return (episode): 0.75" in shown and "3 turns" in shown
+    assert "reward return (episode): 0.75" in shown and "turns: 3" in shown
     assert "user: Where is Lyon?" in shown and "assistant: Lyon\ufffd[2J" in shown
     assert "\x1b[2J" not in shown
     assert "turn 3" in shown and "new root (" in shown and "· version 0" in shown

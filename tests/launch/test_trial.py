@@ -67,7 +67,7 @@ def train(folder: Path, agent: str, *settings: str, tasks: str = '{"text": "Hi"}
     ("agent", "reason"),
     [
         ("agents.py:raises", "fails before its first reply: KeyError: 'oops' ("),
-        ("agents.py:gives_no_reward", "the agent gave no reward: return a number, or call ep.reward"),
+        ("agents.py:gives_no_reward", "the agent gave no reward: return a number, call ep.reward"),
         ("agents.py:blocks", "agents.py, line 20: time.sleep(600)"),
         ("agents.py:asks_too_much", "first prompt does not fit the context of the model"),
         (

@@ -39,7 +39,10 @@ _BEYOND_CONTEXT = (
     "the agent's first prompt does not fit the context of the model; shorten the prompt or the descriptions "
     "of the tools, or serve the model with a longer context (engine.max_context)"
 )
-_NO_REWARD = "the agent gave no reward: return a number, or call ep.reward(...) before it ends"
+_NO_REWARD = (
+    "the agent gave no reward: return a number, call ep.reward(...) before it ends, or name a reward "
+    "function apart from the agent (reward: file.py:function)"
+)
 
 
 @dataclass(frozen=True, slots=True)
