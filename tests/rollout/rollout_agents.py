@@ -184,7 +184,7 @@ def sync_good(task: dict, ep: Episode) -> float:
     print("what an agent prints disturbs nobody")
     client = OpenAI(base_url=f"{ep.base_url.split('/e/')[0]}/v1", api_key=current_key)
     client.chat.completions.create(messages=[{"role": "user", "content": "Hi"}], **SHORT)
-    ep.reward(0.5, name="pid known" if os.getpid() else "no pid")
+    ep.reward(0.5 if os.getppid() == task.get("runner", os.getppid()) else -0.5, name="process")
     return 1.0
 
 
