@@ -131,7 +131,7 @@ def episode(agent: Agent) -> Agent:
     return cast(Agent, run_sync)
 
 
-class _Key(str):
+class _AwaitableKey(str):
     """A key that can also be awaited: sync clients call for a string, async clients for an awaitable."""
 
     __slots__ = ()
@@ -159,7 +159,7 @@ def current_key() -> Any:
             "current_key() was called where no episode is running, and OPENAI_API_KEY is not set; in a "
             "thread that your agent starts, run the call in contextvars.copy_context()"
         )
-    return _Key(key)
+    return _AwaitableKey(key)
 
 
 @contextmanager

@@ -15,23 +15,23 @@ PACKAGE = Path(__file__).parent.parent / "areal_agents"
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "direct_http": set(),
-    "processes": set(),
+    "process_control": set(),
     "sockets": {"errors"},
     "browsers": {"errors"},
     "extras": {"errors"},
     "core": {"errors"},
     "rendering": {"core", "errors"},
-    "inference": {"browsers", "core", "errors", "direct_http", "processes", "sockets"},
+    "inference": {"browsers", "core", "errors", "direct_http", "process_control", "sockets"},
     "algorithms": {"core", "errors"},
     "store": {"core", "errors"},
-    "testing": {"core", "errors", "inference", "processes", "sockets"},
+    "testing": {"core", "errors", "inference", "process_control", "sockets"},
     "quickstart": set(),
     "starter": {"episode", "errors"},
     "rewards": {"direct_http", "errors"},
-    "proxy": {"browsers", "core", "errors", "processes", "rendering", "inference", "sockets", "store"},
+    "proxy": {"browsers", "core", "errors", "process_control", "rendering", "inference", "sockets", "store"},
     "episode": {"core", "errors", "client"},
     "client": {"core", "errors", "direct_http"},
-    "rollout": {"core", "errors", "rewards", "store", "client", "episode", "direct_http", "processes"},
+    "rollout": {"core", "errors", "rewards", "store", "client", "episode", "direct_http", "process_control"},
     "training": {"core", "errors", "algorithms", "inference", "store"},
     "doctor": {
         "client",
@@ -56,7 +56,7 @@ def _modules() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def _room(path: Path) -> str:
+def _package(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
@@ -71,19 +71,19 @@ def _imports(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_rooms_import_only_what_they_may(path: Path) -> None:
-    room = _room(path)
-    if room not in ALLOWED:
+def test_packages_import_only_what_they_may(path: Path) -> None:
+    package = _package(path)
+    if package not in ALLOWED:
         return  # config, cli, __main__ and launch sit on top
-    rooms = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
-    known = {_room(module) for module in _modules()}
-    assert (rooms & known) - {room} <= ALLOWED[room]
+    packages = {name.split(".")[1] for name in _imports(path) if name.startswith("areal_agents.")}
+    known = {_package(module) for module in _modules()}
+    assert (packages & known) - {package} <= ALLOWED[package]
 
 
 @pytest.mark.parametrize("path", _modules(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_torch_stays_in_its_rooms(path: Path) -> None:
+def test_torch_stays_in_its_packages(path: Path) -> None:
     inside = str(path.relative_to(PACKAGE).parent)
-    if any(inside == room or inside.startswith(room + "/") for room in MAY_IMPORT_TORCH):
+    if any(inside == package or inside.startswith(package + "/") for package in MAY_IMPORT_TORCH):
         return
     assert not {name for name in _imports(path) if name.split(".")[0] in ("torch", "benchmarks")}
 

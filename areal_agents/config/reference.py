@@ -50,7 +50,7 @@ be given flat, without naming the part: `algorithm.clip_high=0.3` means
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class ConfigKey:
     """One configuration key.
 
     Attributes:
@@ -89,7 +89,7 @@ class Section:
     path: str
     kind: str
     summary: str
-    keys: tuple[Key, ...]
+    keys: tuple[ConfigKey, ...]
 
 
 def sections(
@@ -111,12 +111,12 @@ def sections(
             yield from sections(inner, prefix + name, inner_kind, inner_needs, about)
 
 
-def all_keys() -> list[Key]:
+def all_keys() -> list[ConfigKey]:
     """Return every key, in the order of the configuration. A key may be there once for each alternative."""
     return [key for section in sections() for key in section.keys]
 
 
-def explain_key(name: str) -> list[Key]:
+def explain_key(name: str) -> list[ConfigKey]:
     """Return the keys that a dotted path, or its last parts, refer to.
 
     Raises:
@@ -185,11 +185,11 @@ def markdown() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _key(path: str, field: FieldInfo, needs: tuple[str, ...]) -> Key:
+def _key(path: str, field: FieldInfo, needs: tuple[str, ...]) -> ConfigKey:
     inner = _inner_models(field)
     default = "" if field.is_required() else _default(field)
     description = field.description or (_first_paragraph(next(iter(inner.values()))) if inner else "")
-    return Key(path, _type(field), default, description, needs, field.is_required())
+    return ConfigKey(path, _type(field), default, description, needs, field.is_required())
 
 
 def _inner_models(field: FieldInfo) -> dict[str, type[BaseModel]]:

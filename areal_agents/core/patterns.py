@@ -33,7 +33,7 @@ def unenforced_pattern(pattern: str, *, in_json: bool = True) -> str | None:
         pattern: a regular expression.
         in_json: whether it describes a JSON string rather than the output itself.
     """
-    reader = _Reader(pattern, in_json=in_json)
+    reader = _PatternReader(pattern, in_json=in_json)
     try:
         reader.read()
     except _Unenforced as found:
@@ -45,7 +45,7 @@ class _Unenforced(Exception):
     """A construct that would not be enforced; the message names it."""
 
 
-class _Reader:
+class _PatternReader:
     """Reads a pattern from left to right."""
 
     def __init__(self, pattern: str, *, in_json: bool) -> None:

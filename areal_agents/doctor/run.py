@@ -48,7 +48,7 @@ _SCRIPTED = "scripted"
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _EndedEpisode:
     """The opened episode, and how the agent ended."""
 
     opened: OpenedEpisode
@@ -136,7 +136,7 @@ def _engine(folder: Path, renderer: ChatRenderer, engine_url: str | None) -> Ite
 
 async def _episode(
     url: str, agent: Agent, task: Mapping[str, Any], rewarding: RewardFunction | None, timeout_s: float
-) -> _Run:
+) -> _EndedEpisode:
     limits = LimitsConfig(time_s=timeout_s)
     try:
         async with AsyncClient(url) as client:
@@ -149,12 +149,12 @@ async def _episode(
                 )
     finally:
         await agent.close()
-    return _Run(opened, outcome)
+    return _EndedEpisode(opened, outcome)
 
 
 def _observed(
     proxy: ObservedProxy,
-    run: _Run,
+    run: _EndedEpisode,
     function: str | None,
     command: Sequence[str],
     imported: set[str],

@@ -34,9 +34,9 @@ class ModelInfo:
     `max_context` bounds prompt plus completion, in tokens. `kernel` is the engine's name for its kernels, if
     it reports one. `experts` is None for a model without experts, or if its folder is not readable from here.
     `workers` is the number of tensor-parallel processes, `architecture` the model type in the model's config,
-    if the engine reports it. `room` is the length of prompt and completion together at which the engine may
-    end a completion before `max_new_tokens`; `end_ids` are the tokens that end a completion regardless of the
-    request. Both are None if they are not known.
+    if the engine reports it. `effective_context` is the length of prompt and completion together at which the
+    engine may end a completion before `max_new_tokens`; `end_ids` are the tokens that end a completion
+    regardless of the request. Both are None if they are not known.
     """
 
     model_path: str
@@ -47,7 +47,7 @@ class ModelInfo:
     experts: ExpertLayout | None = None
     workers: int = 1
     architecture: str = ""
-    room: int | None = None
+    effective_context: int | None = None
     end_ids: frozenset[int] | None = None
 
 

@@ -24,7 +24,7 @@ import httpx
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
 from areal_agents.inference.config import EmbeddedEngineConfig
-from areal_agents.processes import end_process, signal_group
+from areal_agents.process_control import end_process, signal_group
 from areal_agents.sockets import listen
 
 POLL_S = 0.05

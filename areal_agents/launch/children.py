@@ -20,7 +20,7 @@ from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import uninterrupted
-from areal_agents.processes import KILL_S, RUN_MARK, end_leftovers, signal_group, warn_unkillable
+from areal_agents.process_control import KILL_S, RUN_MARK, end_leftovers, signal_group, warn_unkillable
 
 TAIL_LINES = 15
 SERVERS = ("engine", "proxy")

@@ -22,7 +22,7 @@ import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from areal_agents.inference import running_engine
-from areal_agents.processes import exit_on_sigterm
+from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.app import create_app, create_worker_app
 from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig

@@ -143,7 +143,7 @@ async def _runner(
     seed: int,
     logs: Path | None,
     reward: RewardConfig | None,
-) -> AsyncIterator[_Runner]:
+) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
     function = RewardFunction(reward) if reward is not None else None
     # Two agents, so that evaluation has worker processes of its own.
@@ -152,14 +152,14 @@ async def _runner(
     evaluated = load_agent(agent, workers=workers, logs=logs)
     client = AsyncClient(proxy_url, admin_key)
     try:
-        yield _Runner(client, store, trained, evaluated, rollout, evaluation, seed, function)
+        yield _RolloutRunner(client, store, trained, evaluated, rollout, evaluation, seed, function)
     finally:
         await trained.close()
         await evaluated.close()
         await client.close()
 
 
-class _Runner:
+class _RolloutRunner:
     def __init__(
         self,
         client: AsyncClient,

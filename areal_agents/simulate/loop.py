@@ -64,7 +64,7 @@ class SimulationResult:
 
 def simulate(scenario: Scenario) -> SimulationResult:
     """Simulate `scenario` to its last step."""
-    return _Loop(scenario).run()
+    return _Simulation(scenario).run()
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +76,7 @@ class _Group:
 
 
 @dataclass(slots=True, eq=False)
-class _Episode:
+class _SimulatedEpisode:
     group: _Group
     plan: EpisodePlan
     engine: int  # all its turns run on this engine
@@ -96,13 +96,13 @@ class _Step:
     request_s: float
 
 
-class _Loop:
+class _Simulation:
     def __init__(self, scenario: Scenario) -> None:
         self._s = scenario
         self._random = np.random.default_rng(scenario.seed)
         self._engines = [EngineModel(scenario.step_time, scenario.slots) for _ in range(scenario.engines)]
         self._episodes = [0] * scenario.engines
-        self._events: list[tuple[float, int, str, _Episode | None]] = []
+        self._events: list[tuple[float, int, str, _SimulatedEpisode | None]] = []
         self._order = itertools.count()
         self._now = 0.0
         self._version = 0
@@ -151,7 +151,7 @@ class _Loop:
         if self._draining:
             self._swap()
 
-    def _at(self, delay: float, kind: str, episode: _Episode | None = None) -> None:
+    def _at(self, delay: float, kind: str, episode: _SimulatedEpisode | None = None) -> None:
         heapq.heappush(self._events, (self._now + delay, next(self._order), kind, episode))
 
     # -- rollout --------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class _Loop:
             self._running += 1
             engine = min(range(len(self._engines)), key=self._episodes.__getitem__)
             self._episodes[engine] += 1
-            episode = _Episode(self._places.popleft(), self._s.work.sample(self._random), engine)
+            episode = _SimulatedEpisode(self._places.popleft(), self._s.work.sample(self._random), engine)
             self._at(self._s.call_s, "call", episode)
 
     def _admit(self) -> bool:
@@ -176,11 +176,11 @@ class _Loop:
         self._places.extend([group] * self._s.group_size)
         return True
 
-    def _call(self, episode: _Episode) -> None:
+    def _call(self, episode: _SimulatedEpisode) -> None:
         self._engines[episode.engine].submit(episode.plan.tokens[episode.turn], episode)
 
     def _generated_turn(self, one: Generated) -> None:
-        episode: _Episode = one.owner
+        episode: _SimulatedEpisode = one.owner
         episode.group.tokens.update(one.tokens)
         if episode.turn + 1 < len(episode.plan.tokens):
             self._at(episode.plan.between[episode.turn] + self._s.call_s, "call", episode)

@@ -51,7 +51,7 @@ def _run(job: Job[T], connection: sa.Connection) -> T:
         raise _JobFailed(error) from error
 
 
-class _Written(Future[T]):
+class _WriteFuture(Future[T]):
     """The future of a queued write, which cannot be cancelled.
 
     The writer therefore need not mark it as running. Marking it would take the lock that a waiter takes at
@@ -86,7 +86,7 @@ class Database:
 
     def submit(self, job: Job[T]) -> Future[T]:
         """Queue a write. The future resolves after its commit, or with the job's exception."""
-        future: Future[T] = _Written()
+        future: Future[T] = _WriteFuture()
         with self._lock:  # so that no job is queued after the None that closes the queue
             if self._closed:
                 raise StoreError("the store is closed")

@@ -28,7 +28,7 @@ from areal_agents.errors import RequestError
 from areal_agents.testing.invalid_answers import LIES
 from areal_agents.testing.sampling import ending_of, plan, seed_of
 from areal_agents.testing.script import Script, ScriptedCall, ScriptedReply
-from areal_agents.testing.session import Gate, Generation, ServedCall
+from areal_agents.testing.session import Gate, ScriptedGeneration, ServedCall
 from areal_agents.testing.tokenizer import read_tokenizer
 from areal_agents.testing.wire import (
     ExpertsOf,
@@ -95,7 +95,7 @@ class ScriptedApp:
         self._with_text = with_text
         self._experts_of = experts_of
         self._gate = Gate(STARTED_VERSION)
-        self._running: dict[str, Generation] = {}
+        self._running: dict[str, ScriptedGeneration] = {}
         self._calls = 0
         # Cached, because a script returns the same few texts repeatedly, and encoding takes milliseconds.
         self._encode = lru_cache(_ENCODINGS_KEPT)(self._encoded)
@@ -147,7 +147,7 @@ class ScriptedApp:
             return Response(status_code=499)
         return _json(self._answer(generation, ids, body))
 
-    def _new_generation(self, ids: TokenIds, body: dict[str, Any]) -> Generation:
+    def _new_generation(self, ids: TokenIds, body: dict[str, Any]) -> ScriptedGeneration:
         """Return the generation that the script plans for a request, cut at the request's limits.
 
         Raise RequestError if the request is invalid, or if the script refuses it.
@@ -176,7 +176,7 @@ class ScriptedApp:
             raise RequestError(reply.error, status=reply.error_status)
         seed = seed_of(self._seed, ids)
         planned = plan(reply, self._reply_ids(reply), ending, seed=seed, decode=self._decode)
-        generation = Generation(rid, planned, reply, self._gate)
+        generation = ScriptedGeneration(rid, planned, reply, self._gate)
         self._running[rid] = generation
         return generation
 
@@ -187,7 +187,7 @@ class ScriptedApp:
         return ids
 
     async def _run(
-        self, generation: Generation, ids: TokenIds, body: dict[str, Any], request: Request
+        self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any], request: Request
     ) -> bool:
         """Run a generation to its end; False if the client disconnects first."""
         work = asyncio.ensure_future(generation.run_to_end())
@@ -205,7 +205,7 @@ class ScriptedApp:
                     await task
 
     async def _events(
-        self, generation: Generation, ids: TokenIds, body: dict[str, Any]
+        self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any]
     ) -> AsyncIterator[bytes]:
         sent = 0
         try:
@@ -220,7 +220,7 @@ class ScriptedApp:
             self._end(generation, ids, body)
 
     def _answer(
-        self, generation: Generation, ids: TokenIds, body: dict[str, Any], *, start: int = 0
+        self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any], *, start: int = 0
     ) -> dict[str, Any]:
         content = answer(
             generation,
@@ -238,7 +238,7 @@ class ScriptedApp:
             LIES[generation.reply.lie].falsify(content)
         return content
 
-    def _end(self, generation: Generation, ids: TokenIds, body: dict[str, Any]) -> None:
+    def _end(self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any]) -> None:
         """Move a generation that has ended, or whose client has disconnected, to `exchanges`."""
         if self._running.pop(generation.rid, None) is None:
             return

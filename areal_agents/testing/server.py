@@ -16,7 +16,7 @@ from typing import Any
 import uvicorn
 
 from areal_agents.errors import EngineUnavailable
-from areal_agents.processes import end_process, read_line
+from areal_agents.process_control import end_process, read_line
 from areal_agents.sockets import BACKLOG, listen, url_of
 from areal_agents.testing.app import ScriptedApp
 

@@ -57,7 +57,7 @@ class Gate:
 
 
 @dataclass(eq=False)
-class Generation:
+class ScriptedGeneration:
     """A running generation. `sampled` is the number of tokens so far; `finish` is None until it ends."""
 
     rid: str

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from areal_agents.core.completion import TokenIds
 from areal_agents.errors import RequestError
 from areal_agents.testing.sampling import top_logprobs
-from areal_agents.testing.session import Generation
+from areal_agents.testing.session import ScriptedGeneration
 
 ExpertsOf = Callable[[TokenIds], npt.NDArray[Any]]  # tokens [N] → experts [N, layers, k]
 
 
 def answer(
-    generation: Generation,
+    generation: ScriptedGeneration,
     body: Mapping[str, Any],
     *,
     prompt_tokens: int,
@@ -99,7 +99,7 @@ def version_spans(versions: Sequence[str]) -> list[dict[str, Any]]:
     return spans
 
 
-def _text(generation: Generation, ids: list[int], text_of: Callable[[Sequence[int]], str]) -> str:
+def _text(generation: ScriptedGeneration, ids: list[int], text_of: Callable[[Sequence[int]], str]) -> str:
     """Return the text without the stop token or the stop string that ended it."""
     matched = (generation.finish or {}).get("matched")
     if isinstance(matched, int) and ids and ids[-1] == matched:

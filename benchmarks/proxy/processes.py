@@ -18,7 +18,7 @@ import httpx
 
 from areal_agents.direct_http import direct_client
 from areal_agents.errors import EngineUnavailable
-from areal_agents.processes import end_process
+from areal_agents.process_control import end_process
 
 _URL = re.compile(r"https?://[^\s/]+")
 _STOP_S = 20.0

@@ -18,7 +18,7 @@ import chaos_agent
 import yaml
 
 from areal_agents.launch.run_folder import RunFolder
-from areal_agents.processes import RUN_MARK
+from areal_agents.process_control import RUN_MARK
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 GROUPS, GROUP_SIZE = 2, 2

@@ -16,7 +16,7 @@ import openai
 import pytest
 from run_logs import ends_of_logs
 
-from areal_agents.processes import end_process
+from areal_agents.process_control import end_process
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 CITIES = ("Paris", "Oslo", "Lima", "Cairo")

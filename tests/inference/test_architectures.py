@@ -19,7 +19,7 @@ from areal_agents.inference import EmbeddedEngineConfig
 from areal_agents.inference.embedded.model import kernels
 from areal_agents.inference.embedded.model.architecture import read_architecture
 from areal_agents.inference.embedded.model.numba_runner import NumbaRunner
-from areal_agents.inference.embedded.model.runner import Rows, Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner, Rows
 from areal_agents.inference.embedded.model.torch_runner import TorchRunner
 from areal_agents.inference.embedded.model.weights import load_weights, random_weights
 from areal_agents.inference.embedded.server import make_runner as choose_runner
@@ -54,9 +54,9 @@ MODELS = {
 }  # fmt: skip
 
 
-def make_runner(kind: str, folder: Path, *, threads: int = 1, slots: int = 3) -> Runner:
+def make_runner(kind: str, folder: Path, *, threads: int = 1, slots: int = 3) -> ModelRunner:
     arch = read_architecture(folder)
-    runner: Runner
+    runner: ModelRunner
     if kind == "numba":
         runner = NumbaRunner(arch, slots=slots, max_context=MAX_CONTEXT, max_rows=256, threads=threads)
     else:

@@ -14,7 +14,7 @@ from test_architectures import make_runner
 from areal_agents.core.completion import SamplingParams, TokenIds, as_token_ids
 from areal_agents.inference.embedded.model.architecture import read_architecture
 from areal_agents.inference.embedded.model.numba_runner import NumbaRunner
-from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.weights import load_weights
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
@@ -22,7 +22,7 @@ from areal_agents.inference.embedded.scheduling.worker import EngineThread
 
 
 def make_scheduler(
-    runner: Runner, *, slots: int, prefill_tokens: int, prefix_cache: bool = True
+    runner: ModelRunner, *, slots: int, prefill_tokens: int, prefix_cache: bool = True
 ) -> Scheduler:
     return Scheduler(
         runner,
@@ -44,7 +44,7 @@ def submit(scheduler: Scheduler, prompt: TokenIds, seed: int, *, count: int = 20
     return request
 
 
-def drawn_alone(runner: Runner, request: Request) -> Request:
+def drawn_alone(runner: ModelRunner, request: Request) -> Request:
     """The same request on an engine with one slot and no cache."""
     scheduler = make_scheduler(runner, slots=1, prefill_tokens=128, prefix_cache=False)
     alone = Request("alone", request.prompt, request.sampling, request.seed, notify=lambda _: None)

@@ -18,7 +18,7 @@ from areal_agents.core.trajectory import Turn
 from areal_agents.errors import ConfigError
 from areal_agents.simulate import EmpiricalWork, LogNormal, LogNormalWork, Scenario, StepTime, simulate
 from areal_agents.simulate.engine import Generated
-from areal_agents.simulate.loop import _Episode, _Loop
+from areal_agents.simulate.loop import _SimulatedEpisode, _Simulation
 from areal_agents.simulate.report import run
 from areal_agents.simulate.trace import _engine_times, _Turns, least_squares, mean_running, read_trace
 from areal_agents.store import NewEpisode, Store
@@ -31,17 +31,17 @@ SCENARIO = Scenario(
 )  # fmt: skip
 
 
-class Recorded(_Loop):
+class Recorded(_Simulation):
     """Notes what the store of a real run would."""
 
     def run_recorded(self) -> list[TurnTime]:
         self.times: dict[int, list[TurnTime]] = {}
         self.opened: dict[int, float] = {}
-        self.kept: list[_Episode] = []  # so that no id is used twice
+        self.kept: list[_SimulatedEpisode] = []  # so that no id is used twice
         self.run()
         return [turn for own in self.times.values() for turn in own]
 
-    def _call(self, episode: _Episode) -> None:
+    def _call(self, episode: _SimulatedEpisode) -> None:
         if episode.turn == 0:
             self.kept.append(episode)
             self.opened[id(episode)] = self._now - self._s.call_s

@@ -27,7 +27,7 @@ from areal_agents.inference.embedded.model.architecture import (
     read_architecture,
 )
 from areal_agents.inference.embedded.model.model_set import BASE
-from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.torch_runner import TorchRunner
 from areal_agents.inference.embedded.model.warmup import warm_up
 from areal_agents.inference.embedded.model.weights import load_weights, random_weights
@@ -56,7 +56,7 @@ def serve(config: EmbeddedEngineConfig) -> None:
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     listener = _listen(config)
     service = build_service(config)
-    server = _Server(
+    server = _EngineServer(
         uvicorn.Config(
             create_app(service, host=config.host, incremental_streaming=config.incremental_streaming),
             loop="uvloop",
@@ -146,7 +146,7 @@ def _cache_bytes(config: EmbeddedEngineConfig, arch: Architecture, max_context: 
 
 def make_runner(
     config: EmbeddedEngineConfig, arch: Architecture, *, max_context: int, threads: int
-) -> Runner:
+) -> ModelRunner:
     """Choose and log the runner: numba for float32 on a CPU if it is installed, otherwise torch."""
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"engine.device: {config.device} was requested, but torch sees no CUDA device")
@@ -203,7 +203,7 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-class _Server(uvicorn.Server):
+class _EngineServer(uvicorn.Server):
     """uvicorn, with running generations aborted at the first signal, so that their connections can end."""
 
     def __init__(self, config: uvicorn.Config, service: EngineService) -> None:

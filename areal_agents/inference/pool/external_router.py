@@ -52,7 +52,7 @@ class RouterEngine(SGLangEngine):
                 failure = error
                 continue
             # Workers may limit completions to different lengths.
-            self._served, self._info = info.version, replace(info, room=None)
+            self._served, self._info = info.version, replace(info, effective_context=None)
             return info
         assert failure is not None, "a router needs at least one worker"
         raise failure

@@ -121,7 +121,7 @@ class SGLangEngine(SGLangControl):
             vocab_size,
             len(input_ids),
             rid + RID_END,
-            most_tokens=None if info is None else info.room,
+            most_tokens=None if info is None else info.effective_context,
             end_ids=None if info is None else info.end_ids,
             decode=self._decode,
         )
@@ -272,7 +272,7 @@ class SGLangEngine(SGLangControl):
             experts,
             workers,
             architecture,
-            room=_room(context, info, server),
+            effective_context=_effective_context(context, info, server),
             end_ids=self._end_ids,
         )
         return self._info
@@ -347,7 +347,7 @@ class SGLangEngine(SGLangControl):
         return self._vocab_size
 
 
-def _room(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
+def _effective_context(context: int, info: dict[str, Any], server: dict[str, Any]) -> int | None:
     """Return the length in tokens at which the server may end a completion early; None if not known.
 
     A server that reports its context length in /model_info, such as the embedded engine, uses all of it.

@@ -214,20 +214,20 @@ class ModelCalls:
         record.repeated = reply.is_repeated or reply.has_client
         reply.join()
         gone = asyncio.ensure_future(wait_for_disconnect(request.receive))
-        client = _Client(reply, gone, dialect, session, body, model_request, record, started)
+        client = _WaitingClient(reply, gone, dialect, session, body, model_request, record, started)
         if record.streamed and await self._can_start_stream(client):
             if reply.deltas:
                 record.first_piece_s = time.monotonic() - started
             return EventStream(self._stream(client))
         return await self._whole_response(client)
 
-    async def _can_start_stream(self, client: _Client) -> bool:
+    async def _can_start_stream(self, client: _WaitingClient) -> bool:
         """Wait for the first piece or the first keep-alive; False if the call failed before."""
         reply = client.reply
         await reply.wait_for_progress(0, client.gone, self._config.keepalive_s)
         return not client.gone.done() and (bool(reply.deltas) or not reply.has_failed)
 
-    async def _stream(self, client: _Client) -> AsyncGenerator[bytes, None]:
+    async def _stream(self, client: _WaitingClient) -> AsyncGenerator[bytes, None]:
         reply, dialect, error = client.reply, client.dialect, None
         request = client.request
         writer = dialect.stream(client.body, request, reply.turn_ids, reply.created_at, self._tokenizer)
@@ -243,7 +243,7 @@ class ModelCalls:
         finally:
             self._leave(client, error)
 
-    async def _whole_response(self, client: _Client) -> Response:
+    async def _whole_response(self, client: _WaitingClient) -> Response:
         reply, dialect = client.reply, client.dialect
         try:
             await reply.wait_until_ended(client.gone)
@@ -262,7 +262,7 @@ class ModelCalls:
         self._leave(client, None)
         return Response(answer, media_type="application/json")
 
-    def _leave(self, client: _Client, error: Exception | None, *, log: bool = True) -> None:
+    def _leave(self, client: _WaitingClient, error: Exception | None, *, log: bool = True) -> None:
         """Remove a client from its call. A reply that no client received is not trained on."""
         reply, record = client.reply, client.record
         was_there = not client.gone.done()
@@ -331,11 +331,11 @@ class ModelCalls:
 
 
 @dataclass(frozen=True, slots=True)
-class _Client:
-    """One client of a reply.
+class _WaitingClient:
+    """A client that waits for a reply.
 
     Attributes:
-        reply: the reply that the client waits for, perhaps together with other clients.
+        reply: the reply; other clients may wait for it too.
         gone: done when the client has closed the connection.
         dialect: the API in which the client is answered.
         session: the episode.

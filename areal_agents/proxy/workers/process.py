@@ -15,7 +15,7 @@ import threading
 import time
 
 from areal_agents.errors import ArealAgentsError
-from areal_agents.processes import exit_on_sigterm
+from areal_agents.process_control import exit_on_sigterm
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.server import make_renderer, retention_of, serve_with_engines

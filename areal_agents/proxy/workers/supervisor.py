@@ -25,7 +25,7 @@ from typing import Any
 
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
-from areal_agents.processes import exit_on_sigterm, kill_process
+from areal_agents.process_control import exit_on_sigterm, kill_process
 from areal_agents.proxy.auth import refuse_open_access
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
@@ -132,7 +132,7 @@ class WorkerProcesses:
 
     def __init__(self, count: int, order: Callable[[int, int, int], Order]) -> None:
         self._order = order
-        self._workers = [_Worker(index) for index in range(count)]
+        self._workers = [_ProxyWorker(index) for index in range(count)]
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> WorkerProcesses:
@@ -169,7 +169,7 @@ class WorkerProcesses:
             for worker in self._ended(math.inf):
                 worker.plan_start()
 
-    def _ended(self, timeout_s: float) -> list[_Worker]:
+    def _ended(self, timeout_s: float) -> list[_ProxyWorker]:
         """Start the workers that are due, wait until one is ready or ends, and return those that ended."""
         now = time.monotonic()
         for worker in self._workers:
@@ -180,7 +180,7 @@ class WorkerProcesses:
         changed = self._changed(wait_s if math.isfinite(wait_s) else None)
         return [worker for worker in changed if worker.process is None]
 
-    def _spawn(self, worker: _Worker) -> None:
+    def _spawn(self, worker: _ProxyWorker) -> None:
         ready, ready_fd = os.pipe()
         order = self._order(worker.index, worker.starts, ready_fd)
         process = subprocess.Popen(
@@ -197,11 +197,11 @@ class WorkerProcesses:
             process.stdin.write(order.to_line())
             process.stdin.flush()
 
-    def _changed(self, timeout_s: float | None) -> list[_Worker]:
+    def _changed(self, timeout_s: float | None) -> list[_ProxyWorker]:
         """Wait until workers become ready or end, and return them."""
         changed = []
         for key, _ in self._selector.select(timeout_s):
-            worker: _Worker = key.data
+            worker: _ProxyWorker = key.data
             if os.read(worker.ready, len(READY)):
                 worker.is_ready = True
             else:
@@ -220,7 +220,7 @@ class WorkerProcesses:
         self._selector.close()
 
 
-class _Worker:
+class _ProxyWorker:
     """One worker, across its restarts."""
 
     def __init__(self, index: int) -> None:

@@ -146,7 +146,7 @@ def template_sources(path: str | Path) -> dict[str, str]:
         ) from error
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """`{% generation %}…{% endgeneration %}` marks a reply for training code; only its content is written."""
 
     tags = {"generation"}
@@ -159,7 +159,7 @@ class _Generation(Extension):
 
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import BinaryIO, Self, cast
 from uuid import uuid4
 
-from areal_agents.processes import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
+from areal_agents.process_control import AGENT_MARK, KILL_S, end_leftovers, signal_group, warn_unkillable
 
 TERMINATE_GRACE_S = 2.0
 PIPE_GRACE_S = 0.5  # time after the exit to read what is still in the pipes

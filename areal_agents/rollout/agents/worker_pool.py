@@ -29,8 +29,8 @@ class WorkerAgent:
         self.capacity: int | None = size
         self._spec = spec
         self._places = asyncio.Semaphore(size)
-        self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._idle: list[_AgentWorker] = []
+        self._all: set[_AgentWorker] = set()
 
     async def run(self, task: Mapping[str, Any], ep: Episode) -> Any:
         """Run one episode. Raises AgentError with the error that the agent raised."""
@@ -52,10 +52,10 @@ class WorkerAgent:
         self._idle.clear()
         await asyncio.gather(*(self._discard(worker) for worker in tuple(self._all)))
 
-    async def _start(self) -> _Worker:
+    async def _start(self) -> _AgentWorker:
         command = [sys.executable, "-m", "areal_agents.rollout.agents.worker", self._spec]
         process = await ChildProcess.start(command, environment=os.environ, lines=True)
-        worker = _Worker(process)
+        worker = _AgentWorker(process)
         self._all.add(worker)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -68,7 +68,7 @@ class WorkerAgent:
             raise
         return worker
 
-    async def _discard(self, worker: _Worker) -> None:
+    async def _discard(self, worker: _AgentWorker) -> None:
         # Shielded: a second cancellation must not leave the process behind.
         await asyncio.shield(worker.process.end())
         self._all.discard(worker)
@@ -78,7 +78,7 @@ class _Raised(Exception):
     """The agent raised an exception; its process can run further episodes."""
 
 
-class _Worker:
+class _AgentWorker:
     def __init__(self, process: ChildProcess) -> None:
         self.process = process
 

@@ -31,7 +31,7 @@ from areal_agents.training.batches.checks import (
     read_groups,
     refused_samples,
 )
-from areal_agents.training.batches.staleness import Bound, Lineage
+from areal_agents.training.batches.staleness import Lineage, StalenessBound
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def next_batch(
     started = time.monotonic()
     dropped = Dropped(step=step, groups=groups)
     lineage = Lineage.of(store, version)
-    bound = Bound(version, max_staleness, on_stale, groups, lineage)
+    bound = StalenessBound(version, max_staleness, on_stale, groups, lineage)
     taken: list[PreparedGroup] = []
     while True:
         while len(taken) < groups:
@@ -224,7 +224,11 @@ def next_batch(
 
 
 def _prepare(
-    store: Store, group_ids: Sequence[str], algorithm: AlgorithmConfig, lineage: Lineage, bound: Bound | None
+    store: Store,
+    group_ids: Sequence[str],
+    algorithm: AlgorithmConfig,
+    lineage: Lineage,
+    bound: StalenessBound | None,
 ) -> Iterator[PreparedGroup | Refused]:
     """The groups in the order of `group_ids`, each prepared or refused. Without a `bound`, no group is
     stale."""
@@ -318,7 +322,7 @@ def _queue(store: Store, group_ids: Sequence[str]) -> QueueReport:
 
 
 def _lease(
-    store: Store, count: int, *, step: int, bound: Bound, timeout_s: float, stop: threading.Event
+    store: Store, count: int, *, step: int, bound: StalenessBound, timeout_s: float, stop: threading.Event
 ) -> list[str] | None:
     deadline = time.monotonic() + timeout_s
     seen = None

@@ -31,7 +31,7 @@ from areal_agents.training.batches.checks import Refused
 
 
 @dataclass(frozen=True, slots=True)
-class Bound:
+class StalenessBound:
     """The bound for the batch of one version, and counts of what it has excluded so far.
     `algorithms.staleness` defines the rules.
 

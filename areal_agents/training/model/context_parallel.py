@@ -142,11 +142,11 @@ def exchange(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     Args:
         tensor: [n, …], with the same shape on all n ranks.
     """
-    exchanged: Tensor = _Exchange.apply(tensor, group)
+    exchanged: Tensor = _AllToAll.apply(tensor, group)
     return exchanged
 
 
-class _Exchange(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """An all-to-all is its own transpose, so the gradients are exchanged in the same way as the values."""
 
     @staticmethod

@@ -25,7 +25,12 @@ from areal_agents.training.publish.rank_failures import on_every_rank
 from areal_agents.training.publish.sleep import fall_asleep, wake
 from areal_agents.training.publish.swapping import Swapper
 from areal_agents.training.publish.transports import make_transport
-from areal_agents.training.publish.version_folder import Written, forget_before, version_folder, write_version
+from areal_agents.training.publish.version_folder import (
+    WrittenVersion,
+    forget_before,
+    version_folder,
+    write_version,
+)
 
 T = TypeVar("T")
 
@@ -180,7 +185,7 @@ class Publisher:
         """The folder of the weights that an engine's checksum covers; it contains no adapters."""
         return self._model_path if self._config.transport == "lora" else path
 
-    def _write(self, version: int) -> Written | None:
+    def _write(self, version: int) -> WrittenVersion | None:
         return write_version(
             self._policy,
             self._weights,

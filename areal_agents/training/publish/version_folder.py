@@ -31,7 +31,7 @@ WAITING_BYTES = 512_000_000  # gathered weights that may wait for the disk, in b
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenVersion:
     """A version's folder. nbytes: size of its weights. density: the share of the weights that changed (see
     `Density`)."""
 
@@ -59,7 +59,7 @@ def exhaust(weights: Iterable[tuple[str, Tensor]], each: Callable[[str, Tensor],
 
 def write_version(
     policy: Policy, folder: Path, version: int, *, base: Path, adapter: bool, writes: bool
-) -> Written | None:
+) -> WrittenVersion | None:
     """Write a version's folder in `folder`; its density is relative to the previous version. Collective.
 
     Args:
@@ -78,7 +78,7 @@ def write_version(
 
 def write_policy(
     policy: Policy, path: Path, *, like: Path, writes: bool, before: Path | None = None
-) -> Written | None:
+) -> WrittenVersion | None:
     """Write the whole weights, with an adapter merged, as a Hugging Face folder. Collective.
 
     Needs memory for one weight and for at most WAITING_BYTES that wait for the disk.
@@ -125,12 +125,12 @@ def write_policy(
         raise
     if failure is not None:
         raise failure
-    return Written(sum(map(prod, shapes.values())) * policy.saved_dtype.itemsize, density.share)
+    return WrittenVersion(sum(map(prod, shapes.values())) * policy.saved_dtype.itemsize, density.share)
 
 
 def write_policy_adapter(
     policy: Policy, path: Path, *, base: Path, writes: bool, before: Path | None = None
-) -> Written | None:
+) -> WrittenVersion | None:
     """Write only the adapter, as a peft folder; see `write_policy`. Collective.
 
     Args:
@@ -144,7 +144,7 @@ def write_policy_adapter(
     for name, tensor in weights.items():
         density.add(name, tensor)
     write_adapter(weights, path, policy.lora, base=str(base.resolve()))
-    return Written(sum(tensor.nbytes for tensor in weights.values()), density.share)
+    return WrittenVersion(sum(tensor.nbytes for tensor in weights.values()), density.share)
 
 
 def version_folder(folder: Path, version: int) -> Path:

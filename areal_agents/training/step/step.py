@@ -88,7 +88,7 @@ def train_batch(
         ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
     """
     _check(algorithm, ranks, critic, reference, teacher)
-    batch = _Batch(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
+    batch = _BatchState(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
     with batch.clock.part("pack"):
         plan = lay_out(
             data,
@@ -145,7 +145,7 @@ def _check(
 
 
 @dataclass(eq=False)
-class _Batch:
+class _BatchState:
     """The state of a batch in training on one rank: the models and the results so far."""
 
     policy: Policy

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.weights import Weights
 from areal_agents.inference.engine import MemoryKind
 
@@ -23,7 +23,7 @@ class ModelSet:
         without: the kinds of memory that are released; nothing is computed until it is empty.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.without: set[MemoryKind] = set()
         self._runner = runner
         self._weights: dict[int, Weights] = {}

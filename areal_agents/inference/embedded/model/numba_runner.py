@@ -63,7 +63,7 @@ class NumbaRunner:
         self._weights: tuple[Float32, ...] = ()
 
     def place(self, weights: Weights) -> Weights:
-        """See Runner.place. Matrices lie as [in, out]: the inner loops run along contiguous outputs."""
+        """See ModelRunner.place. Matrices lie as [in, out]: the inner loops run along contiguous outputs."""
         return Weights(
             **{
                 name: _lying(getattr(weights, name).float(), turned=name in TURNED)
@@ -72,7 +72,7 @@ class NumbaRunner:
         )
 
     def load(self, weights: Weights) -> None:
-        """See Runner.load."""
+        """See ModelRunner.load."""
         placed = self.place(weights)
         self._weights = tuple(
             (tensor.transpose(-1, -2) if name in TURNED else tensor).numpy()
@@ -81,21 +81,21 @@ class NumbaRunner:
         )
 
     def unload(self) -> None:
-        """See Runner.unload."""
+        """See ModelRunner.unload."""
         self._weights = ()
 
     def free_cache(self) -> None:
-        """See Runner.free_cache."""
+        """See ModelRunner.free_cache."""
         self._keys = self._values = np.zeros((0,) * 6, np.float32)
 
     def make_cache(self) -> None:
-        """See Runner.make_cache."""
+        """See ModelRunner.make_cache."""
         of_keys, of_values = self._tile_shapes
         self._keys = np.zeros((*self._cache_shape, *of_keys), np.float32)
         self._values = np.zeros((*self._cache_shape, *of_values), np.float32)
 
     def forward(self, rows: Rows) -> Tensor:
-        """See Runner.forward."""
+        """See ModelRunner.forward."""
         assert self._weights, "load() comes before forward()"
         cuts = self._cuts(rows)
         turns = iter(range(len(cuts) - 1))
@@ -109,8 +109,8 @@ class NumbaRunner:
         return torch.from_numpy(self._logits[: len(rows.outputs)])
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
-        """See Runner.sample. The method for a row depends only on its own parameters, never on the rest of
-        the batch: torch samples truncated rows, the kernel all others."""
+        """See ModelRunner.sample. The method for a row depends only on its own parameters, never on the rest
+        of the batch: torch samples truncated rows, the kernel all others."""
         tokens = np.empty(len(logits), np.int32)
         logprobs = np.empty(len(logits), np.float32)
         limited = batch.limited
@@ -125,7 +125,7 @@ class NumbaRunner:
         return tokens, logprobs
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """See Runner.copy_prefix. Whole tiles are copied; beyond `length` nothing is read as valid."""
+        """See ModelRunner.copy_prefix. Whole tiles are copied; beyond `length` nothing is read as valid."""
         tiles = -(-length // kernels.TILE)
         kernels.copy_prefix(self._keys, source, target, tiles)
         kernels.copy_prefix(self._values, source, target, tiles)

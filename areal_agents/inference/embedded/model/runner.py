@@ -36,7 +36,7 @@ class Rows:
     outputs: Int32
 
 
-class Runner(Protocol):
+class ModelRunner(Protocol):
     """A model with its keys and values. Not thread-safe: the scheduler's thread alone calls it."""
 
     @property

@@ -20,7 +20,7 @@ from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.model.adapters import Adapter, merge, read_adapter
 from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.model_set import BASE
-from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.weights import Weights, load_weights, stamp_of
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
 from areal_agents.inference.embedded.scheduling.worker import EngineThread
@@ -44,7 +44,13 @@ class ServedModels:
     their memory is released."""
 
     def __init__(
-        self, thread: EngineThread, runner: Runner, arch: Architecture, weights: Weights, *, model_path: str
+        self,
+        thread: EngineThread,
+        runner: ModelRunner,
+        arch: Architecture,
+        weights: Weights,
+        *,
+        model_path: str,
     ) -> None:
         self.model_path = model_path
         self._thread = thread

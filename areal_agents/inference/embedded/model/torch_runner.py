@@ -38,30 +38,30 @@ class TorchRunner:
         self._weights: Weights | None = None
 
     def place(self, weights: Weights) -> Weights:
-        """See Runner.place."""
+        """See ModelRunner.place."""
         names = Weights.__dataclass_fields__
         return Weights(**{name: getattr(weights, name).to(self._device, self._dtype) for name in names})
 
     def load(self, weights: Weights) -> None:
-        """See Runner.load."""
+        """See ModelRunner.load."""
         self._weights = self.place(weights)
 
     def unload(self) -> None:
-        """See Runner.unload."""
+        """See ModelRunner.unload."""
         self._weights = None
 
     def free_cache(self) -> None:
-        """See Runner.free_cache."""
+        """See ModelRunner.free_cache."""
         self._keys = self._values = torch.zeros(0, device=self._device, dtype=self._dtype)
 
     def make_cache(self) -> None:
-        """See Runner.make_cache."""
+        """See ModelRunner.make_cache."""
         self._keys = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
         self._values = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Tensor:
-        """See Runner.forward."""
+        """See ModelRunner.forward."""
         weights, arch = self._loaded(), self._arch
         tokens, slots, positions, outputs = (
             torch.from_numpy(a).to(self._device, torch.long)
@@ -84,11 +84,11 @@ class TorchRunner:
         return wide_logits(self._norm(x[outputs], weights.final_norm), weights.lm_head)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Int32, Float32]:
-        """See Runner.sample."""
+        """See ModelRunner.sample."""
         return sample(logits, batch)
 
     def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """See Runner.copy_prefix."""
+        """See ModelRunner.copy_prefix."""
         self._keys[:, target, :, :length] = self._keys[:, source, :, :length]
         self._values[:, target, :, :length] = self._values[:, source, :, :length]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from areal_agents.inference.embedded.model.runner import Rows, Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner, Rows
 from areal_agents.inference.embedded.scheduling.sampling import SamplingBatch
 
 
-def warm_up(runner: Runner) -> None:
+def warm_up(runner: ModelRunner) -> None:
     """Run a short prompt, a decode and a sample in slot 0; what they leave there is never read as valid."""
     for count in (4, 1):
         positions = np.arange(count, dtype=np.int32)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from areal_agents.inference.embedded.model.model_set import ModelSet
-from areal_agents.inference.embedded.model.runner import Rows, Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner, Rows
 from areal_agents.inference.embedded.model.weights import Weights
 from areal_agents.inference.embedded.scheduling.batch import SlotSampling
 from areal_agents.inference.embedded.scheduling.request import Finish, Request
@@ -40,7 +40,7 @@ class Scheduler:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         *,
         slots: int,
         max_context: int,

@@ -18,7 +18,7 @@ from areal_agents.core.completion import SamplingParams
 from areal_agents.errors import EngineUnavailable, RequestError
 from areal_agents.inference.embedded.http.protocol import MAX_SEED, RequestLimits
 from areal_agents.inference.embedded.model.architecture import Architecture
-from areal_agents.inference.embedded.model.runner import Runner
+from areal_agents.inference.embedded.model.runner import ModelRunner
 from areal_agents.inference.embedded.model.served import ServedModels
 from areal_agents.inference.embedded.model.weights import Weights
 from areal_agents.inference.embedded.scheduling.grammar import Grammars, TokenMatcher
@@ -39,7 +39,7 @@ class EngineService:
     def __init__(
         self,
         scheduler: Scheduler,
-        runner: Runner,
+        runner: ModelRunner,
         arch: Architecture,
         detokenizer: Detokenizer,
         weights: Weights,

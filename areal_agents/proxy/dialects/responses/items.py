@@ -73,7 +73,7 @@ def read_items(items: list[Any], forest: Forest, earlier: list[Message]) -> list
     Raise RequestError 400, which names the item, if an item is malformed, has an unsupported type, or refers
     to an unknown item.
     """
-    reader = _Reader(forest)
+    reader = _ItemReader(forest)
     for message in earlier:
         reader.names.update((call.id, call.name) for call in message.tool_calls)
     for index, item in enumerate(items):
@@ -82,7 +82,7 @@ def read_items(items: list[Any], forest: Forest, earlier: list[Message]) -> list
 
 
 @dataclass(slots=True)
-class _Reply:
+class _ReplyItems:
     """The items of one assistant message that were read so far. `turn` is "" if none of them names a turn."""
 
     turn: str = ""
@@ -111,18 +111,18 @@ class _Reply:
         )
 
 
-class _Reader:
+class _ItemReader:
     """Reads items one by one. `names` has the name of the tool for each call id."""
 
     def __init__(self, forest: Forest) -> None:
         self._forest = forest
-        self._out: list[Message | _Reply] = []
-        self._last: _Reply | None = None  # the reply that the next item may belong to
+        self._out: list[Message | _ReplyItems] = []
+        self._last: _ReplyItems | None = None  # the reply that the next item may belong to
         self._recorded: dict[str, str] | None = None  # arguments by call id, loaded when needed
         self.names: dict[str, str] = {}
 
     def messages(self) -> list[Message]:
-        return [part.message() if isinstance(part, _Reply) else part for part in self._out]
+        return [part.message() if isinstance(part, _ReplyItems) else part for part in self._out]
 
     def read(self, item: Any, where: str) -> None:
         if not isinstance(item, dict):
@@ -219,10 +219,10 @@ class _Reader:
         else:
             self._add_call("function_call", turn_id, reply.tool_calls[index])
 
-    def _reply(self, kind: ItemKind, turn: str) -> _Reply:
+    def _reply(self, kind: ItemKind, turn: str) -> _ReplyItems:
         """Return the reply that an item belongs to; begin a new one if needed."""
         if self._last is None or not self._last.takes(kind, turn):
-            self._last = _Reply()
+            self._last = _ReplyItems()
             self._out.append(self._last)
         self._last.turn = self._last.turn or turn
         return self._last

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_agents import processes
-from areal_agents.processes import end_leftovers, end_process, read_line
+from areal_agents import process_control
+from areal_agents.process_control import end_leftovers, end_process, read_line
 
 MARK = "AREAL_AGENTS_TEST_MARK"
 IGNORES = (
@@ -61,7 +61,7 @@ def test_a_process_that_cannot_be_killed_is_left_with_a_warning(
     process = started(IGNORES)
     assert process.stdout is not None
     assert read_line(process.stdout.fileno(), timeout_s=60) == "on"
-    monkeypatch.setattr(processes, "KILL_S", 0.2)
+    monkeypatch.setattr(process_control, "KILL_S", 0.2)
     with monkeypatch.context() as unkillable:
         unkillable.setattr(process, "kill", lambda: None)  # as in uninterruptible sleep
         assert end_process(process, grace_s=0.1) is None
