@@ -1,11 +1,13 @@
 """Encodes a turn as a row and decodes it: JSON for messages and settings, little-endian blobs for arrays.
 
-Every row has the number of its codec; decoding a row of another codec raises StoreError.
+Routed experts, which are by far the largest array, are packed and compressed (codec 2); turns without them are
+rows of codec 1. Every row has the number of its codec; decoding a row of an unknown codec raises StoreError.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,10 +20,11 @@ from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Fork, Turn
 from areal_agents.errors import StoreError
 
-CODEC_VERSION = 1
+PLAIN, COMPRESSED = 1, 2  # codecs: routed experts as int16 values, and packed and compressed
 EMPTIED = 0  # the codec of a turn whose texts and tokens were deleted
 
 _INT32, _FLOAT32, _INT16 = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<i2")
+_UNKNOWN = 255  # -1 among experts that are stored as bytes
 _SAMPLING_DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(SamplingParams)
@@ -37,7 +40,7 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
         "id": turn.id,
         "episode_id": episode_id,
         "parent": turn.parent,
-        "codec": CODEC_VERSION,
+        "codec": PLAIN if routing is None else COMPRESSED,
         "created_at": created_at,
         "sampled_tokens": len(completion),
         "version_min": int(versions.min()) if len(versions) else None,
@@ -49,16 +52,21 @@ def encode_turn(episode_id: str, turn: Turn, created_at: float) -> dict[str, Any
         "token_ids": completion.token_ids.astype(_INT32).tobytes(),
         "logprobs": completion.logprobs.astype(_FLOAT32).tobytes(),
         "versions": versions.astype(_INT32).tobytes(),
-        "routed_experts": None if routing is None else routing.astype(_INT16).tobytes(),
+        "routed_experts": None if routing is None else _compressed(routing),
     }
 
 
 def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
-    """Return the turn that `encode_turn` wrote. Raises StoreError for another codec or a deleted turn."""
+    """Return the turn that `encode_turn` wrote; without routed experts if the row has no such column.
+
+    Raises StoreError for an unknown codec, a damaged row, or a deleted turn.
+    """
     if row["codec"] == EMPTIED:
         raise StoreError(f"the texts and tokens of turn {row['id']} were deleted (store.retain)")
-    if row["codec"] != CODEC_VERSION:
-        raise StoreError(f"turn {row['id']} was written with codec {row['codec']}, expected {CODEC_VERSION}")
+    if row["codec"] not in (PLAIN, COMPRESSED):
+        raise StoreError(
+            f"turn {row['id']} was written with codec {row['codec']}, expected {PLAIN} or {COMPRESSED}"
+        )
     record = orjson.loads(row["record"])
     fork = record.get("fork")
     return Turn(
@@ -71,7 +79,7 @@ def decode_turn(row: Mapping[str, Any] | RowMapping) -> Turn:
             np.frombuffer(row["logprobs"], _FLOAT32),
             np.frombuffer(row["versions"], _INT32),
             row["finish_reason"],
-            routed_experts=_routing(row["routed_experts"], record),
+            routed_experts=_routing(row, record),
         ),
         reply=Message.from_dict(record["reply"]),
         sampling=_sampling(record["sampling"]),
@@ -118,8 +126,40 @@ def _record(turn: Turn) -> dict[str, Any]:
     return record
 
 
-def _routing(stored: bytes | None, record: Mapping[str, Any]) -> Routing | None:
-    return None if stored is None else np.frombuffer(stored, _INT16).reshape(-1, *record["routing"])
+def _compressed(routing: Routing) -> bytes:
+    """Pack [R, layers, k] experts into bytes, or int16 if there are too many experts, and compress them.
+
+    The values are reordered to [layers, R, k], since each layer has an expert distribution of its own. There
+    are hardly any repeated sequences, so Huffman coding alone gives the same size as a search for them, in less
+    than half the time.
+    """
+    by_layer = np.ascontiguousarray(routing.transpose(1, 0, 2))
+    packed = by_layer.astype(_INT16)
+    if not by_layer.size or by_layer.max() < _UNKNOWN:
+        packed = np.where(by_layer < 0, _UNKNOWN, by_layer).astype(np.uint8)
+    coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_HUFFMAN_ONLY)
+    return bytes([packed.itemsize]) + coder.compress(packed) + coder.flush()
+
+
+def _routing(row: Mapping[str, Any] | RowMapping, record: Mapping[str, Any]) -> Routing | None:
+    """Return the routed experts of a row; None if it has none."""
+    stored: bytes | None = row.get("routed_experts")
+    if stored is None:
+        return None
+    layers, per_token = record["routing"]
+    if row["codec"] == PLAIN:
+        return np.frombuffer(stored, _INT16).reshape(-1, layers, per_token)
+    try:
+        values = np.frombuffer(
+            zlib.decompress(stored[1:], -zlib.MAX_WBITS), np.uint8 if stored[0] == 1 else _INT16
+        )
+        by_layer = values.reshape(layers, -1, per_token)
+    except (zlib.error, ValueError, IndexError) as error:
+        raise StoreError(f"the routed experts of turn {row['id']} are damaged: {error}") from error
+    routing = by_layer.transpose(1, 0, 2).astype(np.int16)
+    if values.dtype == np.uint8:
+        routing[routing == _UNKNOWN] = -1
+    return np.ascontiguousarray(routing)
 
 
 def _changed_sampling(sampling: SamplingParams) -> dict[str, Any]:

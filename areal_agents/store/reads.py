@@ -75,8 +75,12 @@ def open_episodes(connection: sa.Connection) -> list[OpenEpisode]:
 
 
 def turns_of(connection: sa.Connection, episode_id: str) -> list[Turn]:
-    """Return the turns of one episode, in the order in which they were recorded."""
-    return _turns(connection, [episode_id])[episode_id]
+    """Return the turns of one episode, in the order in which they were recorded, without routed experts.
+
+    Routed experts are large, and only the trainer uses them; it reads whole groups.
+    """
+    columns = [column for column in turns.c if column is not turns.c.routed_experts]
+    return _turns(connection, [episode_id], columns)[episode_id]
 
 
 def summaries(
@@ -354,9 +358,11 @@ def _summaries(connection: sa.Connection, query: sa.Select) -> list[EpisodeSumma
     return out
 
 
-def _turns(connection: sa.Connection, ids: Iterable[str]) -> dict[str, list[Turn]]:
+def _turns(
+    connection: sa.Connection, ids: Iterable[str], columns: Iterable[sa.Column[Any]] = turns.c
+) -> dict[str, list[Turn]]:
     out: dict[str, list[Turn]] = {episode_id: [] for episode_id in ids}
-    query = sa.select(turns).where(turns.c.episode_id.in_(out)).order_by(turns.c.seq)
+    query = sa.select(*columns).where(turns.c.episode_id.in_(out)).order_by(turns.c.seq)
     for row in connection.execute(query).mappings():
         out[row["episode_id"]].append(decode_turn(row))
     return out

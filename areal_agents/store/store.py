@@ -97,12 +97,19 @@ class Store:
         `opening` is an episode that may not have been opened yet: if the store does not have it, it is opened
         in the same transaction, which may then raise SessionTaken too.
         """
-        rows = [encode_turn(episode_id, turn, time.time()) for turn in turns]
+        created_at = time.time()
+
+        def encode() -> list[dict[str, Any]]:
+            return [encode_turn(episode_id, turn, created_at) for turn in turns]
+
+        # Compressing experts takes milliseconds per thousand tokens, so it is left to the writer's thread.
+        has_experts = any(turn.completion.routed_experts is not None for turn in turns)
+        rows = [] if has_experts else encode()
 
         def write(connection: sa.Connection) -> None:
             if opening is not None:
                 episodes.insert_if_missing(connection, opening)
-            for row in rows:
+            for row in rows or encode():
                 episodes.insert_turn(connection, row)
 
         return self._database.submit(write)
@@ -405,7 +412,7 @@ class Store:
             return reads.episode_row(connection, key_hash=key_hash)
 
     def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
-        """Return the episode with this key, and its turns. NotFound if there is none."""
+        """Return the episode with this key, and its turns without routed experts. NotFound if there is none."""
         with self._database.read() as connection:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
@@ -426,13 +433,13 @@ class Store:
             return reads.open_implicit_episode(connection, implicit_key)
 
     def open_implicit_episodes(self) -> list[tuple[EpisodeRow, list[Turn]]]:
-        """Return the open implicit episodes with their turns."""
+        """Return the open implicit episodes with their turns, without routed experts."""
         with self._database.read() as connection:
             rows = reads.open_implicit_episodes(connection)
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
 
     def turns_of(self, episode_id: str) -> list[Turn]:
-        """Return the turns of one episode, in the order in which they were recorded."""
+        """Return the turns of one episode in the order in which they were recorded, without routed experts."""
         with self._database.read() as connection:
             return reads.turns_of(connection, episode_id)
 
