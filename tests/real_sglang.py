@@ -34,6 +34,6 @@ def running_sglang(
     (placement,) = place(config, find_environment(python).gpus, trainer_gpus=0)
     with reserved_ports(1) as (port,):
         command = server_command(config, model, placement, port=port, **options)
-        environment = server_environment(placement)
+        environment = server_environment(config, placement)
         with SGLangProcess(command, environment, port=port, start_timeout_s=start_timeout_s) as server:
             yield server.url

@@ -19,7 +19,7 @@ import areal_agents
 from areal_agents.client import AsyncClient, Client
 from areal_agents.direct_http import bypassing_proxies
 from areal_agents.doctor import examine
-from areal_agents.inference import EmbeddedEngineConfig, EngineProcess, SGLangEngine
+from areal_agents.inference import EmbeddedEngineConfig, EngineConfig, EngineProcess, SGLangEngine
 from areal_agents.inference.sglang.server import GpuPlacement, server_environment
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.ready import wait_until_any_ready, wait_until_ready
@@ -145,7 +145,7 @@ def test_the_hosts_that_a_child_calls_without_an_http_proxy(
 def test_sglang_reaches_itself_on_a_machine_with_an_http_proxy(
     monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    environment = server_environment(GpuPlacement(), host)
+    environment = server_environment(EngineConfig(kind="sglang", python=sys.executable), GpuPlacement(), host)
     for name in NO_PROXY:
         monkeypatch.setenv(name, environment[name])
     for address in (host, "127.0.0.1", "localhost"):

@@ -139,6 +139,19 @@ class EngineConfig(BaseModel):
             "through; the trainer then sends it through the same."
         ),
     ] = False
+    deterministic: Annotated[
+        bool,
+        Field(
+            description="sglang: results do not depend on the other requests of a batch "
+            "(--enable-deterministic-inference); slower, needs a GPU."
+        ),
+    ] = False
+    fp32_head: Annotated[
+        bool,
+        Field(
+            description="sglang: logits are computed in float32, as in the trainer (--enable-fp32-lm-head)."
+        ),
+    ] = False
     threads: Annotated[
         int,
         Field(ge=0, description="CPU threads of the engines together; 0 shares the cores with the trainer."),
@@ -233,9 +246,13 @@ class EngineConfig(BaseModel):
                 "tensor_parallel": self.tensor_parallel > 1,
                 "memory_fraction": self.memory_fraction,
                 "routed_experts": self.routed_experts,
+                "deterministic": self.deterministic,
+                "fp32_head": self.fp32_head,
             }
             for name in (name for name, value in given.items() if value):
                 yield f"{name} is for kind: sglang"
+        if self.deterministic and self.device == "cpu":
+            yield "deterministic needs SGLang on a GPU, got device: cpu"
         for argument in self.arguments:
             if argument.partition("=")[0] in OWN_ARGUMENTS:
                 yield f"arguments: {argument} is set from replicas, tensor_parallel, device and model"

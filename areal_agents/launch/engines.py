@@ -26,6 +26,7 @@ from areal_agents.inference.sglang.server import (
     GpuPlacement,
     SGLangProcess,
     find_environment,
+    numerics,
     place,
     server_command,
     server_environment,
@@ -72,9 +73,11 @@ def plan_engines(config: Config) -> EnginePlan:
     if engine.urls:
         return EnginePlan((), f"running servers at {', '.join(engine.urls)}")
     if engine.kind == "sglang":
-        environment = find_environment(engine.python)
+        environment = find_environment(engine.python, numerics(engine))
         trainer_gpus = 0 if config.trainer.device == "cpu" else config.trainer.ranks
         placements = place(engine, environment.gpus, trainer_gpus=trainer_gpus)
+        if engine.deterministic and not placements[0].gpus:
+            raise ConfigError("engine.deterministic needs SGLang on a GPU, and there is none; leave it out")
         return EnginePlan(placements, f"SGLang {environment.version}")
     if not engine.device.startswith("cuda"):
         return EnginePlan((GpuPlacement(),) * engine.replicas, "the embedded engine")
@@ -194,6 +197,8 @@ def _needs(config: Config) -> Iterator[tuple[str, str, str]]:
         yield "enable_weights_cpu_backup", "--enable-weights-cpu-backup", "engine.colocate: sleep"
     if adapter_rank(config):
         yield "enable_lora", "--enable-lora", "trainer.publish.transport: lora"
+    for setting in numerics(config.engine):
+        yield setting.field, setting.flag, setting.key
     if config.engine.routed_experts:
         yield "enable_return_routed_experts", "--enable-return-routed-experts", "engine.routed_experts"
     if config.trainer.publish.pause == "in_place":
@@ -241,7 +246,7 @@ def _sglang(config: Config, folder: RunFolder, placement: GpuPlacement, replica:
     )
     return SGLangProcess(
         command,
-        server_environment(placement, host),
+        server_environment(config.engine, placement, host),
         host=host,
         port=port,
         log_path=folder.log(engine_name(replica, config.engine.replicas)),

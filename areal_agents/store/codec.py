@@ -1,7 +1,7 @@
 """Encodes a turn as a row and decodes it: JSON for messages and settings, little-endian blobs for arrays.
 
-Routed experts, which are by far the largest array, are packed and compressed (codec 2); turns without them are
-rows of codec 1. Every row has the number of its codec; decoding a row of an unknown codec raises StoreError.
+Routed experts, which are by far the largest array, are packed and compressed (codec 2); turns without them
+are rows of codec 1. Every row has the number of its codec; decoding an unknown codec raises StoreError.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _compressed(routing: Routing) -> bytes:
     """Pack [R, layers, k] experts into bytes, or int16 if there are too many experts, and compress them.
 
     The values are reordered to [layers, R, k], since each layer has an expert distribution of its own. There
-    are hardly any repeated sequences, so Huffman coding alone gives the same size as a search for them, in less
-    than half the time.
+    are hardly any repeated sequences, so Huffman coding alone gives the same size as a search for them, in
+    less than half the time.
     """
     by_layer = np.ascontiguousarray(routing.transpose(1, 0, 2))
     packed = by_layer.astype(_INT16)

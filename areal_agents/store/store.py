@@ -412,7 +412,7 @@ class Store:
             return reads.episode_row(connection, key_hash=key_hash)
 
     def episode_by_key(self, key_hash: str) -> tuple[EpisodeRow, list[Turn]]:
-        """Return the episode with this key, and its turns without routed experts. NotFound if there is none."""
+        """Return the episode with this key and its turns, without routed experts. NotFound if none has it."""
         with self._database.read() as connection:
             row = reads.episode_row(connection, key_hash=key_hash)
             return row, reads.turns_of(connection, row.id)
@@ -439,7 +439,7 @@ class Store:
             return [(row, reads.turns_of(connection, row.id)) for row in rows]
 
     def turns_of(self, episode_id: str) -> list[Turn]:
-        """Return the turns of one episode in the order in which they were recorded, without routed experts."""
+        """Return the turns of one episode, without routed experts, in the order of their recording."""
         with self._database.read() as connection:
             return reads.turns_of(connection, episode_id)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ from test_engine_process import gone
 from areal_agents.errors import ConfigError, EngineUnavailable
 from areal_agents.inference import EngineConfig
 from areal_agents.inference.sglang.server import (
+    DETERMINISTIC,
+    FP32_HEAD,
     GpuPlacement,
+    ServerSetting,
     SGLangProcess,
     find_environment,
+    nccl_environment,
+    numerics,
     place,
     server_command,
     server_environment,
@@ -118,6 +124,9 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     adapters = flags(engine(), lora_rank=8, lora_targets=("q_proj", "v_proj"))
     assert "--enable-lora --max-lora-rank 8" in adapters
     assert "--lora-target-modules q_proj v_proj" in adapters
+    assert "--enable-fp32-lm-head" in flags(engine(fp32_head=True)) and "fp32" not in plain
+    assert "--enable-deterministic-inference" in flags(engine(deterministic=True))
+    assert "deterministic" not in plain
     assert "--enable-return-routed-experts" in flags(engine(), routed_experts=True)
     assert "--disable-overlap-schedule --disable-radix-cache" in flags(engine(), exact_in_place=True)
     assert "--incremental" not in flags(engine(), cumulative=True)
@@ -139,10 +148,70 @@ def test_a_users_arguments_come_last() -> None:
 def test_a_server_sees_its_own_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert server_environment(GpuPlacement((2, 3)))["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert server_environment(engine(), GpuPlacement((2, 3)))["CUDA_VISIBLE_DEVICES"] == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-a, 6")
-    assert server_environment(GpuPlacement((1, 2)))["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
-    assert "PYTHONDONTWRITEBYTECODE" not in server_environment(GpuPlacement())
+    assert server_environment(engine(), GpuPlacement((1, 2)))["CUDA_VISIBLE_DEVICES"] == "GPU-a,6"
+    assert "PYTHONDONTWRITEBYTECODE" not in server_environment(engine(), GpuPlacement())
+
+
+def test_a_server_has_the_programs_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang compiles kernels with the ninja that it finds on PATH: that of its own environment."""
+    monkeypatch.setenv("VIRTUAL_ENV", "/ours")
+    programs = tmp_path / "sglang" / "bin"
+    programs.mkdir(parents=True)
+    (programs / "python").symlink_to(sys.executable)  # as in a virtual environment
+    ninja = script(programs / "ninja", "exit 0")
+    monkeypatch.chdir(tmp_path)
+    environment = server_environment(engine(python="sglang/bin/python"), GpuPlacement())
+    assert shutil.which("ninja", path=environment["PATH"]) == ninja
+    assert environment["PATH"].endswith(os.environ["PATH"]) and "VIRTUAL_ENV" not in environment
+    (tmp_path / "sglang" / "pyvenv.cfg").write_text("")
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)  # a name without a folder
+    assert server_environment(engine(python="python"), GpuPlacement())["VIRTUAL_ENV"] == str(programs.parent)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "expected"),
+    [
+        ({}, [], ("0", "0")),
+        ({"NCCL_CUMEM_ENABLE": "1"}, [], ("1", "0")),
+        ({}, ["--enable-nccl-nvls"], ("0", "1")),
+        ({"NCCL_CUMEM_ENABLE": "0"}, ["--enable-symm-mem"], ("1", "1")),
+    ],
+)
+def test_trainer_and_engine_have_the_settings_of_nccl_that_sglang_takes(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], arguments: list[str], expected: tuple[str, str]
+) -> None:
+    """`_set_envs_and_config` of SGLang 0.5.21 decides; a test with the mark sglang asks it."""
+    for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = engine(arguments=arguments)
+    found = nccl_environment(config)
+    assert (found["NCCL_CUMEM_ENABLE"], found["NCCL_NVLS_ENABLE"]) == expected
+    assert found.items() <= server_environment(config, GpuPlacement()).items()
+
+
+def test_a_setting_that_the_installed_sglang_lacks_is_refused_by_its_key(tmp_path: Path) -> None:
+    answer = """echo '{"sglang": "0.5.21", "gpus": 1, "settings": ["enable_fp32_lm_head"], "error": null}'"""
+    python = script(tmp_path / "python", answer)
+    assert find_environment(python, numerics(engine(fp32_head=True))).nccl is None
+    with pytest.raises(
+        ConfigError,
+        match=r"engine.deterministic: SGLang 0.5.21 of .* has no --enable-deterministic-inference",
+    ):
+        find_environment(python, numerics(engine(fp32_head=True, deterministic=True)))
+
+
+@pytest.mark.sglang
+def test_the_real_sglang_knows_the_settings(sglang_python: str) -> None:
+    found = find_environment(sglang_python, (DETERMINISTIC, FP32_HEAD))
+    assert found.version >= "0.5.21"
+    with pytest.raises(ConfigError, match="engine.other: SGLang .* has no --no-such-flag"):
+        find_environment(sglang_python, (ServerSetting("engine.other", "--no-such-flag"),))
 
 
 def test_a_server_that_ends_early_shows_the_end_of_its_log(tmp_path: Path) -> None:

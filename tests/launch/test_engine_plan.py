@@ -123,6 +123,8 @@ def test_what_engines_serve_and_give_back(settings: list[str], what: Callable[[C
         ("engine.colocate=sleep", "enable_memory_saver", "--enable-memory-saver"),
         ("engine.colocate=sleep", "enable_weights_cpu_backup", "--enable-weights-cpu-backup"),
         ("trainer.lora.rank=4", "enable_lora", "--enable-lora"),
+        ("engine.fp32_head=true", "enable_fp32_lm_head", "--enable-fp32-lm-head"),
+        ("engine.deterministic=true", "enable_deterministic_inference", "--enable-deterministic-inference"),
     ],
 )
 def test_a_running_server_without_what_the_run_needs_is_refused(setting: str, field: str, flag: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +34,42 @@ HOW_TO = (
 
 @dataclass(frozen=True, slots=True)
 class SGLangEnvironment:
-    """An environment with SGLang: its Python, the version of SGLang, and the number of visible GPUs."""
+    """An environment with SGLang.
+
+    Attributes:
+        python: the path of its Python.
+        version: the version of SGLang.
+        gpus: the number of visible GPUs.
+        nccl: the version of NCCL that its torch uses; None with a build for the CPU.
+    """
 
     python: str
     version: str
     gpus: int
+    nccl: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSetting:
+    """A setting of SGLang's server: the flag that sets it, and the key of ours that switches it on."""
+
+    key: str
+    flag: str
+
+    @property
+    def field(self) -> str:
+        """The name in SGLang's ServerArgs and in /get_server_info."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+DETERMINISTIC = ServerSetting("engine.deterministic", "--enable-deterministic-inference")
+FP32_HEAD = ServerSetting("engine.fp32_head", "--enable-fp32-lm-head")
+
+
+def numerics(config: EngineConfig) -> tuple[ServerSetting, ...]:
+    """Return the settings of SGLang's numerics that `config` asks for."""
+    wanted = ((config.deterministic, DETERMINISTIC), (config.fp32_head, FP32_HEAD))
+    return tuple(setting for is_wanted, setting in wanted if is_wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +79,19 @@ class GpuPlacement:
     gpus: tuple[int, ...] = ()
 
 
-def find_environment(python: str) -> SGLangEnvironment:
+def find_environment(python: str, wanted: Iterable[ServerSetting] = ()) -> SGLangEnvironment:
     """Find out which SGLang the environment of `python` has.
+
+    Args:
+        wanted: settings that its server must know.
 
     Raises:
         ConfigError: `python` cannot be run, or its environment has no SGLang or one that is too old.
     """
+    wanted = tuple(wanted)
+    command = [python, str(SCRIPTS / "probe.py"), *(setting.field for setting in wanted)]
     try:
-        done = subprocess.run(
-            [python, str(SCRIPTS / "probe.py")], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
     except OSError as error:
         raise ConfigError(f"engine.python: {python} cannot be run ({error.strerror}); {HOW_TO}") from None
     except subprocess.TimeoutExpired:
@@ -71,7 +106,13 @@ def find_environment(python: str) -> SGLangEnvironment:
         raise ConfigError(f"engine.python: {python}: {fault}; {HOW_TO}")
     if _release(version) < OLDEST:
         raise ConfigError(f"engine.python: {python} has SGLang {version}, older than {TRIED}; {HOW_TO}")
-    return SGLangEnvironment(python, version, gpus)
+    for setting in wanted:
+        if setting.field not in found.get("settings", ()):
+            raise ConfigError(
+                f"{setting.key}: SGLang {version} of {python} has no {setting.flag}; set it to false, or use "
+                f"SGLang {TRIED}"
+            )
+    return SGLangEnvironment(python, version, gpus, found.get("nccl"))
 
 
 def place(config: EngineConfig, gpus: int, *, trainer_gpus: int) -> tuple[GpuPlacement, ...]:
@@ -137,6 +178,7 @@ def server_command(
         command += ["--enable-lora", "--max-lora-rank", str(lora_rank)]
         command += ["--max-loras-per-batch", str(LORA_SLOTS), "--max-loaded-loras", str(LORA_LOADED)]
         command += ["--lora-target-modules", *lora_targets]
+    command += [setting.flag for setting in numerics(config)]
     if routed_experts:
         command += ["--enable-return-routed-experts"]
     if exact_in_place:
@@ -145,17 +187,39 @@ def server_command(
     return [*command, *config.arguments]
 
 
-def server_environment(placement: GpuPlacement, host: str = "127.0.0.1") -> dict[str, str]:
+def server_environment(
+    config: EngineConfig, placement: GpuPlacement, host: str = "127.0.0.1"
+) -> dict[str, str]:
     """Return the environment variables of a server process on `host`.
 
-    They are those of this process, plus its GPUs, the compilation cache, and NO_PROXY for its own address:
-    SGLang sends itself a warm-up request over HTTP, and exits if an HTTP proxy intercepts it.
+    They are those of this process, plus its GPUs, the compilation cache, its own programs on PATH, NCCL's
+    settings, and NO_PROXY for its own address: SGLang sends itself a warm-up request over HTTP, and exits if
+    an HTTP proxy intercepts it.
     """
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")}
+    dropped = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    environment = {k: v for k, v in os.environ.items() if k not in dropped}
+    # SGLang compiles some kernels when it needs them, with the ninja of its environment.
+    programs = Path(shutil.which(config.python) or config.python).absolute().parent
+    environment["PATH"] = os.pathsep.join([str(programs), environment.get("PATH", os.defpath)])
+    if (programs.parent / "pyvenv.cfg").exists():
+        environment["VIRTUAL_ENV"] = str(programs.parent)
+    environment |= nccl_environment(config)
     if placement.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(placement.gpus, environment))
     address = f"[{host}]" if ":" in host else host
     return bypassing_proxies(environment, "http://127.0.0.1", "http://localhost", f"http://{address}")
+
+
+def nccl_environment(config: EngineConfig) -> dict[str, str]:
+    """Return NCCL's settings for SGLang servers, and for a trainer that forms a process group with them.
+
+    A group whose processes differ in them can fail or hang. SGLang sets both to 0 in its own processes if
+    they are not set, and to 1 with --enable-symm-mem.
+    """
+    if "--enable-symm-mem" in config.arguments:
+        return {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "1"}
+    nvls = "1" if "--enable-nccl-nvls" in config.arguments else os.environ.get("NCCL_NVLS_ENABLE", "0")
+    return {"NCCL_CUMEM_ENABLE": os.environ.get("NCCL_CUMEM_ENABLE", "0"), "NCCL_NVLS_ENABLE": nvls}
 
 
 class SGLangProcess(ServerProcess):
