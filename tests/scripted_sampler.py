@@ -65,6 +65,7 @@ class ScriptedSampler:
         on_tokens: Callable[[TokenChunk], None] | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         self._check(input_ids)
         call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
@@ -83,7 +84,7 @@ class ScriptedSampler:
             raise answer
         call.completion = answer if isinstance(answer, Completion) else self.completion_of(answer, sampling)
         if on_tokens is not None:
-            await self._stream(call.completion, on_tokens)
+            await self._stream(call.completion, on_tokens, stream_interval)
         return call.completion
 
     def completion_of(self, answer: str | list[int], sampling: SamplingParams) -> Completion:
@@ -130,11 +131,13 @@ class ScriptedSampler:
         while (left_s := end - clock()) > 0 and not self.hurry.is_set():
             await asyncio.sleep(min(left_s, 0.005))
 
-    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
+    async def _stream(
+        self, completion: Completion, on_tokens: Callable[[TokenChunk], None], interval: int
+    ) -> None:
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
         start = 0
         while start < len(ids):
-            end = start + self.rng.randrange(1, 4)
+            end = start + max(self.rng.randrange(1, 4), interval if start else 1)
             on_tokens(TokenChunk(tuple(ids[start:end]), tuple(logprobs[start:end])))
             start = end
             await asyncio.sleep(self.token_delay_s)

@@ -48,6 +48,7 @@ class PartialCompletion:
         on_tokens: receives tokens as they arrive; None if the caller waits for the whole completion.
         decode: decodes token ids, to find stop strings that span two attempts; without it a completion with
             stop strings cannot be continued.
+        stream_interval: see Sampler.generate.
 
     Attributes:
         kept: the number of tokens kept from earlier attempts.
@@ -57,7 +58,7 @@ class PartialCompletion:
     """
 
     __slots__ = (
-        "is_aborted", "kept", "newest", "rid", "_chunks", "_cut", "_decode", "_delivered", "_input_ids",
+        "is_aborted", "kept", "newest", "rid", "stream_interval", "_chunks", "_cut", "_decode", "_delivered", "_input_ids",
         "_latest", "_min_version", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
     )  # fmt: skip
 
@@ -67,7 +68,10 @@ class PartialCompletion:
         sampling: SamplingParams,
         on_tokens: OnTokens | None = None,
         decode: Decode | None = None,
+        *,
+        stream_interval: int = 1,
     ) -> None:
+        self.stream_interval = stream_interval
         self.kept = 0
         self.newest = -1
         self.is_aborted = False

@@ -210,6 +210,7 @@ class Sampler(Protocol):
         on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         """Continue `input_ids` [P]; cancelling the call aborts the generation.
 
@@ -220,6 +221,9 @@ class Sampler(Protocol):
         completion's tokens. What it raises ends the call and aborts the generation. `affinity` names calls
         that share a prefix, such as an episode's: a pool keeps them on one replica, and a single engine
         ignores it.
+
+        Each further piece has at least `stream_interval` tokens, but for the last one; the first does not
+        wait for so many. Without `on_tokens` it has no effect.
         """
         ...
 

@@ -36,6 +36,7 @@ from areal_agents.testing.wire import (
     requested_experts_start,
     requested_top_logprobs,
     routed_experts,
+    stream_interval_of,
 )
 
 Handler = Callable[[Request, dict[str, Any]], Awaitable[Response]]
@@ -162,6 +163,7 @@ class ScriptedApp:
                 f"context length of {self._context_length}"
             )
         requested_top_logprobs(body)
+        stream_interval_of(params)
         requested_experts_start(body, len(ids))
         rid = body.get("rid") or uuid.uuid4().hex
         if not isinstance(rid, str):
@@ -207,9 +209,11 @@ class ScriptedApp:
     async def _events(
         self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        sent = 0
+        sent, interval = 0, stream_interval_of(body.get("sampling_params") or {})
         try:
             async for _ in generation.run():
+                if generation.finish is None and generation.sampled - sent < (interval if sent else 1):
+                    continue
                 chunk = self._answer(generation, ids, body, start=sent if self._incremental else 0)
                 sent = generation.sampled
                 if generation.finish is not None:  # must be in `exchanges` before the client sees the end

@@ -70,6 +70,16 @@ def requested_top_logprobs(body: Mapping[str, Any]) -> int:
     return k
 
 
+def stream_interval_of(params: Mapping[str, Any]) -> int:
+    """Return the number of tokens in each further chunk of a stream. Raise RequestError 400 if it is
+    invalid."""
+    interval = params.get("stream_interval")
+    interval = 1 if interval is None else interval
+    if type(interval) is not int or interval < 1:
+        raise RequestError(f"stream_interval must be an integer of at least 1, got {interval!r}")
+    return interval
+
+
 def requested_experts_start(body: Mapping[str, Any], prompt_tokens: int) -> int | None:
     """Return the first position whose experts a request asks for, or None.
 

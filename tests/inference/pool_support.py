@@ -39,6 +39,7 @@ QUICK = PoolLimits(
     probe_again_s=0.02,
     wait_s=30.0,
     load_again_s=0.05,
+    unread_interval=1,  # the tests kill engines between two tokens
 )
 
 
@@ -95,6 +96,7 @@ class PlayedEngine:
         on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         part = self.parts[min(len(self.asked), len(self.parts) - 1)]
         self.asked.append((rid, input_ids.tolist(), sampling))

@@ -63,6 +63,7 @@ async def post(url: str, path: str, **options: Any) -> tuple[int, Any]:
         ({"input_ids": [1], "sampling_params": {"temperature": "hot"}}, "must be a number"),
         ({"input_ids": [1], "sampling_params": {"top_p": 0}}, "top_p must be in"),
         ({"input_ids": [1], "sampling_params": {"top_k": -2}}, "top_k must be"),
+        ({"input_ids": [1], "sampling_params": {"stream_interval": 0}}, "stream_interval must be"),
         ({"input_ids": [1], "sampling_params": {"beam_width": 4}}, "unknown sampling parameter 'beam_width'"),
         ({"input_ids": [1], "sampling_params": {"n": 2}}, "n 2 is not supported"),
         ({"input_ids": [1], "sampling_params": {"stop": [""]}}, "stop must be"),

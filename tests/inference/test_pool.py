@@ -109,6 +109,27 @@ async def test_what_a_killed_replica_had_sampled_continues_elsewhere(streamed: b
             await until(lambda: states(pool)[first] == "down")
 
 
+async def test_what_no_client_reads_comes_in_large_pieces_and_survives_a_death() -> None:
+    """The tokens of the piece that the engine had not sent are sampled again, exactly."""
+    with servers_of(2) as servers:
+        async with serving(servers, limits=replace(QUICK, unread_interval=32)) as pool:
+            call = asyncio.create_task(pool.generate("r", prompt_of(1), LONG))
+            await until(lambda: reached(pool, "r") >= 33)
+            first = next(i for i, replica in enumerate(pool.replicas) if replica.running)
+            servers[first].kill()
+            servers[1 - first].hurry()
+            completion = await call
+            assert len(completion.token_ids) == 400 and completion.finish_reason == "length"
+            check_drawn(prompt_of(1), completion, servers[0].exchanges + servers[1].exchanges)
+            assert pool.counts.resubmitted_tokens % 32 == 1  # the first piece has one token
+            read: list[int] = []
+            await pool.generate("s", prompt_of(2), FORTY, lambda chunk: read.append(len(chunk.token_ids)))
+            assert set(read) == {1}  # a client that streams waits for no other token
+    asked = {e.rid.partition("~")[0].rstrip("$"): e.body for e in servers[0].exchanges + servers[1].exchanges}
+    assert asked["r"]["sampling_params"]["stream_interval"] == 32
+    assert "stream_interval" not in asked["s"]["sampling_params"]
+
+
 async def test_a_replica_that_hangs_is_lost_and_its_requests_continue() -> None:
     """It still listens but never answers, so only health checks can detect that it is lost."""
     with servers_of(2, chunk_delay_s=SLOW_S) as servers:

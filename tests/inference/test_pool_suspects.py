@@ -87,14 +87,17 @@ async def ended(call: Any) -> Completion | EngineError:
         return error
 
 
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(("replicas", "is_read"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("at", [0, 30], ids=["at once", "later"])
-async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(replicas: int, at: int) -> None:
+async def test_a_request_that_engines_die_of_is_given_up_and_nobody_beside_it(
+    replicas: int, at: int, is_read: bool
+) -> None:
     servers = [DeadlyServer(at) for _ in range(replicas)]
-    async with pool_over(servers) as pool:
+    async with pool_over(servers, replace(QUICK, unread_interval=32)) as pool:
         seen: list[TokenChunk] = []
-        calls = [pool.generate(f"r{n}", prompt_of(n), HUNDRED, seen.append) for n in range(1, 7)]
-        poison = pool.generate("poison", PROMPT, HUNDRED, seen.append)
+        take = seen.append if is_read else None
+        calls = [pool.generate(f"r{n}", prompt_of(n), HUNDRED, take) for n in range(1, 7)]
+        poison = pool.generate("poison", PROMPT, HUNDRED, take)
         *innocents, guilty = await asyncio.gather(*map(ended, [*calls, poison]))
         assert isinstance(guilty, EngineError) and "3 engines died while they ran it; the last" in str(guilty)
         assert not isinstance(guilty, EngineUnavailable)  # which clients would repeat

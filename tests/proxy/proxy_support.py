@@ -57,10 +57,13 @@ class RecordingEngine(SGLangEngine):
         on_tokens: Callable[[TokenChunk], None] | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         call = EngineCall(rid, np.array(input_ids), sampling, streamed=on_tokens is not None)
         self.calls.append(call)
-        call.completion = await super().generate(rid, input_ids, sampling, on_tokens)
+        call.completion = await super().generate(
+            rid, input_ids, sampling, on_tokens, stream_interval=stream_interval
+        )
         return call.completion
 
 

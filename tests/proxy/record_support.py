@@ -45,15 +45,20 @@ class ObservedEngine(ScriptedSampler):
         on_tokens: Callable[[TokenChunk], None] | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         try:
-            return await super().generate(rid, input_ids, sampling, on_tokens, affinity=affinity)
+            return await super().generate(
+                rid, input_ids, sampling, on_tokens, affinity=affinity, stream_interval=stream_interval
+            )
         except asyncio.CancelledError:
             if rid not in self.cancelled:
                 self.cancelled.append(rid)
             raise
 
-    async def _stream(self, completion: Completion, on_tokens: Callable[[TokenChunk], None]) -> None:
+    async def _stream(
+        self, completion: Completion, on_tokens: Callable[[TokenChunk], None], interval: int
+    ) -> None:
         pieces = 0
 
         def count(chunk: TokenChunk) -> None:
@@ -64,12 +69,13 @@ class ObservedEngine(ScriptedSampler):
             on_tokens(chunk)
 
         ids, logprobs = completion.token_ids.tolist(), completion.logprobs.tolist()
-        for start in range(0, len(ids), 2):
+        size = max(interval, 2)
+        for start in range(0, len(ids), size):
             if self.hold_after is not None and pieces >= self.hold_after:
                 async with asyncio.timeout(30):
                     while not self.go_on.is_set():
                         await asyncio.sleep(0.005)
-            count(TokenChunk(tuple(ids[start : start + 2]), tuple(logprobs[start : start + 2])))
+            count(TokenChunk(tuple(ids[start : start + size]), tuple(logprobs[start : start + size])))
             await asyncio.sleep(0)
 
     def reset(self) -> None:

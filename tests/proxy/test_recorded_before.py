@@ -42,13 +42,16 @@ class GatedEngine(ScriptedSampler):
         on_tokens: Callable[[TokenChunk], None] | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         gate = threading.Event()
         self.gates.append(gate)
         async with asyncio.timeout(30):
             while not gate.is_set():
                 await asyncio.sleep(0.002)
-        return await super().generate(rid, input_ids, sampling, on_tokens, affinity=affinity)
+        return await super().generate(
+            rid, input_ids, sampling, on_tokens, affinity=affinity, stream_interval=stream_interval
+        )
 
 
 @contextmanager

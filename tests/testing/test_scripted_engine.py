@@ -238,6 +238,7 @@ def test_scripts_see_the_prompt(server: Server) -> None:
         ({"input_ids": [1], "sampling_params": {"n": 2}}, "n must be 1"),
         ({"input_ids": [1], "sampling_params": {"stop": [1]}}, "stop must be"),
         ({"input_ids": [1], "top_logprobs_num": "5"}, "top_logprobs_num"),
+        ({"input_ids": [1], "sampling_params": {"stream_interval": 0}}, "stream_interval"),
     ],
 )
 def test_what_a_real_server_refuses_or_dies_of_is_refused(

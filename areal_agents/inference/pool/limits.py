@@ -25,6 +25,8 @@ class PoolLimits:
             see `suspects`.
         most_deaths: the number of engines that died while running a request after which it is given up in any
             case.
+        unread_interval: the number of tokens in one piece of a stream that no client reads. If the engine
+            dies, up to that many of the last tokens are sampled again.
     """
 
     probe_every_s: float = 1.0
@@ -36,3 +38,4 @@ class PoolLimits:
     longest_pause_s: float = 30.0
     suspect_after: int = 2
     most_deaths: int = 6
+    unread_interval: int = 64

@@ -119,6 +119,7 @@ class EnginePool:
         on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         """See Sampler.generate.
 
@@ -126,7 +127,11 @@ class EnginePool:
         repeatedly without a new token, or if it was streamed in part and cannot be continued (grammars and
         penalties). Raises EngineError if it is given up because it kills replicas.
         """
-        unfinished = PartialCompletion(input_ids, sampling, on_tokens, self._decode)
+        if on_tokens is None:
+            stream_interval = self._limits.unread_interval
+        unfinished = PartialCompletion(
+            input_ids, sampling, on_tokens, self._decode, stream_interval=stream_interval
+        )
         self._unfinished[rid] = unfinished, None
         try:
             return await self._sampled(
@@ -253,7 +258,9 @@ class EnginePool:
             if unfinished.is_aborted or not await self._may_continue(replica, error, suspect, affinity):
                 raise
             await self._keep_trusted(replica, unfinished, error, least)
-            died, reached = await self._has_died(replica, error, began), unfinished.reached
+            died = await self._has_died(replica, error, began)
+            # The tokens of the next piece may have been sampled.
+            reached = unfinished.reached + unfinished.stream_interval - 1
             whole = unfinished.interrupted(None)
             if died and whole is None:
                 suspect.died(reached, error)
@@ -290,7 +297,9 @@ class EnginePool:
     ) -> Completion:
         unfinished.begin(rid, least_version=least)
         take = unfinished.take if self._streams or unfinished.streams else None
+        interval = unfinished.stream_interval
         if suspect.is_tried:
+            interval = 1  # how far it gets tells whether it kills engines
 
             def take(chunk: TokenChunk) -> None:
                 unfinished.take(chunk)
@@ -298,7 +307,12 @@ class EnginePool:
 
         async with replica.attempt():
             completion = await replica.sampler.generate(
-                rid, unfinished.input_ids, unfinished.sampling, take, affinity=affinity
+                rid,
+                unfinished.input_ids,
+                unfinished.sampling,
+                take,
+                affinity=affinity,
+                stream_interval=interval,
             )
         await self._check_versions(replica, completion.versions.tolist(), least)
         if completion.finish_reason != "abort":

@@ -112,6 +112,7 @@ class SGLangEngine(SGLangControl):
         on_tokens: OnTokens | None = None,
         *,
         affinity: str = "",
+        stream_interval: int = 1,
     ) -> Completion:
         """See Engine.generate."""
         vocab_size = await self._check_ids(input_ids)
@@ -133,6 +134,8 @@ class SGLangEngine(SGLangControl):
             "stream": on_tokens is not None,
             "sampling_params": sampling_to_wire(sampling),
         }
+        if on_tokens is not None and stream_interval > 1:
+            body["sampling_params"]["stream_interval"] = stream_interval
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
         routing = await self._requested_routing(len(input_ids), sampling)

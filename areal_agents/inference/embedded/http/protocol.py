@@ -29,7 +29,7 @@ _SAMPLING_FIELDS = {
     "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty",
     "stop", "stop_token_ids", "ignore_eos", "sampling_seed", "skip_special_tokens",
     "spaces_between_special_tokens", "no_stop_trim", "n", "repetition_penalty", "min_new_tokens",
-    "json_schema", "regex", "ebnf", "structural_tag",
+    "json_schema", "regex", "ebnf", "structural_tag", "stream_interval",
 }  # fmt: skip
 # Parameters of SGLang that are accepted here only with the value that has no effect.
 _NEUTRAL = {"n": 1, "repetition_penalty": 1.0, "min_new_tokens": 0}
@@ -50,6 +50,7 @@ class GenerationRequest:
     skip_special_tokens: bool
     trim_stop: bool
     adapter: str
+    stream_interval: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ def _generation(
         skip_special_tokens=_flag(params, "skip_special_tokens", default=True),
         trim_stop=not _flag(params, "no_stop_trim", default=False),
         adapter=_adapter(body),
+        stream_interval=_integer(params, "stream_interval", 1, low=1),
     )
 
 

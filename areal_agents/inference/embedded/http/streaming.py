@@ -29,9 +29,15 @@ class EventWriter:
         self._sent = 0
 
     def step(self) -> bytes | None:
-        """Return a chunk of a running request; None if it has no new tokens."""
+        """Return a chunk of a running request; None if it has too few new tokens for one.
+
+        As with SGLang, the first chunk does not wait for `stream_interval` tokens.
+        """
         progress = self._request.progress
-        if progress is None or progress.finish is not None or len(progress.ids) == self._sent:
+        if progress is None or progress.finish is not None:
+            return None
+        new = len(progress.ids) - self._sent
+        if new < (self._generation.stream_interval if self._sent else 1):
             return None
         if self._incremental:
             return self._chunk(progress, self._pieces.feed(progress.ids))
