@@ -8,8 +8,11 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from benchmarks.gpu.device import why_no_gpu
+
 SGLANG = "--sglang"
 SGLANG_TEST_S = 900
+GPU_TEST_S = 600
 SLOW_TEST_S = 1800
 
 # A slow example on a busy machine says nothing about the code, so there is no deadline. `make test` generates
@@ -38,12 +41,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(SLOW_TEST_S))
         elif item.get_closest_marker("sglang"):
             item.add_marker(pytest.mark.timeout(SGLANG_TEST_S))
+        elif item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.timeout(GPU_TEST_S))  # kernels are compiled when they are first used
+    _skip_without_gpu([item for item in items if item.get_closest_marker("gpu")])
     if config.getoption(SGLANG):
         return
     left_out = [item for item in items if item.get_closest_marker("sglang")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("sglang")]
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
+    if not items:
+        return
+    reason = why_no_gpu()
+    if reason is not None:
+        for item in items:
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(scope="session")

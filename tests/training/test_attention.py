@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,12 @@ from training_support import make_sample
 
 from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.algorithms.packing.token_tree import TokenTree, build_tree
+from areal_agents.errors import TrainingError
+from areal_agents.training.model import attention_gpu
 from areal_agents.training.model.attention import ROWS, gathered_attention, plan, tree_attention
 from areal_agents.training.model.attention_gpu import (
+    GpuPlan,
+    compiled_flex,
     flex_tree_attention,
     gpu_attention,
     gpu_plan,
@@ -220,7 +225,7 @@ def test_a_gpus_plan_takes_documents_apart_and_trees_whole() -> None:
     assert gpu_plan(make_tree().segments, torch.device("cpu")).documents is None
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the kernels of a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("window", [None, 200])
@@ -250,6 +255,122 @@ def test_gpu_attention_and_its_gradients_equal_dense_attention(
     for one, other in ((got, want), *zip(got_gradients, want_gradients, strict=True)):
         error = (one.double().cpu() - other).abs().max() / other.abs().max()
         assert error <= tolerance, float(error)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_heads_narrower_than_a_kernel_needs_are_padded() -> None:
+    tree = long_tree()
+    query, key, value = (t.detach()[..., :6] for t in inputs(tree, 4, 2, torch.float32))
+    mask = tree_block_mask(tree.segments, torch.device("cpu"))
+    widths = []
+
+    def noting(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        widths.append((query.shape[3], key.shape[3], value.shape[3]))
+        return flex_attention(query, key, value, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_gpu, "_uncompiled_flex", lambda: noting)
+        got = flex_tree_attention(query, key, value, mask, SCALE)
+    assert widths == [(16, 16, 16)]
+    want = gathered_attention(query, key, value, tree.segments, SCALE)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_flash_attention_takes_the_widths_and_types_for_which_it_has_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(attention_gpu, "varlen_attention", lambda *a, **k: taken.append("flash"))
+    monkeypatch.setattr(attention_gpu, "flex_tree_attention", lambda *a, **k: taken.append("flex"))
+    flat = gpu_plan(build_tree([np.arange(5), np.arange(3)], min_saved=None).segments, torch.device("cpu"))
+    tree = gpu_plan(make_tree().segments, torch.device("cpu"))
+
+    def kernel(plan: GpuPlan, width: int, dtype: torch.dtype, value: int = 0, **more: Any) -> str:
+        query, key = torch.zeros(1, 4, 8, width, dtype=dtype), torch.zeros(1, 2, 8, width, dtype=dtype)
+        gpu_attention(query, key, torch.zeros(1, 2, 8, value or width, dtype=dtype), plan, SCALE, **more)
+        return taken.pop()
+
+    assert kernel(flat, 128, torch.bfloat16) == kernel(flat, 256, torch.float16) == "flash"
+    assert kernel(flat, 8, torch.bfloat16, window=3) == "flash"
+    for width in (4, 100, 264):  # not a multiple of 8, or too wide
+        assert kernel(flat, width, torch.bfloat16) == "flex"
+    assert kernel(flat, 128, torch.float32) == kernel(tree, 128, torch.bfloat16) == "flex"
+    assert kernel(flat, 192, torch.bfloat16, value=128) == "flex"
+    assert kernel(flat, 128, torch.bfloat16, sinks=torch.zeros(4)) == "flex"
+
+
+@pytest.mark.parametrize("shares_heads", [False, True])
+def test_flash_attention_is_called_as_each_version_of_torch_declares_it(
+    shares_heads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 has no argument `enable_gqa`; its kernel shares heads by their number."""
+    from torch.nn.attention import varlen
+
+    calls: list[dict[str, Any]] = []
+
+    def of_2_11(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+        *, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:  # fmt: skip
+        calls.append({"window_size": window_size, "longest": (max_q, max_k), "documents": cu_seq_q.tolist()})
+        return query * scale
+
+    def of_2_13(*given: Any, enable_gqa: bool = False, **named: Any) -> Tensor:
+        assert enable_gqa
+        return of_2_11(*given, **named)
+
+    monkeypatch.setattr(varlen, "varlen_attn", of_2_13 if shares_heads else of_2_11)
+    flat = build_tree([np.arange(5), np.arange(3)], min_saved=None)
+    query, key, value = (t.detach().bfloat16() for t in inputs(flat, 4, 2, torch.float32))
+    made = gpu_plan(flat.segments, torch.device("cpu"))
+    for window in (None, 3):
+        got = gpu_attention(query, key, value, made, 2.0, window=window)
+        torch.testing.assert_close(got, query * 2.0)
+    whole = {"longest": (5, 5), "documents": [0, 3, 8]}
+    assert calls == [{"window_size": (-1, 0), **whole}, {"window_size": (2, 0), **whole}]
+
+
+def test_a_few_compiled_programs_serve_all_batches_windows_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More would exceed dynamo's limit of 8 programs a function, which ends the run."""
+    import torch._dynamo
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    compiled = compiled_flex.__wrapped__(counter)
+    monkeypatch.setattr(attention_gpu, "_uncompiled_flex", lambda: compiled)
+    rng = np.random.default_rng(0)
+    for length in (100, 900):
+        root = rng.integers(0, 9, length)
+        sequences = [np.concatenate([root, rng.integers(10, 99, length // 4 + i)]) for i in range(2)]
+        tree = build_tree(sequences, min_saved=1)
+        query, key, value = (t.detach() for t in inputs(tree, 2, 1, torch.float32))
+        made = gpu_plan(tree.segments, torch.device("cpu"))
+        for window in (None, 40):
+            for gradient in (True, False):
+                with torch.set_grad_enabled(gradient):
+                    flex_tree_attention(query, key, value, made.block_mask(window), SCALE)
+    assert 0 < counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch._dynamo
+
+    def failing(module: Any, inputs: Any) -> Any:
+        raise NotImplementedError("no kernel for this GPU")
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(attention_gpu, "_uncompiled_flex", lambda: compiled_flex.__wrapped__(failing))
+    tree = long_tree()
+    query, key, value = (t.detach() for t in inputs(tree, 4, 2, torch.float32))
+    with pytest.raises(TrainingError, match=r"share_prefixes: false(.|\n)*no kernel for this GPU"):
+        flex_tree_attention(query, key, value, tree_block_mask(tree.segments, torch.device("cpu")), SCALE)
+    torch._dynamo.reset()
 
 
 def test_segments_that_do_not_cover_the_rows_are_refused() -> None:

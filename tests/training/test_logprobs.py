@@ -198,7 +198,7 @@ def test_kept_and_chunked_logits_of_bfloat16_agree() -> None:
             assert error(one, two.double()) < 4e-3  # one rounding to bfloat16
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the product of a GPU")
+@pytest.mark.gpu
 def test_logits_on_a_gpu_are_float32_too() -> None:
     given = realistic()
     want, coarse = exactly(*given), rounded(*given)

@@ -5,13 +5,17 @@ In a tree, row q sees row k if k ≤ q and q lies before the end of the subtree 
 number per row, and blocks that see nothing or everything are known beforehand. A sliding window bounds the
 difference of the rows' positions. Attention sinks need the log-sum-exp with its gradient, which FlexAttention
 provides and flash attention does not.
+
+FlexAttention is compiled with symbolic sizes, and every batch has the same mask function, whose limits are
+tensors: a few programs then serve all batches, windows and layers of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -21,9 +25,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from areal_agents.algorithms.packing.token_tree import Segment
+from areal_agents.errors import TrainingError
 
 BLOCK = 128  # rows and columns of one block of FlexAttention
 LEAST_ROWS = 1024
+LEAST_WIDTH = 16  # of a head, for the tensor cores that FlexAttention's kernel uses
+FLASH_WIDTHS = range(8, 257, 8)  # of a head, for which flash attention has kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,10 +87,14 @@ def gpu_attention(
         sinks: [H], the logit of each head's attention sink; always computed by FlexAttention.
         window: the number of positions that a row sees, its own included; None for all of them.
     """
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if plan.documents is not None and half and query.shape[-1] == value.shape[-1] and sinks is None:
+    if plan.documents is not None and sinks is None and _has_flash_kernel(query, value):
         return varlen_attention(query, key, value, plan.documents, plan.longest, scale, window=window)
     return flex_tree_attention(query, key, value, plan.block_mask(window), scale, sinks=sinks)
+
+
+def _has_flash_kernel(query: Tensor, value: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return half and query.shape[-1] == value.shape[-1] and query.shape[-1] in FLASH_WIDTHS
 
 
 def varlen_attention(
@@ -110,7 +121,8 @@ def varlen_attention(
         scale=scale,
         # number of rows to the left, without the row itself
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        # torch 2.11 shares the heads of keys among those of queries without being asked
+        **({"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}),
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
@@ -125,29 +137,51 @@ def flex_tree_attention(
     *,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU; sinks: [H]."""
+    """FlexAttention over a block mask of `tree_block_mask`, compiled on a GPU; sinks: [H].
+
+    Raises:
+        TrainingError: the kernel cannot be compiled.
+    """
+    from torch._dynamo.exc import TorchDynamoException  # imported late, because it takes seconds
     from torch.nn.attention.flex_attention import AuxRequest
 
-    rows = query.shape[2]
+    rows, width = query.shape[2], value.shape[3]
     padding = block_mask.shape[-1] - rows
-    query, key, value = (F.pad(tensor, (0, 0, 0, padding)) for tensor in (query, key, value))
+    query, key, value = (
+        F.pad(tensor, (0, max(0, LEAST_WIDTH - tensor.shape[3]), 0, padding))
+        for tensor in (query, key, value)
+    )
     options = {"block_mask": block_mask, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
-    out: Tensor
-    if sinks is None:
-        out = _flex(query.is_cuda)(query, key, value, **options)
-    else:
-        out, aux = _flex(query.is_cuda)(query, key, value, **options, return_aux=AuxRequest(lse=True))
-        share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
-        out = (out * share[..., None]).to(out.dtype)
-    return out[:, :, :rows]
+    flex = compiled_flex() if query.is_cuda else _uncompiled_flex()
+    try:
+        if sinks is None:
+            out: Tensor = flex(query, key, value, **options)
+        else:
+            out, aux = flex(query, key, value, **options, return_aux=AuxRequest(lse=True))
+            share = torch.sigmoid(aux.lse - sinks.to(aux.lse.dtype)[None, :, None])
+            out = (out * share[..., None]).to(out.dtype)
+    except TorchDynamoException as error:
+        raise TrainingError(
+            f"FlexAttention, which packed samples with shared prefixes need on a GPU, cannot be compiled for "
+            f"queries {tuple(query.shape)} and keys {tuple(key.shape)} in {query.dtype}; set "
+            f"trainer.share_prefixes: false to train without it in bfloat16. The compiler says: {error}"
+        ) from error
+    return out[:, :, :rows, :width]
 
 
 @cache
-def _flex(compiled: bool) -> Any:
+def compiled_flex(backend: str | Callable[..., Any] = "inductor") -> Any:
+    """FlexAttention as it is compiled on a GPU."""
     from torch.nn.attention.flex_attention import flex_attention
 
     # fullgraph: without compilation it would create the [T, T] scores; it must fail instead
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True) if compiled else flex_attention
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+
+
+def _uncompiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
 
 
 def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window: int | None = None) -> Any:
@@ -166,14 +200,10 @@ def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window
         positions[segment.start : segment.end] = segment.position + np.arange(segment.end - segment.start)
     seen_until = torch.from_numpy(until).to(device)
     position = torch.from_numpy(positions).to(device)
+    first_seen = torch.from_numpy(positions - (rows if window is None else window) + 1).to(device)
 
     def visible(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        return (column <= row) & (row < seen_until[column])
-
-    def in_window(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
-        assert window is not None
-        near = position[row] - position[column] < window
-        return (column <= row) & (row < seen_until[column]) & near
+        return (column <= row) & (row < seen_until[column]) & (position[column] >= first_seen[row])
 
     partial, full = _blocks(until)
     if window is not None:
@@ -184,7 +214,7 @@ def tree_block_mask(segments: Sequence[Segment], device: torch.device, *, window
         *_listed(partial, device),
         *_listed(full, device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible if window is None else in_window,
+        mask_mod=visible,
         seq_lengths=(rows, rows),
     )
 

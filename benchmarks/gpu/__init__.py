@@ -1,0 +1,1 @@
+"""What one GPU can show: kernels, memory, speed and whole runs, measured part by part."""
