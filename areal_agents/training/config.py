@@ -77,7 +77,17 @@ class TrainerConfig(BaseModel):
     context_parallel: int = Field(
         default=1, ge=1, description="Ranks that share each sequence (Ulysses); ranks is a multiple of it."
     )
-    threads: int = Field(default=0, ge=0, description="CPU threads of torch; 0 leaves torch's default.")
+    rank_timeout_s: float = Field(
+        default=1800.0,
+        gt=0,
+        description="Longest wait of a rank for another one; then the run ends with an error that names it.",
+    )
+    threads: int = Field(
+        default=0,
+        ge=0,
+        description="CPU threads of torch in each rank; 0: the ranks of a machine divide OMP_NUM_THREADS, or "
+        "else its cores.",
+    )
     lora: LoraConfig | None = Field(default=None, description="Train adapters; absent: every weight.")
     publish: PublishConfig = Field(
         default_factory=PublishConfig, description="How new versions reach the engines."

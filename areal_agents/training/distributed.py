@@ -2,13 +2,14 @@
 
 There is always a process group and a mesh, so that one rank and many run the same code. Weights are sharded
 over all ranks, or over groups of ranks that each hold a copy (HSDP). With context parallelism, neighbouring
-ranks share the tokens of one micro-batch and count as one data rank.
+ranks share the tokens of one micro-batch and count as one data rank. Several ranks also have a control group
+on the CPU; only tensors of the model and of the loss go through the group of the device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from areal_agents.training.control import Control
+
 T = TypeVar("T")
 
-# While the first rank waits for a batch (`trainer.batch_timeout_s`, and again for each that is dropped),
-# the others wait for it in a collective. torchrun detects a rank that dies.
-_TIMEOUT_S = 86_400.0
+_TIMEOUT_S = 1800.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Ranks:
         data_rank, data_count: select this rank's micro-batches: `batches[data_rank::data_count]`.
         context_rank, context_count, context_group: this rank's index among the ranks that share each of its
             micro-batches, their number and process group; the group is None if there is one rank.
+        control: the control group; None if there is one rank.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class Ranks:
     context_rank: int = 0
     context_count: int = 1
     context_group: dist.ProcessGroup | None = None
+    control: Control | None = None
 
     @property
     def is_first(self) -> bool:
@@ -54,12 +57,16 @@ class Ranks:
         return self.rank == 0
 
     def broadcast(self, value: T) -> T:
-        """Return the first rank's value on every rank (pickled; used once per batch)."""
-        if self.count == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0)
-        return box[0]
+        """Return the first rank's value on every rank, pickled, through the control group."""
+        return value if self.control is None else self.control.broadcast(value)
+
+    def scatter(self, parts: Sequence[T] | None) -> T:
+        """Return on rank r the first rank's `parts[r]`, through the control group; the other ranks pass
+        None."""
+        if self.control is None:
+            assert parts is not None
+            return parts[0]
+        return self.control.scatter(parts)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks."""
@@ -74,15 +81,21 @@ class Ranks:
         return tensor
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        if self.count == 1:
-            return flag
-        return bool(self.max(torch.tensor(int(flag), device=self.device)).item())
+        """Whether the flag is set on any rank, through the control group."""
+        return flag if self.control is None else self.control.any(flag)
 
     def barrier(self) -> None:
-        """Wait for every rank."""
-        if self.count > 1:
-            dist.barrier()
+        """Wait for every rank, in the control group."""
+        if self.control is not None:
+            self.control.barrier()
+
+
+def use_threads(threads: int) -> None:
+    """Set the number of CPU threads of torch in this process. 0: the ranks of one machine (torchrun's
+    LOCAL_WORLD_SIZE) divide the threads that torch would use, which OMP_NUM_THREADS sets."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if threads or ranks_here > 1:
+        torch.set_num_threads(threads or max(1, torch.get_num_threads() // ranks_here))
 
 
 @contextmanager
@@ -94,12 +107,14 @@ def ranks(
     The group is destroyed at the end if this call created it.
 
     Args:
-        timeout_s: the longest that a rank waits for the others.
+        timeout_s: the longest that a rank waits for the others in a collective, and the first rank in the
+            control group.
         replicas: copies of the weights; each is sharded over count / replicas neighbouring ranks.
         context: neighbouring ranks that share the tokens of a micro-batch.
 
     Raises:
         ValueError: the ranks do not divide into that many replicas, or into groups of `context`.
+        RanksLost: within the block, a collective failed because another rank ended or did not come in time.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device(kind)
@@ -113,14 +128,26 @@ def ranks(
             dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    joined: Ranks | None = None
     try:
-        yield _divide(here, replicas=replicas, context=context)
+        joined = _divide(here, replicas=replicas, context=context, timeout_s=timeout_s)
+        yield joined
+    except RuntimeError as error:
+        if joined is None or joined.control is None or not _is_collective_failure(error):
+            raise
+        raise joined.control.lost(error) from error
     finally:
         if made:
             dist.destroy_process_group()
 
 
-def _divide(device: torch.device, *, replicas: int, context: int) -> Ranks:
+def _is_collective_failure(error: RuntimeError) -> bool:
+    """Whether a collective raised it. gloo raises errors of no type of their own; they name a file of
+    gloo."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _divide(device: torch.device, *, replicas: int, context: int, timeout_s: float) -> Ranks:
     """Return the groups of this rank. Collective: every rank creates the same groups in the same order."""
     rank, count = dist.get_rank(), dist.get_world_size()
     for name, size in (("replicas", replicas), ("context_parallel", context)):
@@ -149,4 +176,5 @@ def _divide(device: torch.device, *, replicas: int, context: int) -> Ranks:
         context_rank=rank % context,
         context_count=context,
         context_group=group,
+        control=Control(timeout_s=timeout_s) if count > 1 else None,
     )

@@ -196,9 +196,11 @@ class TrainingLoop:
             yield
             return
         with self.publisher.engines_asleep(self.released):
-            yield
-            if self.ranks.device.type == "cuda":
-                torch.cuda.empty_cache()  # free cached memory for the engines
+            try:
+                yield
+            finally:
+                if self.ranks.device.type == "cuda":
+                    torch.cuda.empty_cache()  # free cached memory for the engines
 
     def _wait_for_swap(self, batch: Batch) -> Batch:
         """Wait until the batch's weights may be swapped in; return it with its waiting time updated."""

@@ -27,7 +27,7 @@ from areal_agents.training.checkpoint.checkpoint import Checkpoints
 from areal_agents.training.checkpoint.export import facts_of, write_final
 from areal_agents.training.checkpoint.resuming import resume
 from areal_agents.training.config import TrainerConfig
-from areal_agents.training.distributed import Ranks
+from areal_agents.training.distributed import Ranks, use_threads
 from areal_agents.training.distributed import ranks as join_ranks
 from areal_agents.training.loop import TrainingLoop
 from areal_agents.training.metrics.step_metrics import MetricsWriter
@@ -103,12 +103,16 @@ def run(
         EngineError: no engine takes the weights, or the weights of an engine differ from those published.
         StoreError: the store is unusable.
     """
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    use_threads(config.threads)
     torch.manual_seed(seed)
     model_path, run_dir = Path(model_path), Path(run_dir)
     with (
-        join_ranks(config.device, replicas=config.replicas, context=config.context_parallel) as group,
+        join_ranks(
+            config.device,
+            timeout_s=config.rank_timeout_s,
+            replicas=config.replicas,
+            context=config.context_parallel,
+        ) as group,
         ExitStack() as at_the_end,
     ):
         if not group.is_first:

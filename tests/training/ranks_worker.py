@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from areal_agents.algorithms.samples import TrainingData
 from areal_agents.core.sample import TrainingSample
 from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import MemoryKind
 from areal_agents.store import Store
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, latest_checkpoint
 from areal_agents.training.config import TrainerConfig
@@ -145,6 +148,31 @@ def publish_by_each(folder: Path, group: Ranks, engine_url: str, out: Path) -> d
     return results
 
 
+def sleep_beside_a_slow_rank(folder: Path, group: Ranks, engine_url: str, out: Path) -> dict[str, float]:
+    """When this rank had freed its memory, and when the first rank's engine was told to take it back. The
+    clock is that of the machine."""
+    times: dict[str, float] = {}
+
+    class Waking(SGLangEngine):
+        async def resume_memory(self, kinds: Sequence[MemoryKind]) -> None:
+            times["woken"] = time.monotonic()
+            await super().resume_memory(kinds)
+
+    store = Store.open(out / "store.db") if group.is_first else None
+    engines = [Waking(engine_url)] if group.is_first else []
+    policy = load_policy(folder, group)
+    with (
+        publisher(policy, group, store, engines, out, folder) as publishing,
+        publishing.engines_asleep(("kv_cache",)),
+    ):
+        if not group.is_first:
+            time.sleep(1.5)
+        times["freed"] = time.monotonic()
+    if store is not None:
+        store.close()
+    return times
+
+
 def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps: int) -> Any:
     """How the whole loop ends: step, version and latest checkpoint, or the error that every rank gets."""
     try:
@@ -198,8 +226,9 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         if store is not None:
             store.close()
         published = publish_by_each(Path(model), group, engine_url, folder / "published")
+        slept = sleep_beside_a_slow_rank(Path(model), group, engine_url, folder / "asleep")
         layouts = train_layouts(Path(model), Path(reference))
         torch.save(
-            (statistics, weights, after_one, stopped, outcomes, layouts, published),
+            (statistics, weights, after_one, stopped, outcomes, layouts, published, slept),
             folder / f"{rank}.pt",
         )

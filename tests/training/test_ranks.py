@@ -106,3 +106,8 @@ def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -
     for transport in ("disk", "tensor", "broadcast", "lora"):
         assert first[transport] <= 1e-5 and second[transport] <= 1e-5
         assert (first[f"{transport} lost"], second[f"{transport} lost"]) == (0, 1)  # and neither waits
+
+
+def test_engines_wake_when_every_rank_has_freed_its_memory(spawned: tuple[Path, list[Any]]) -> None:
+    first, second = (result[7] for result in spawned[1])
+    assert first["freed"] < second["freed"] <= first["woken"]  # the second rank was slow

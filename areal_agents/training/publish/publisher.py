@@ -151,7 +151,8 @@ class Publisher:
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
         """Context manager that keeps the memory of `kinds` released on every engine. Collective.
 
-        Raises EngineError if an engine refuses; paused generations continue after the block in any case.
+        The engines wake when every rank has left the block, and so has freed its memory. Raises EngineError
+        if an engine refuses; paused generations continue after the block in any case.
         """
         if not kinds:
             yield
@@ -162,6 +163,7 @@ class Publisher:
         except BaseException:
             self._wake_anyway(kinds)
             raise
+        self._ranks.barrier()
         self._on_every_rank(lambda: self._sleep_or_wake(wake, kinds))
 
     def close(self) -> None:
