@@ -185,10 +185,11 @@ def serve(
     """Serve a model to agents and record every call token by token."""
     from areal_agents.config import proxy_config
     from areal_agents.config.models import model_folder
+    from areal_agents.model_folder import folder_fault
 
     folder = model_folder(model, Path.cwd())
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"--model: {folder} is not a Hugging Face model folder (no config.json in it)")
+    if fault := folder_fault(folder):
+        raise ConfigError(f"--model: {fault}")
     config = proxy_config(
         settings or (),
         host=host,

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from areal_agents.client import Client, OpenedEpisode
 from areal_agents.direct_http import openai_client_sync
 from areal_agents.episode import Episode
-from areal_agents.errors import RequestError, RunFailed
+from areal_agents.errors import RunFailed
+from areal_agents.launch.ready import wait_until_ready
 
 if TYPE_CHECKING:
     from areal_agents.direct_http import OpenAI
@@ -114,7 +115,7 @@ def serve(
         try:
             url = _url(process, lines, found)
             with Client(url, key) as client:
-                _wait_until_ready(client, process, lines)
+                wait_until_ready(f"{url}/ready", check=lambda: _check(process, lines), timeout_s=START_S)
                 yield Server(url, key, file, client)
         finally:
             process.send_signal(signal.SIGTERM)
@@ -138,19 +139,12 @@ def _read(process: subprocess.Popen[str], lines: deque[str], found: list[str]) -
 def _url(process: subprocess.Popen[str], lines: deque[str], found: list[str]) -> str:
     deadline = time.monotonic() + START_S
     while not found:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RunFailed("the model is not served: " + ("\n".join(lines) or "no output"))
+        _check(process, lines, has_time=time.monotonic() < deadline)
         time.sleep(POLL_S)
     return found[0]
 
 
-def _wait_until_ready(client: Client, process: subprocess.Popen[str], lines: deque[str]) -> None:
-    deadline = time.monotonic() + START_S
-    while True:
-        try:
-            client.served_version()
-            return
-        except RequestError:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RunFailed("the model is not served: " + "\n".join(lines)) from None
-        time.sleep(POLL_S)
+def _check(process: subprocess.Popen[str], lines: deque[str], *, has_time: bool = True) -> None:
+    """Raise RunFailed, with the latest output, if the process has ended or there is no time left."""
+    if process.poll() is not None or not has_time:
+        raise RunFailed("the model is not served: " + ("\n".join(lines) or "no output"))

@@ -24,6 +24,7 @@ from areal_agents.config.models import is_model_name, model_folder
 from areal_agents.config.tree import Config
 from areal_agents.errors import ConfigError
 from areal_agents.proxy.config import ProxyConfig
+from areal_agents.whole_files import write_whole
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -126,11 +127,7 @@ def save_config(config: Config, path: Path) -> None:
 
     Only the owner can read the file, because it may contain keys.
     """
-    temporary = path.with_suffix(".tmp")
-    temporary.touch(mode=0o600)
-    temporary.chmod(0o600)
-    temporary.write_text(_text_of(config))
-    temporary.replace(path)
+    write_whole(path, _text_of(config), private=True)
 
 
 def is_saved(config: Config, path: Path) -> bool:

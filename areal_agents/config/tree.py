@@ -20,6 +20,7 @@ from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
+from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.proxy.config import ProxyConfig
 from areal_agents.rollout.agents.loading import names_a_function
 from areal_agents.rollout.config import DataConfig, EvalConfig, RewardConfig, RolloutConfig
@@ -92,11 +93,8 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if not (Path(self.model) / "config.json").is_file():
-            raise ValueError(
-                f"model: {self.model} is not a Hugging Face model folder (no config.json in it); "
-                "give the path of a downloaded model"
-            )
+        if fault := folder_fault(self.model):
+            raise ValueError(f"model: {fault}; give the path of a downloaded model")
         if faults := [*faults_between_parts(self)]:
             raise ValueError("\n  ".join(faults))
         return self
@@ -217,8 +215,8 @@ def _model_faults(config: Config) -> Iterator[str]:
     for name, path, needed, without in wanted:
         if path and not needed:
             yield f"trainer.{name}: the algorithm {algorithm.preset} {without}; leave it out"
-        elif path and not (Path(path) / "config.json").is_file():
-            yield f"trainer.{name}: {path} is not a Hugging Face model folder (no config.json in it)"
+        elif path and (fault := folder_fault(path)):
+            yield f"trainer.{name}: {fault}"
     if algorithm.teacher == "model" and not trainer.teacher_model:
         yield "trainer.teacher_model: distillation needs a teacher; give the Hugging Face folder of its model"
     if algorithm.teacher == "model" and _vocabularies_differ(Path(config.model), Path(trainer.teacher_model)):
@@ -278,7 +276,7 @@ def _routing_faults(config: Config) -> Iterator[str]:
     """Yield why the engine's choice of experts cannot be recorded or replayed."""
     if not config.engine.routed_experts:
         return
-    if expert_layout(_json_of(Path(config.model) / "config.json")) is None:
+    if expert_layout(read_object(Path(config.model) / "config.json")) is None:
         yield f"engine.routed_experts: {config.model} has no experts (num_experts_per_tok); leave it out"
     if config.trainer.context_parallel > 1:
         yield (
@@ -292,13 +290,5 @@ def _vocabularies_differ(model: Path, teacher: Path) -> bool:
     files = [folder / "tokenizer.json" for folder in (model, teacher)]
     if not all(file.is_file() for file in files):
         return False
-    ours, theirs = (_json_of(file).get("model", {}).get("vocab") for file in files)
+    ours, theirs = (read_object(file).get("model", {}).get("vocab") for file in files)
     return bool(ours != theirs)
-
-
-def _json_of(path: Path) -> Mapping[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        return {}
-    return found if isinstance(found, Mapping) else {}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from areal_agents.core.conversations import conversations
 from areal_agents.errors import ConfigError
+from areal_agents.whole_files import replacing
 
 # In Parquet, what has no fixed form is a JSON string.
 COLUMNS = (
@@ -38,12 +40,10 @@ def row_of(summary: Mapping[str, Any], episode: Mapping[str, Any]) -> dict[str, 
 def write_jsonl(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
     """Write rows as JSON lines; the file appears when it is whole. Returns the number of rows."""
     count = 0
-    temporary = _temporary(path)
-    with open(temporary, "w") as file:
+    with _replacing(path) as temporary, open(temporary, "w") as file:
         for row in rows:
             file.write(json.dumps({name: row[name] for name in COLUMNS}, ensure_ascii=False) + "\n")
             count += 1
-    temporary.replace(path)
     return count
 
 
@@ -73,13 +73,12 @@ def write_parquet(rows: Iterable[Mapping[str, Any]], path: Path) -> int:
         }
         for row in rows
     ]
-    temporary = _temporary(path)
-    parquet.write_table(pyarrow.Table.from_pylist(data, schema=schema), temporary)
-    temporary.replace(path)
+    with _replacing(path) as temporary:
+        parquet.write_table(pyarrow.Table.from_pylist(data, schema=schema), temporary)
     return len(data)
 
 
-def _temporary(path: Path) -> Path:
+def _replacing(path: Path) -> AbstractContextManager[Path]:
     if not path.parent.is_dir():
         raise ConfigError(f"there is no folder {path.parent}")
-    return path.with_name(path.name + ".tmp")
+    return replacing(path)

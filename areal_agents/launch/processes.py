@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataE
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.model_folder import text_config
 
 EXIT_STOPPED = 3  # the process was told to end before its work was complete
 GRACE_S = 20.0  # from the supervisor's death until this process exits at once
@@ -127,10 +127,9 @@ def _reward_timeout_s(config: Config) -> float:
 def _vocab_size(model: Path) -> int | None:
     """Return the vocabulary size in the model folder's config.json, or None if it has none."""
     try:
-        tree = json.loads((model / "config.json").read_text())
-    except (OSError, ValueError):  # the process that loads the model reports the error
+        size = text_config(model).get("vocab_size")
+    except (OSError, ConfigError):  # the process that loads the model reports the error
         return None
-    size = (tree.get("text_config") or tree).get("vocab_size")
     return size if isinstance(size, int) else None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import secrets
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from areal_agents.errors import ConfigError
 from areal_agents.store.trainer_lock import TrainerLock
+from areal_agents.whole_files import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,7 @@ class RunFolder:
         """Add the seconds of a process run to those of the earlier ones, and return the sum."""
         file = self.root / "wall_time.json"
         earlier = json.loads(file.read_text())["wall_s"] if file.exists() else 0.0
-        temporary = file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"wall_s": earlier + seconds}))
-        temporary.replace(file)
+        write_whole(file, json.dumps({"wall_s": earlier + seconds}))
         return earlier + seconds
 
     @property
@@ -97,12 +95,7 @@ class RunFolder:
 
     def write_endpoints(self, endpoints: Endpoints) -> None:
         """Write the addresses and the admin key, readable by the owner only."""
-        temporary = self.root / "endpoints.tmp"
-        temporary.unlink(missing_ok=True)
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            json.dump(asdict(endpoints), file)
-        temporary.replace(self.root / "endpoints.json")
+        write_whole(self.root / "endpoints.json", json.dumps(asdict(endpoints)), private=True)
 
     def read_endpoints(self) -> Endpoints:
         """Return the addresses that the supervisor wrote."""

@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from areal_agents.launch.progress import HeldOut
+from areal_agents.whole_files import replacing, write_whole
 
 _SMOOTHED = 5  # steps that are averaged in the plot
 
@@ -89,9 +90,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """Write summary.json atomically."""
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        temporary.replace(path)
+        write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
     def table(self) -> Table:
         """Return the results as a table for a terminal."""
@@ -157,9 +156,8 @@ def plot_rewards(rows: Sequence[dict[str, Any]], held_out: Sequence[HeldOut], pa
     axes.set_title(f"Reward of {path.resolve().parent.name}")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
-    temporary = path.with_suffix(".tmp.png")
-    figure.savefig(temporary, dpi=120)
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")
 
 
 def _smoothed(values: Sequence[float]) -> list[float]:

@@ -24,6 +24,8 @@ from areal_agents.errors import AgentError, ArealAgentsError
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
 from areal_agents.launch.children import Children
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.model_folder import text_config
+from areal_agents.whole_files import write_whole
 
 EPISODES = 3
 EPISODE_S = 20.0  # longest trial episode; a slower agent is not judged
@@ -161,15 +163,12 @@ def _end_blocked(folder: RunFolder, text: str) -> None:
 
 
 def _write(folder: RunFolder, *, error: str = "", note: str = "") -> None:
-    temporary = folder.trial.with_suffix(".tmp")
-    temporary.write_text(json.dumps({"error": error, "note": note}))
-    temporary.replace(folder.trial)
+    write_whole(folder.trial, json.dumps({"error": error, "note": note}))
 
 
 def _context_length(config: Config, model: Path) -> int:
     """Return the most tokens of a prompt with its completion that the run's engine will take."""
-    tree = json.loads((model / "config.json").read_text())
-    positions = int((tree.get("text_config") or tree).get("max_position_embeddings") or _LONGEST_CONTEXT)
+    positions = int(text_config(model).get("max_position_embeddings") or _LONGEST_CONTEXT)
     if config.engine.urls:
         return positions
     default = DEFAULT_MAX_CONTEXT if config.engine.kind == "embedded" else positions

@@ -16,10 +16,11 @@ import pydantic
 import renderers
 
 from areal_agents.errors import ConfigError
+from areal_agents.model_folder import folder_fault, read_object
 from areal_agents.rendering.formats import ChatFormat, library_format
 from areal_agents.rendering.templates.generic import TemplateFormat
 from areal_agents.rendering.templates.template import template_sources
-from areal_agents.rendering.tokenization.tokenizer import Tokenizer, read_json
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 TEMPLATE = "template"  # the family of a model folder that is rendered by its own chat template
 
@@ -130,11 +131,9 @@ def renderer_config(path: str | Path, *, family: str, options: Mapping[str, Any]
 
 
 def _detect(folder: Path) -> str:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"{folder} is not a model folder: it has no config.json; give the path of a downloaded model"
-        )
-    config = read_json(folder / "config.json")
+    if fault := folder_fault(folder):
+        raise ConfigError(f"{fault}; give the path of a downloaded model")
+    config = read_object(folder / "config.json")
     model_type = config.get("model_type")
     name = f"{folder.name} {config.get('_name_or_path', '')}".lower()
     for part, family in _BY_NAME.get(model_type or "", ()):

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from areal_agents.direct_http import openai_client, openai_errors
 from areal_agents.errors import RewardError
 from areal_agents.rewards.finished import FinishedEpisode
+from areal_agents.whole_files import write_whole
 
 T = TypeVar("T")
 _DATA = (
@@ -163,9 +164,7 @@ class _Judge:
             answer = await self._answer(base_url, messages, read)
         if kept is not None:
             kept.parent.mkdir(parents=True, exist_ok=True)
-            temporary = kept.with_suffix(f".{os.getpid()}-{id(messages)}.tmp")
-            temporary.write_text(json.dumps(answer))
-            temporary.replace(kept)
+            write_whole(kept, json.dumps(answer))
         return read(answer)
 
     async def _answer(

@@ -16,6 +16,7 @@ from areal_agents.simulate.parameters import Parameters, read_parameters
 from areal_agents.simulate.sizing import Split, bounds, fastest, splits, synchronous, with_split
 from areal_agents.simulate.trace import Trace, read_trace
 from areal_agents.simulate.work import Work
+from areal_agents.whole_files import replacing
 
 WORK = ("tokens", "turns", "tool_s")
 
@@ -198,6 +199,5 @@ def draw(report: SimulationReport, path: Path) -> None:
     staleness.bar(list(shares), list(shares.values()), color="#7aa6c2")
     staleness.set(xlabel="staleness of trained tokens, in versions", ylabel="share")
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, dpi=120, format="png")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=120, format="png")

@@ -15,6 +15,7 @@ from areal_agents.core.rollout import RecordedEpisode
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import ConfigError, StoreError
 from areal_agents.store.store import Store
+from areal_agents.whole_files import replacing
 
 
 def write_export(store: Store, groups: Sequence[str], folder: Path) -> Path:
@@ -32,12 +33,10 @@ def write_export(store: Store, groups: Sequence[str], folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"turns-{_next_number(folder):08d}.parquet"
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        with replacing(path) as temporary, open(temporary, "wb") as file:
             parquet.write_table(pyarrow.table(columns, schema=_schema(pyarrow)), file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
     except OSError as error:
         raise StoreError(f"cannot export turns to {folder}: {error}") from error
     return path

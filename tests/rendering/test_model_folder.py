@@ -88,7 +88,7 @@ def test_options_reach_the_template_and_wrong_ones_are_named(model_folder: Path)
 
 def test_a_missing_or_broken_folder_is_a_config_error(tmp_path: Path) -> None:
     nowhere = tmp_path / "nowhere"
-    with pytest.raises(ConfigError, match=f"^{nowhere} is not a model folder: it has no config.json; "):
+    with pytest.raises(ConfigError, match=f"^{nowhere} is not a Hugging Face model folder"):
         ChatRenderer.from_folder(nowhere)
     with pytest.raises(ConfigError, match="no config.json"):
         ChatRenderer.from_folder(tmp_path)

@@ -27,9 +27,8 @@ from areal_agents.inference.embedded.model.architecture import (
     read_architecture,
 )
 from areal_agents.inference.embedded.model.model_set import BASE
-from areal_agents.inference.embedded.model.runner import ModelRunner
+from areal_agents.inference.embedded.model.runner import ModelRunner, warm_up
 from areal_agents.inference.embedded.model.torch_runner import TorchRunner
-from areal_agents.inference.embedded.model.warmup import warm_up
 from areal_agents.inference.embedded.model.weights import load_weights, random_weights
 from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
 from areal_agents.inference.embedded.scheduling.service import EngineService

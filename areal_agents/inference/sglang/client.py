@@ -7,7 +7,6 @@ time limit, and every answer is checked before it becomes a Completion.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
@@ -19,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from areal_agents.core.completion import Completion, SamplingParams, TokenChunk, TokenIds
-from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
+from areal_agents.errors import ConfigError, EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.answers import SentRequest, end_ids_of
 from areal_agents.inference.engine import (
     ModelInfo,
@@ -39,6 +38,7 @@ from areal_agents.inference.sglang.wire import (
     sampling_to_wire,
     shorten,
 )
+from areal_agents.model_folder import read_object
 
 logger = logging.getLogger(__name__)
 
@@ -365,11 +365,8 @@ def _effective_context(context: int, info: dict[str, Any], server: dict[str, Any
 
 
 def _local_config(path: str) -> dict[str, Any]:
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return {}
+    """Return the model's config.json if it is readable under the engine's path from here, {} otherwise."""
     try:
-        config = json.loads(file.read_text())
-    except ValueError:
+        return read_object(Path(path) / "config.json")
+    except ConfigError:
         return {}
-    return config if isinstance(config, dict) else {}

@@ -20,11 +20,12 @@ from renderers.parsing import parse_qwen3
 from renderers.reasoning import scan_reasoning
 
 from areal_agents.errors import ConfigError
+from areal_agents.model_folder import read_object
 from areal_agents.rendering.templates.extension import Extension, Kind, Writer, proven_kinds
 from areal_agents.rendering.templates.markup import Markup, find_markup
 from areal_agents.rendering.templates.probes import Shape, shape_of
 from areal_agents.rendering.templates.template import ChatTemplate
-from areal_agents.rendering.tokenization.tokenizer import Tokenizer, read_json
+from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
 
 class TemplateFormat:
@@ -169,7 +170,7 @@ def _roles(shapes: set[Shape]) -> str:
 def _eos_ids(folder: Path, vocab_size: int) -> list[int]:
     """The end-of-text tokens in generation_config.json, or if it names none, in config.json."""
     for file in ("generation_config.json", "config.json"):
-        value = read_json(folder / file).get("eos_token_id")
+        value = read_object(folder / file).get("eos_token_id")
         ids = [value] if isinstance(value, int) else value or []
         if not isinstance(ids, list) or not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
             raise ConfigError(

@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_agents.errors import ConfigError, RenderingError
-from areal_agents.rendering.tokenization.tokenizer import read_json
+from areal_agents.model_folder import read_object
 
 Clock = Callable[[], datetime]
 
@@ -131,9 +131,9 @@ def template_sources(path: str | Path) -> dict[str, str]:
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
         files.update({file.stem: file for file in more})
         return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    value = read_json(folder / "tokenizer_config.json").get("chat_template")
+    value = read_object(folder / "tokenizer_config.json").get("chat_template")
     if value is None:
-        value = read_json(folder / "chat_template.json").get("chat_template")
+        value = read_object(folder / "chat_template.json").get("chat_template")
     if value is None:
         return {}
     if isinstance(value, str):

@@ -16,6 +16,7 @@ from typing import Any
 import tokenizers
 
 from areal_agents.errors import ConfigError, PromptTooLong, RenderingError
+from areal_agents.model_folder import read_object
 from areal_agents.rendering.special_text import ESCAPED_MARK, MARK
 from areal_agents.rendering.tokenization.fast_encoding import FastEncoding, fast_encoding, is_supported
 from areal_agents.rendering.tokenization.marked_library import MarkedLibrary
@@ -231,24 +232,11 @@ def _encoded(encode: Callable[[], tokenizers.Encoding]) -> tokenizers.Encoding:
         raise RenderingError(f"the tokenizer failed on a string: {error}") from None
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; {} if the file is absent. ConfigError if it holds anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must hold a JSON object, got {type(data).__name__}")
-    return data
-
-
 def _special_tokens(folder: Path) -> dict[str, str]:
     """The special tokens by role. Older folders name them in special_tokens_map.json."""
     settings = {
-        **read_json(folder / "special_tokens_map.json"),
-        **read_json(folder / "tokenizer_config.json"),
+        **read_object(folder / "special_tokens_map.json"),
+        **read_object(folder / "tokenizer_config.json"),
     }
     texts = {key: _token_text(value) for key, value in settings.items() if key.endswith("_token")}
     return {key: text for key, text in texts.items() if isinstance(text, str)}

@@ -22,6 +22,7 @@ from areal_agents.training.metrics.mfu import mfu
 from areal_agents.training.metrics.trackers import Trackers
 from areal_agents.training.publish.publisher import Published
 from areal_agents.training.step.results import CriticResult, DpoResult, ObservationResult, StepResult
+from areal_agents.whole_files import write_whole
 
 # The metrics of docs/metrics.md, in its order, by the section under which trackers show them.
 SECTIONS: dict[str, tuple[str, ...]] = {
@@ -323,7 +324,5 @@ def _keep_until(path: Path, step: int) -> dict[str, Any]:
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n") and json.loads(line)["step"] <= step:
             kept.append(line)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept))
-    temporary.replace(path)
+    write_whole(path, "".join(kept))
     return json.loads(kept[-1]) if kept else {}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from areal_agents.errors import ConfigError
+from areal_agents.whole_files import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -306,6 +307,4 @@ def _read_ids(path: Path) -> dict[str, str]:
 
 
 def _write_ids(path: Path, ids: Mapping[str, str]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(ids))
-    temporary.replace(path)
+    write_whole(path, json.dumps(ids))

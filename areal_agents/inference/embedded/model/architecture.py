@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_agents.errors import ConfigError
+from areal_agents.model_folder import folder_fault
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,8 +67,8 @@ class Architecture:
 
 def read_architecture(folder: Path) -> Architecture:
     """Read `folder`/config.json; ConfigError when it is missing or describes an unsupported model."""
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model: {folder} has no config.json; expected a Hugging Face model folder")
+    if fault := folder_fault(folder):
+        raise ConfigError(f"model: {fault}")
     from transformers import AutoConfig
 
     try:

@@ -76,3 +76,35 @@ class ModelRunner(Protocol):
     def copy_prefix(self, source: int, target: int, length: int) -> None:
         """Copy the keys and values of the first `length` positions of slot `source` to slot `target`."""
         ...
+
+
+def warm_up(runner: ModelRunner) -> None:
+    """Run a short prompt, a decode and a sample, so that kernels are compiled before the port opens.
+
+    They use slot 0; what they leave there is never read as valid.
+    """
+    for count in (4, 1):
+        positions = np.arange(count, dtype=np.int32)
+        rows = Rows(
+            tokens=np.zeros(count, np.int32),
+            slots=np.zeros(count, np.int32),
+            positions=positions,
+            prefix_slots=np.zeros(count, np.int32),
+            prefix_lengths=np.zeros(count, np.int32),
+            segment_starts=np.array([0, count], np.int32),
+            outputs=positions[-1:].copy(),
+        )
+        logits = runner.forward(rows)
+    runner.copy_prefix(0, 0, 1)
+    one = np.ones(1, np.float32)
+    runner.sample(
+        logits,
+        SamplingBatch(
+            temperature=one,
+            top_p=one,
+            min_p=one * 0,
+            top_k=np.zeros(1, np.int32),
+            seeds=np.zeros(1, np.uint64),
+            positions=np.zeros(1, np.int32),
+        ),
+    )
