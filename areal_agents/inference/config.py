@@ -192,7 +192,7 @@ class EngineConfig(BaseModel):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _arguments_are_texts(cls, arguments: object) -> object:
+    def _arguments_are_strings(cls, arguments: object) -> object:
         """Converts numbers, which YAML may yield for arguments, to strings."""
         if isinstance(arguments, list | tuple):
             return tuple(str(a) if isinstance(a, int | float) else a for a in arguments)
@@ -212,7 +212,7 @@ class EngineConfig(BaseModel):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        """What was set and the engines do not heed: running servers are as they were started."""
+        """The given settings that have no effect on these engines, for example on servers already running."""
         unread = STARTED_WITH if self.urls else EMBEDDED_ONLY if self.kind == "sglang" else ()
         return tuple(name for name in unread if name in self.model_fields_set)
 

@@ -1,16 +1,16 @@
 """The forward pass of a decoder on a CPU in float32, compiled to machine code by numba.
 
-One call runs every layer for a batch of rows; a row is one token of one slot, prompt or decode alike.
-Small models are bound by the launch of operators, not by arithmetic, so everything is one call.
+One call runs every layer for a batch of rows. A row is one token of one slot, of a prompt or of a decode.
+For small models, launching operators takes longer than the arithmetic, so everything is one call.
 
 Invariant: a row's result depends on its own slot only, never on the other rows of the call, because each
 output element is accumulated over k in one fixed order. Sampling with a seed is therefore reproducible
 whatever else the engine is doing, and a chunked or cached prefill equals a whole one bit for bit.
 
 Layouts: matrices are [in, out]. Keys are [slot, kv head, tile, head_dim, TILE] and values [slot, kv head,
-tile, TILE, head_dim], TILE positions together: scores and weighted sums are products with a tile. Rows are
-taken in blocks, so that a tile is read once for all of a block that share it: a prompt's, and those of many
-slots that share a system prompt.
+tile, TILE, head_dim]; a tile has TILE positions, and scores and weighted sums are products with a tile. Rows
+are processed in blocks, and a tile is read once for all rows of a block that share it: the rows of a prompt,
+or those of many slots that share a system prompt.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _reduce = numba.njit(
 
 @numba.njit(fastmath={"contract", "nnan"}, nogil=True, cache=True, error_model="numpy", inline="always")
 def _exp(x):
-    """exp(x) to 1e-7 relative for x in [-87, 88], clamped there, written so that a loop over it vectorises.
+    """exp(x) with a relative error of 1e-7 for x in [-87, 88]; other x are clamped. Loops over it vectorise.
 
-    x = n ln 2 + r; the polynomial of Cephes' expf for r, and n added to the exponent bits. Adding 1.5 · 2^23
-    rounds to an integer whose low bits are n.
+    With x = n ln 2 + r, exp(r) is the polynomial of Cephes' expf, and n is added to the exponent bits. Adding
+    1.5 · 2^23 rounds to an integer whose low bits are n.
     """
     x = x if x > _EXP_MIN else _EXP_MIN
     x = x if x < _EXP_MAX else _EXP_MAX
@@ -64,7 +64,7 @@ def _exp(x):
     return np.int32(np.float32(p).view(np.int32) + exponent).view(np.float32)
 
 
-# Loops, not slice assignments: those compile the text of an error message too, for seconds.
+# Loops, not slice assignments, which would add seconds to the compilation for their error messages.
 @_exact
 def _copy(x, out):
     for i in range(x.shape[0]):
@@ -108,9 +108,9 @@ def _rotate(head, cos, sin):
 
 @_exact
 def _maximum(x, length):
-    """The largest of the first `length`, NaN if there is one.
+    """Return the largest of the first `length` elements, NaN if one of them is NaN.
 
-    Compared as integers of the same order, since only of integers a maximum is taken in vectors.
+    They are compared as integers with the same order, because only a maximum of integers is vectorised.
     """
     best, farthest = _LOWEST, np.int32(0)
     for t in range(length):
@@ -124,7 +124,7 @@ def _maximum(x, length):
 
 @numba.njit(nogil=True, cache=True, error_model="numpy", inline="always")
 def _in_order(bits):
-    """The bits of a float32 as an integer that compares as it does; of such an integer, the bits."""
+    """Map the bits of a float32 to an integer with the same order, and such an integer back to the bits."""
     return np.int32(bits ^ ((bits >> np.int32(31)) & _MAGNITUDE))
 
 
@@ -161,7 +161,7 @@ def _silu_gate(gate_up, out):
 
 @_exact
 def _shared_tiles(slots, positions, prefix_slots, prefix_lengths):
-    """How many leading tiles all rows read at one place, each of them to its end."""
+    """Return a slot, and the number of leading tiles that all rows read from it completely."""
     root = prefix_slots[0] if prefix_lengths[0] >= TILE else slots[0]
     shared = (positions[0] + 1) // TILE
     for r in range(slots.shape[0]):
@@ -174,7 +174,7 @@ def _shared_tiles(slots, positions, prefix_slots, prefix_lengths):
 
 @_exact
 def _end_of_run(slots, begin):
-    """The end of the rows of one slot that begin there."""
+    """Return the end of the run of rows that begins at `begin` and belongs to one slot."""
     end = begin + 1
     while end < slots.shape[0] and slots[end] == slots[begin]:
         end += 1
@@ -186,11 +186,12 @@ def _attend(
     qkv, slots, positions, prefix_slots, prefix_lengths, keys, values, queries, scores, sums, out,
     heads, kv_heads, head_dim,
 ):  # fmt: skip
-    """Attention of at most BLOCK rows, each over the positions 0..its own of its slot.
+    """Attention of at most BLOCK rows, each over its slot's positions up to its own.
 
-    queries, sums: [BLOCK · group · head_dim] work space; scores: [BLOCK · group, T]. Tiles that all rows read
-    at one place are taken once for all of them, the others once for the rows of a slot, and values behind the
-    first of these rows by each of them: no row takes in what comes after it, not even times zero.
+    queries, sums: [BLOCK · group · head_dim] work space; scores: [BLOCK · group, T]. A tile that all rows
+    read from one slot is processed once for all of them, and any other tile once for the rows of its slot.
+    Values after the first of these rows are added row by row, so that no row adds a later value, not even
+    multiplied by zero.
     """
     group = heads // kv_heads
     width, stride, size = group * head_dim, scores.shape[1], head_dim * TILE
@@ -294,7 +295,7 @@ def forward(
 
     tokens, slots, positions: [N] int32, the rows of one slot in ascending positions.
     prefix_slots, prefix_lengths: [N] int32, a slot that holds equal keys and values for the first positions.
-    output_rows: [M] rows whose logits [M, V] are wanted.
+    output_rows: [M] rows whose logits [M, V] are computed.
     keys, values: caches with the layers in front, updated at the rows' positions.
     x .. activated: work space with N rows; queries, scores, sums: see _attend.
     shape: (heads, kv heads, head_dim, head norm?).
@@ -353,10 +354,10 @@ def copy_prefix(cache, source, target, tiles):
 
 
 @_exact
-def draw(logits, temperature, uniform, tokens, logprobs, scratch):
-    """Sample a token from each row of logits [M, V], whole distribution, and give its logprob.
+def sample(logits, temperature, uniform, tokens, logprobs, scratch):
+    """Sample a token from the whole distribution of each row of logits [M, V], with its logprob.
 
-    temperature: [M], 0 is greedy with logprobs at 1. uniform: [M] float64 in [0, 1).
+    temperature: [M]; 0 is greedy, with logprobs at temperature 1. uniform: [M] float64 in [0, 1).
     tokens, logprobs: [M] out. scratch: [V] work space.
     """
     for m in range(logits.shape[0]):
@@ -385,12 +386,12 @@ def _first_at_least(x, bound):
     for i in range(x.shape[0]):
         if x[i] >= bound:
             return i
-    return 0  # nothing compares with NaN; the logprob tells
+    return 0  # the maximum is NaN, and so is the logprob
 
 
 @_exact
 def _invert(mass, goal):
-    """The first index at which the running sum of `mass` passes `goal`, at the latest the last with mass."""
+    """Return the first index at which the running sum of `mass` exceeds `goal`, else the last with mass."""
     width = mass.shape[0]
     below = np.float64(0.0)
     last = 0

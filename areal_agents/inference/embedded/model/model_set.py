@@ -17,7 +17,7 @@ BASE = 0  # the number of the base model
 
 
 class ModelSet:
-    """Models by number. The weights that `runner` was given are the base's until `replace`.
+    """The models of one runner, by number. Until `replace`, the runner computes with the weights that it has.
 
     Attributes:
         without: the kinds of memory that are released; nothing is computed until it is empty.
@@ -43,7 +43,7 @@ class ModelSet:
         self._weights[number] = weights
 
     def retire(self, number: int, dropped: Callable[[], None]) -> None:
-        """Drop a model at the first `drop_retired` that finds it unused; then call `dropped`."""
+        """Let the first `drop_retired` that finds a model unused drop it and call `dropped`."""
         self._retiring[number] = dropped
 
     @property
@@ -60,7 +60,7 @@ class ModelSet:
             self._retiring.pop(number)()
 
     def take_turn(self, numbers: np.ndarray) -> int:
-        """Return the next model, in turn, of those in `numbers`; the runner computes with it."""
+        """Load the next of the models in `numbers`, in turn, into the runner, and return it."""
         if len(self._weights) > 1:
             waiting = np.unique(numbers)
             later = waiting[waiting > self._loaded]
@@ -78,7 +78,7 @@ class ModelSet:
             self._weights.clear()
         self.without |= kinds
 
-    def take_back_cache(self) -> None:
+    def allocate_cache(self) -> None:
         """Allocate memory for keys and values again after `release`."""
         if "kv_cache" in self.without:
             self._runner.make_cache()

@@ -26,7 +26,7 @@ MIN_ROWS = 8  # fewer rows are not worth waking a thread for
 
 
 class NumbaRunner:
-    """Weights as [in, out] matrices; see kernels.py for how keys and values lie."""
+    """Weights as [in, out] matrices; kernels.py describes the layout of keys and values."""
 
     kind: Literal["numba"] = "numba"
 
@@ -63,10 +63,10 @@ class NumbaRunner:
         self._weights: tuple[Float32, ...] = ()
 
     def place(self, weights: Weights) -> Weights:
-        """See ModelRunner.place. Matrices lie as [in, out]: the inner loops run along contiguous outputs."""
+        """See ModelRunner.place. Matrices are stored as [in, out]: inner loops run over outputs."""
         return Weights(
             **{
-                name: _lying(getattr(weights, name).float(), turned=name in TURNED)
+                name: _in_layout(getattr(weights, name).float(), turned=name in TURNED)
                 for name in Weights.__dataclass_fields__
             }
         )
@@ -115,7 +115,7 @@ class NumbaRunner:
         logprobs = np.empty(len(logits), np.float32)
         limited = batch.limited
         if not limited.any():
-            kernels.draw(logits.numpy(), batch.temperature, batch.uniform(), tokens, logprobs, self._masses)
+            kernels.sample(logits.numpy(), batch.temperature, batch.uniform(), tokens, logprobs, self._masses)
             return tokens, logprobs
         rows = np.flatnonzero(limited)
         tokens[rows], logprobs[rows] = sample(logits[torch.from_numpy(rows)], batch.select(rows))
@@ -172,6 +172,6 @@ class NumbaRunner:
         )
 
 
-def _lying(tensor: Tensor, *, turned: bool) -> Tensor:
+def _in_layout(tensor: Tensor, *, turned: bool) -> Tensor:
     """Return `tensor` if it has the wanted memory layout, else a copy that has."""
     return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if turned else tensor.contiguous()

@@ -1,10 +1,10 @@
-"""Matrix products for the CPU kernels: vector code that sums in one fixed order.
+"""Matrix products for the CPU kernels, in vector code that sums in one fixed order.
 
-An element of the result is one chain of fused multiply-adds over k, whatever rows share the call: a row's
-result does not depend on the others. Compilers do not keep a block of sums in registers by themselves, which
+An element of the result is one chain of fused multiply-adds over k, so a row's result does not depend on the
+other rows of the call. Compilers do not keep a block of sums in registers by themselves, which
 is worth a factor of two, so the inner loops are written as LLVM's vector instructions.
 
-numba keeps the compiled code of kernels.py until that file is written again: touch it with every change here.
+numba caches the compiled code of kernels.py until that file changes: touch it whenever you change this one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numba.extending import intrinsic
 _WORD, _FLOAT = ir.IntType(64), ir.FloatType()
 _WIDE = binding.get_host_cpu_features().get("avx512f", False)
 _LANES = 16 if _WIDE else 8
-_ROWS = (4, 2, 1)  # of a block of sums, and its vectors: as many as registers hold beside what goes in
+_ROWS = (4, 2, 1)  # of a block of sums; with its vectors, as many as fit in registers beside the operands
 _VECTORS = (4, 2, 1) if _WIDE else (2, 1)
 
 
@@ -31,7 +31,7 @@ def product(
 ) -> None:  # fmt: skip
     """c += a @ w, or c = a @ w if `fresh`, for a [rows, depth], w [depth, width], c [rows, width], float32.
 
-    Matrices are given by address; the elements of a row lie side by side, and strides count elements.
+    Matrices are given by address; the elements of a row are contiguous, and strides count elements.
     """
     _product(a, a_stride, w, w_stride, c, c_stride, rows, depth, width, fresh)
 
@@ -70,14 +70,14 @@ def _product(
 
 
 class _Matrix:
-    """Where the elements of a matrix are, while code is written."""
+    """A matrix in memory, for the code being generated."""
 
     def __init__(self, builder: ir.IRBuilder, address: ir.Value, stride: ir.Value) -> None:
         self._builder, self._stride = builder, stride
         self._base = builder.inttoptr(address, _FLOAT.as_pointer())
 
     def at(self, row: ir.Value, column: ir.Value) -> ir.Value:
-        """The address of an element."""
+        """Return the address of an element."""
         builder = self._builder
         return builder.gep(self._base, [builder.add(builder.mul(row, self._stride), column)])
 
@@ -94,7 +94,7 @@ class _Block:
         ]
 
     def begin(self, out: _Matrix, row: ir.Value, column: ir.Value, fresh: ir.Value) -> None:
-        """From zero if `fresh`, else from what is there."""
+        """Set the sums to zero if `fresh`, else to the elements of `out`."""
         builder = self._builder
         with builder.if_else(fresh) as (zero, there):
             with zero:
@@ -107,7 +107,7 @@ class _Block:
                         builder.store(self._vector(self._at(out, row, column, i, j)), place)
 
     def add(self, left: _Matrix, right: _Matrix, row: ir.Value, column: ir.Value, k: ir.Value) -> None:
-        """The products of term k."""
+        """Add the products of term k."""
         builder = self._builder
         weights = [
             self._vector(right.at(k, builder.add(column, _WORD(j * self._lanes))))
@@ -121,7 +121,7 @@ class _Block:
                 builder.store(builder.fadd(builder.load(place), times, flags=["contract"]), place)
 
     def end(self, out: _Matrix, row: ir.Value, column: ir.Value) -> None:
-        """Write the sums."""
+        """Write the sums to `out`."""
         builder = self._builder
         for i, sums in enumerate(self._sums):
             for j, place in enumerate(sums):

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A folder that was read: its weight files as they were then, and the weights, placed."""
+    """The placed weights of a folder, and the stamp of its files when they were read."""
 
     path: str
     stamp: tuple[tuple[str, int, int], ...]
@@ -40,8 +40,10 @@ class _Prepared:
 
 
 class ServedModels:
-    """The served models; used in the event loop. `weights` are those of the base model, placed; None while
-    their memory is released."""
+    """The served models; used in the event loop.
+
+    `weights` are the placed weights of the base model, None while their memory is released.
+    """
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class ServedModels:
     async def resume_memory(self, kinds: set[MemoryKind]) -> None:
         """Allocate memory again. The next update brings the weights; nothing is sampled until then."""
         if "kv_cache" in kinds:
-            await self._call(lambda scheduler: scheduler.models.take_back_cache())
+            await self._call(lambda scheduler: scheduler.models.allocate_cache())
 
     def _base(self) -> Weights:
         if self._weights is None:
@@ -159,7 +161,7 @@ class ServedModels:
         )
         old = [] if self._weights is None else self._weights.tensors()
         self._weights = weights
-        asyncio.get_running_loop().run_in_executor(None, _let_go, old)  # generation continues meanwhile
+        asyncio.get_running_loop().run_in_executor(None, _free, old)  # generation continues meanwhile
 
     def _merge_all(self, base: Weights) -> dict[int, Weights]:
         return {number: self._merge(base, adapter) for number, adapter in self._adapters.values()}
@@ -184,7 +186,7 @@ def _exchange(
         scheduler.use_version(version)
 
 
-def _let_go(tensors: list[Tensor]) -> None:
+def _free(tensors: list[Tensor]) -> None:
     """Drop tensors one by one, because freeing memory is slow and holds the interpreter's lock."""
     while tensors:
         tensors.pop()

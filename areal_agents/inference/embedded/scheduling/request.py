@@ -35,8 +35,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestProgress:
-    """What a request has sampled at one moment: ids and logprobs [N], and the best tokens of each where they
-    were requested. `version` is the one that samples now, `spans` are those until now."""
+    """A snapshot of a request: the sampled ids and logprobs [N], and the best tokens of each where they were
+    requested. `version` is the one that samples now, `spans` are those until now."""
 
     ids: np.ndarray
     logprobs: np.ndarray
@@ -57,10 +57,10 @@ class RequestProgress:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A generation in the scheduler's hands. Only the scheduler's thread changes it.
+    """A generation that the scheduler runs. Only the scheduler's thread changes it.
 
     `output_ids` and `output_logprobs` are complete when `finish` is set, and are current after a retraction;
-    while the request runs, its tokens live in the slot table. `notify` is called with the request when it has
+    while the request runs, its tokens are in the slot table. `notify` is called with the request when it has
     finished, and after every step if `streaming`; `progress` is then what other threads may read.
     """
 

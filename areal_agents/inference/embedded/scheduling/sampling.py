@@ -22,7 +22,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingBatch:
-    """How each of M rows is sampled; temperature 0 is greedy, top_k 0 is off.
+    """The sampling parameters of M rows; temperature 0 is greedy, top_k 0 is off.
 
     `seeds` [M] uint64 and `positions` [M] (how many tokens precede, with the prompt's) determine the sample.
     """
@@ -40,7 +40,7 @@ class SamplingBatch:
         return (self.top_p < 1.0) | (self.top_k > 0) | (self.min_p > 0.0)
 
     def select(self, rows: npt.NDArray[np.intp]) -> SamplingBatch:
-        """The batch of `rows` alone."""
+        """Return the parameters of `rows` only."""
         return SamplingBatch(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def uniform(self) -> npt.NDArray[np.float64]:

@@ -1,8 +1,8 @@
 """Continuous batching: chooses the rows that each step computes, and applies the tokens that it samples.
 
 A step takes the next token of every decoding slot and as many prompt tokens as the budget allows, runs them
-in one forward pass, and samples for the slots whose last token was among them. Prompt and decode are the same
-thing here: a slot whose `valid` trails its `length`.
+in one forward pass, and samples for the slots whose last token was among them. Prompts and decodes are
+treated alike: both are slots whose `valid` is less than their `length`.
 
 Invariant: a token is sampled only when the keys and values of everything before it are valid under the
 current weights, or the slot continued over an in-place swap.
@@ -66,7 +66,7 @@ class Scheduler:
         self._scored: set[int] = set()  # slots whose prompt logprobs are still being computed
         self._prompt_only: set[int] = set()  # slots whose requests end with their prompt
         self._constrained: set[int] = set()  # slots whose requests must match a grammar
-        self._ranked: set[int] = set()  # slots whose requests want the best tokens at each position
+        self._ranked: set[int] = set()  # slots whose requests list the best tokens at each position
         self._when_idle: deque[Callable[[], None]] = deque()
 
     @property
@@ -86,7 +86,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, rid: str | None) -> None:
-        """End the request `rid`, or all; an unknown rid is no error, it may just have finished."""
+        """End the request `rid`, or all. An unknown rid is no error: the request may have finished."""
         for slot, request in list(self._running.items()):
             if rid is None or request.rid == rid:
                 self._finish(slot, Finish("abort", message="aborted"))
@@ -219,7 +219,10 @@ class Scheduler:
             self.models.drop_retired({request.model for request in requests})
 
     def _plan(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of this step and how many tokens each computes: decodes, then prompts within the budget."""
+        """Return the slots of this step, and the number of tokens that each computes.
+
+        Decodes come first, then prompts within the budget.
+        """
         slots = np.fromiter(self._running, np.int32, len(self._running))
         numbers = self._table.model[slots]
         slots = slots[numbers == self.models.take_turn(numbers)]
@@ -234,7 +237,7 @@ class Scheduler:
         return slots[counts > 0], counts[counts > 0]
 
     def _rows(self, slots: np.ndarray, counts: np.ndarray, complete: np.ndarray) -> Rows:
-        """The step's rows; logits are wanted of each complete slot's last row, and for prompt logprobs."""
+        """Return the rows of the step; outputs are each complete slot's last row, and scored prompt rows."""
         table = self._table
         starts = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
@@ -261,8 +264,8 @@ class Scheduler:
     def _scored_rows(
         self, row_slots: np.ndarray, positions: np.ndarray
     ) -> list[tuple[Request, np.ndarray, np.ndarray]]:
-        """(request, rows [n], prompt positions that they predict [n]) for each request whose prompt logprobs
-        are being computed."""
+        """Return (request, rows [n], prompt positions that they predict [n]) for each request whose prompt
+        logprobs are being computed."""
         found = []
         for slot in self._scored:
             request = self._running[slot]
@@ -329,7 +332,7 @@ class Scheduler:
                 matcher.exclude(logits[row])
 
     def _advance(self, slots: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """[M] whether a constrained output has ended with its token, which only a stop token does."""
+        """Return [M] whether a stop token has ended a constrained output."""
         ended = np.zeros(len(slots), np.bool_)
         for row, slot in enumerate(slots.tolist()):
             if slot in self._constrained and np.isfinite(logprobs[row]):
@@ -342,7 +345,7 @@ class Scheduler:
         return ended
 
     def _rank(self, slots: np.ndarray, logits: torch.Tensor, temperature: np.ndarray) -> None:
-        """The best tokens of the distribution that each token was sampled from, where they are wanted."""
+        """Append the best tokens at the position of each new token, for the requests that list them."""
         for row, slot in enumerate(slots.tolist()):
             if slot in self._ranked:
                 request = self._running[slot]
@@ -367,7 +370,7 @@ class Scheduler:
         return self._find_stop(self._output(slot)[0], stops) if stops else None
 
     def _watch(self, slots: np.ndarray) -> None:
-        """Stop strings and streams, for the requests that have them."""
+        """Finish requests that have reached a stop string, and publish the progress of those that stream."""
         for slot in self._watched.intersection(slots.tolist()):
             request = self._running[slot]
             if (matched := self._matched_stop(slot)) is not None:
@@ -377,7 +380,7 @@ class Scheduler:
                 request.publish()
 
     def _output(self, slot: int) -> tuple[np.ndarray, np.ndarray]:
-        """Copies of the ids and logprobs that `slot` has sampled."""
+        """Return copies of the ids and logprobs that `slot` has sampled."""
         start, stop = int(self._sampling.prompt_length[slot]), int(self._table.length[slot])
         ids, logprobs = self._table.tokens[slot, start:stop], self._sampling.logprobs[slot, : stop - start]
         return ids.copy(), logprobs.copy()

@@ -2,8 +2,8 @@
 
 Invariant: positions 0..valid[s] of slot s hold keys and values of tokens[s, :valid[s]] under the current
 weights of model[s] (an adapter's or the base's), unless `mixed[s]` (it continued over an in-place swap). A
-mixed slot is never a source of reuse, and no model reuses what another computed.
-The first prefix_length[s] of them are bit for bit those of slot prefix_slot[s] too.
+mixed slot is never a source of reuse, and no model reuses what another one computed.
+The first prefix_length[s] of them equal those of slot prefix_slot[s], bit for bit.
 """
 
 from __future__ import annotations
@@ -43,17 +43,16 @@ class SlotTable:
 
     @property
     def free(self) -> int:
-        """How many slots no request owns."""
+        """The number of slots that no request owns."""
         return int(len(self.busy) - np.count_nonzero(self.busy))
 
     def take(self, ids: TokenIds, *, max_reuse: int, model: int = 0) -> SlotAssignment | None:
-        """Assign a slot to `ids` [P] under `model`, reusing at most `max_reuse` leading positions; a free
-        slot must exist.
+        """Assign a slot to `ids` [P] under `model`, reusing at most `max_reuse` leading positions.
 
-        A free slot that `ids` continues to its end is taken as it is. Otherwise the longest common prefix is
-        copied into the slot that was used longest ago, so that no other history is lost to it. None, and
-        nothing taken, if a running request is computing much more of the prefix just now: a group of equal
-        prompts, or everything after a swap, computes what it shares once.
+        A free slot must exist. If `ids` continues all of a free slot, that slot is taken. Otherwise the
+        longest common prefix is copied into the slot that was used longest ago, so that the source stays
+        reusable. Returns None, and assigns nothing, if a running request is computing much more of the
+        prefix: the prompts of a group, and all requests after a swap, compute what they share only once.
         """
         common = self._common_prefix(ids, max_reuse, model)
         shared = np.minimum(common, self.valid)
@@ -92,9 +91,9 @@ class SlotTable:
         self.valid[~self.busy] = 0
 
     def _link_prefix(self, slot: int, source: int, reused: int, *, kept: int) -> None:
-        """`slot` takes `reused` positions from `source` and keeps its own first `kept` as they were.
+        """Note that `slot` has the first `reused` positions of `source`, and keeps its own first `kept`.
 
-        Prefixes point at the slot that had them first, so that many slots read one copy.
+        The prefix of a slot refers to the slot that computed it, so that many slots read one copy.
         """
         borrowers = self.prefix_slot == slot
         self.prefix_length[borrowers] = np.minimum(self.prefix_length[borrowers], kept)
@@ -108,7 +107,7 @@ class SlotTable:
         self._last_used[slot] = self._clock
 
     def _choose(self, shared: np.ndarray, best: int) -> int:
-        """The free slot to take: one that is continued, else the one used longest ago."""
+        """Return the free slot to take: one that is continued, else the one used longest ago."""
         idle = np.flatnonzero(~self.busy)
         continued = idle[(shared[idle] == self.valid[idle]) & (shared[idle] == shared[best])]
         if len(continued) and shared[best]:
@@ -116,8 +115,10 @@ class SlotTable:
         return int(idle[self._last_used[idle].argmin()])
 
     def _common_prefix(self, ids: TokenIds, max_reuse: int, model: int) -> np.ndarray:
-        """[slots] common prefix of `ids` and each slot's tokens, at most `max_reuse`; 0 where mixed or of
-        another model."""
+        """Return [slots] the length of the common prefix of `ids` and each slot, at most `max_reuse`.
+
+        It is 0 for a slot that is mixed or of another model.
+        """
         if max_reuse <= 0:
             return np.zeros(len(self.valid), np.int32)
         differs = self.tokens[:, :max_reuse] != ids[:max_reuse]

@@ -1,4 +1,4 @@
-"""Token ids to text: the text of a completion, and the position at which a stop string ends it."""
+"""Decodes token ids to text, and finds the stop string that ends a completion."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from areal_agents.errors import ConfigError
 
 
 class Detokenizer:
-    """The model folder's tokenizer, or none: then text is empty and stop strings are refused."""
+    """The tokenizer of a model folder. Without one, text is empty and stop strings are refused."""
 
     def __init__(self, folder: Path) -> None:
         path = folder / "tokenizer.json"
@@ -39,10 +39,10 @@ class Detokenizer:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=skip_special_tokens)
 
     def find_stop(self, ids: np.ndarray, stops: tuple[str, ...]) -> str | None:
-        """The stop string that the text of `ids` contains, given that it was looked for after every token.
+        """Return the stop string in the text of `ids`, or None. Call it after every token.
 
-        A new match ends in the last token, so only as many tokens as can spell the longest string are
-        decoded (four of them can make one character).
+        A new match then ends in the last token, so only as many tokens are decoded as the longest string can
+        have; up to four of them make one character.
         """
         tail = ids[-(4 * max(map(len, stops)) + 16) :]
         text = self.text(tail)
@@ -51,7 +51,7 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text of a growing output in pieces; half a character is held back until the rest of it has come."""
+    """Decodes a growing output piece by piece; an incomplete character is held back until it is complete."""
 
     def __init__(self, detokenizer: Detokenizer, *, skip_special_tokens: bool) -> None:
         self._detokenizer = detokenizer
