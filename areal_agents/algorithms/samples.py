@@ -86,7 +86,9 @@ def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup
         TrainingError: an episode that occurs twice, a reward that is not finite or that the estimator cannot
             use (`maxrl`, `gdpo`), a completion whose arrays differ in length; the message names it.
     """
-    _check(group, config)
+    _refuse_repeats([group])
+    for rollout in group.rollouts:
+        _check_episode(rollout.episode, group.id)
     rewards = {
         rollout.episode.id: episode_rewards(
             rollout.episode, group_id=group.id, shaping=config.rewards, anchor=config.turn_anchor
@@ -94,7 +96,10 @@ def prepare_group(group: RolloutGroup, config: AlgorithmConfig) -> PreparedGroup
         for rollout in group.rollouts
     }
     scores = np.array([rewards[rollout.episode.id].score for rollout in group.rollouts])
-    _turn_advantages([group], rewards, {group.id: scores}, config)  # raises if the estimator cannot use them
+    if not np.isfinite(scores).all():
+        raise TrainingError(f"group {group.id}: the shaped rewards are not finite; check reward_scale")
+    if isinstance(config.estimator, WithinGroups):
+        config.estimator.check([rewards[rollout.episode.id] for rollout in group.rollouts])
     return PreparedGroup(group, rewards, scores)
 
 
@@ -310,18 +315,6 @@ def _sample(
         observation_mask=None if observations is None else observations[:end],
         routed_experts=None if routing is None else routing[:end],
     )
-
-
-def _check(group: RolloutGroup, config: AlgorithmConfig) -> None:
-    leaves_out = isinstance(config.estimator, GroupEstimator) and config.estimator.leave_one_out
-    if leaves_out and len(group.rollouts) < 2:
-        raise TrainingError(
-            f"group {group.id} has one episode, but leave_one_out needs another to compare it with; "
-            "raise rollout.group_size"
-        )
-    _refuse_repeats([group])
-    for rollout in group.rollouts:
-        _check_episode(rollout.episode, group.id)
 
 
 def _refuse_repeats(groups: Sequence[RolloutGroup]) -> None:

@@ -372,6 +372,11 @@ class Store:
         with self._database.read() as connection:
             return reads.load_episodes(connection, [episode_id])[0]
 
+    def load_episodes(self, episode_ids: Sequence[str]) -> list[RecordedEpisode]:
+        """Return episodes with their turns and rewards, in the order of `episode_ids`. Raises NotFound."""
+        with self._database.read() as connection:
+            return reads.load_episodes(connection, episode_ids)
+
     def load_group(self, group_id: str) -> RolloutGroup:
         """Return a group with its scored episodes. NotFound if it is unknown."""
         return self.load_groups([group_id])[0]

@@ -95,7 +95,7 @@ def test_evaluation_episodes_are_trained_on_where_their_sampling_was_that_of_the
     with pytest.raises(TrainingError, match=r"2 rewarded episodes are of split eval.*data\.split=eval"):
         RecordedGroups.read(store, seed=0)
     source = RecordedGroups.read(store, seed=0, split="eval")
-    loaded = [source.load(group) for group in source.groups]
+    loaded = source.load(source.groups)
     constrained = {group.id: group.rollouts[0].episode.turns[0].constrained for group in loaded}
     assert constrained == {"cold": True, "plain": False}
     assert not store.load_episode("cold").turns[0].constrained  # the store is only read

@@ -14,8 +14,8 @@ from areal_agents.algorithms.credit.advantages import (
     compare,
     step_advantages,
 )
-from areal_agents.algorithms.credit.gdpo import gdpo_advantages
-from areal_agents.algorithms.credit.maxrl import maxrl_advantages
+from areal_agents.algorithms.credit.gdpo import gdpo_advantages, refuse_unweighted
+from areal_agents.algorithms.credit.maxrl import maxrl_advantages, refuse_negative_scores
 from areal_agents.algorithms.credit.returns import (
     Credit,
     EpisodeCredit,
@@ -26,6 +26,7 @@ from areal_agents.algorithms.credit.returns import (
 from areal_agents.algorithms.credit.rewards import EpisodeRewards, Floats
 from areal_agents.algorithms.credit.turn_groups import turn_group_advantages
 from areal_agents.algorithms.parts import Part
+from areal_agents.errors import TrainingError
 
 GaeLevel = Literal["token", "turn"]
 
@@ -97,6 +98,14 @@ class GroupEstimator(Part):
                 "mean of their step group; use group or batch"
             )
 
+    def check(self, group: Sequence[EpisodeRewards]) -> None:
+        """Raise TrainingError if this estimator cannot use the rewards of a group."""
+        if self.leave_one_out and len(group) < 2:
+            raise TrainingError(
+                f"group {group[0].group_id} has one episode, but leave_one_out needs another to compare it "
+                "with; raise rollout.group_size"
+            )
+
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
         """Per group and episode an array [T] of the advantages of its turns, in recording order."""
         if isinstance(self.credit, TurnGroups):
@@ -137,6 +146,10 @@ class MaxRlEstimator(Part):
 
     kind: Literal["maxrl"] = "maxrl"
 
+    def check(self, group: Sequence[EpisodeRewards]) -> None:
+        """See `GroupEstimator.check`."""
+        refuse_negative_scores(group)
+
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
         """See `maxrl.maxrl_advantages`."""
         return maxrl_advantages(groups)
@@ -163,6 +176,10 @@ class GdpoEstimator(Part):
                 "would be trained"
             )
         return self
+
+    def check(self, group: Sequence[EpisodeRewards]) -> None:
+        """See `GroupEstimator.check`."""
+        refuse_unweighted([group], self.reward_weights)
 
     def turn_advantages(self, groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Floats]]:
         """See `gdpo.gdpo_advantages`."""

@@ -41,8 +41,7 @@ def gdpo_advantages(
 
     Source: GDPO, arXiv 2601.05242.
     """
-    if unknown := _without_weight(groups, weights):
-        raise TrainingError(unknown)
+    refuse_unweighted(groups, weights)
     sums = []
     for group in groups:
         total = np.zeros(len(group))
@@ -63,8 +62,8 @@ def gdpo_advantages(
     ]
 
 
-def _without_weight(groups: Sequence[Sequence[EpisodeRewards]], weights: Mapping[str, float]) -> str:
-    """The error message for reward names without a weight; empty if there is no such name."""
+def refuse_unweighted(groups: Sequence[Sequence[EpisodeRewards]], weights: Mapping[str, float]) -> None:
+    """Raise TrainingError, which names all reward names without a weight, if there is one."""
     of_groups: dict[str, str] = {}
     for group in groups:
         for name in sorted({name for member in group for name in member.by_name}):
@@ -75,9 +74,9 @@ def _without_weight(groups: Sequence[Sequence[EpisodeRewards]], weights: Mapping
         near = difflib.get_close_matches(name, weights, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         faults.append(f"group {group_id} has the reward {name!r}, which has no weight{hint}")
-    if not faults:
-        return ""
-    known = ", ".join(sorted(weights))
-    return (
-        f"{'. '.join(faults)}. algorithm.reward_weights has {known}: add the others, with 0 to leave one out"
-    )
+    if faults:
+        known = ", ".join(sorted(weights))
+        raise TrainingError(
+            f"{'. '.join(faults)}. algorithm.reward_weights has {known}: add the others, with 0 to leave one "
+            "out"
+        )

@@ -35,13 +35,8 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
     """
     out = []
     for group in groups:
+        refuse_negative_scores(group)
         scores = np.array([member.score for member in group])
-        if scores.min() < -_ROUNDING:
-            raise TrainingError(
-                f"group {group[0].group_id} has an episode with the score {scores.min():g}, and estimator: "
-                "maxrl needs scores of 0 or more, because it divides by their mean; change the reward, set a "
-                "reward_bias, or use estimator: group"
-            )
         mean = scores.mean()
         nothing = all_equal(scores) or mean <= _ROUNDING
         advantages = np.zeros_like(scores) if nothing else (scores - mean) / mean
@@ -49,3 +44,14 @@ def maxrl_advantages(groups: Sequence[Sequence[EpisodeRewards]]) -> list[list[Fl
             [np.full(len(member.turns), a) for member, a in zip(group, advantages.tolist(), strict=True)]
         )
     return out
+
+
+def refuse_negative_scores(group: Sequence[EpisodeRewards]) -> None:
+    """Raise TrainingError if a score is below 0 and therefore not a likelihood."""
+    least = min(member.score for member in group)
+    if least < -_ROUNDING:
+        raise TrainingError(
+            f"group {group[0].group_id} has an episode with the score {least:g}, and estimator: maxrl needs "
+            "scores of 0 or more, because it divides by their mean; change the reward, set a reward_bias, or "
+            "use estimator: group"
+        )

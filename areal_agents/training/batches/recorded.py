@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,16 +99,34 @@ class RecordedGroups:
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.groups))
         return self.groups[int(order[index])]
 
-    def load(self, group: RecordedGroup) -> RolloutGroup | Refused:
-        """Load a group; it is refused if its rows in the store are invalid."""
-        if not group.episodes:
-            found = read_groups(self.store, [group.id])[0]
-            if isinstance(found, Refused) or self.split == "train":
-                return found
-            unpinned = (replace(r, episode=_with_constrained_turns(r.episode)) for r in found.rollouts)
-            return replace(found, rollouts=tuple(unpinned))
+    def following(self, position: int, most: int, *, without: Collection[str]) -> list[RecordedGroup]:
+        """Return at most `most` groups from a position on, up to the first that would occur twice."""
+        found: list[RecordedGroup] = []
+        for at in range(position, position + most):
+            group = self.group_at(at)
+            if group in found or group.id in without:
+                break
+            found.append(group)
+        return found
+
+    def load(self, groups: Sequence[RecordedGroup]) -> list[RolloutGroup | Refused]:
+        """Load groups, in their order; each is refused if its rows in the store are invalid."""
+        stored = iter(read_groups(self.store, [group.id for group in groups if not group.episodes]))
+        return [
+            self._load_episodes(group) if group.episodes else self._with_pins(next(stored))
+            for group in groups
+        ]
+
+    def _with_pins(self, group: RolloutGroup | Refused) -> RolloutGroup | Refused:
+        """Return a stored group whose turns are constrained as they would be in split train."""
+        if isinstance(group, Refused) or self.split == "train":
+            return group
+        unpinned = (replace(r, episode=_with_constrained_turns(r.episode)) for r in group.rollouts)
+        return replace(group, rollouts=tuple(unpinned))
+
+    def _load_episodes(self, group: RecordedGroup) -> RolloutGroup | Refused:
         try:
-            episodes = [self.store.load_episode(episode_id) for episode_id in group.episodes]
+            episodes = self.store.load_episodes(group.episodes)
         except (ValueError, KeyError, TypeError) as error:  # rows that hold no episode
             return Refused("bad", f"it cannot be read: {error}")
         # An implicit episode is trained on as far as it has been recorded.
@@ -182,16 +201,19 @@ def next_recorded_batch(
                 f"step {step}: none of the {len(source.groups)} recorded groups has anything to train on; "
                 f"the last reason: {reason}"
             )
-        recorded = source.group_at(position)
-        if recorded.id in {known.group.id for known in taken}:
+        known_ids = {known.group.id for known in taken}
+        most = groups - len(taken) if taken else min(groups, first + len(source.groups) - position)
+        following = source.following(position, most, without=known_ids)
+        if not following:
             break  # with fewer groups than a batch, none occurs twice in one batch
-        position += 1
-        judged = _judge(source.load(recorded), algorithm, limits)
-        if isinstance(judged, Refused):
-            dropped.note(recorded.id, judged)
-            reason = judged.reason
-        else:
-            taken.append(judged)
+        position += len(following)
+        for recorded, group in zip(following, source.load(following), strict=True):
+            judged = _judge(group, algorithm, limits)
+            if isinstance(judged, Refused):
+                dropped.note(recorded.id, judged)
+                reason = judged.reason
+            else:
+                taken.append(judged)
     dropped.log()
     data = assemble_batch(taken, algorithm)
     data = keep_samples(data, map(_without_version, data.samples))
