@@ -6,7 +6,9 @@ only the (task, epoch) pairs that were started.
 
 from __future__ import annotations
 
+import csv
 import inspect
+import io
 import json
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -16,10 +18,10 @@ from typing import Any
 
 from areal_agents.core.rollout import Task
 from areal_agents.errors import DataError
-from areal_agents.rollout.agents.loading import load_function, names_a_function
+from areal_agents.rollout.agents.loading import describe, load_function, names_a_function
 from areal_agents.rollout.config import DataConfig
 
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_FILES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,12 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
         DataError: the data is missing, unreadable or empty, an id is repeated, or a row is not JSON.
     """
     seed = config.seed if config.seed is not None else seed
-    rows = _from_function(config, seed) if names_a_function(config.path) else _from_datasets(config)
+    if names_a_function(config.path):
+        rows = _from_function(config, seed)
+    elif Path(config.path).suffix in _FILES:
+        rows = _from_file(Path(config.path))
+    else:
+        rows = _from_datasets(config.path, config.path, config.subset, split=config.split or "train")
     tasks = tuple(_task(row, number, config.id) for number, row in enumerate(rows))
     if not tasks:
         raise DataError(f"{config.path} has no tasks")
@@ -88,11 +95,11 @@ def _from_function(config: DataConfig, seed: int) -> Iterable[Any]:
         del offered["split"]
     try:
         rows = function(**_accepted(function, offered))
+        if isinstance(rows, Iterable) and not isinstance(rows, str | Mapping):
+            return list(rows)  # a generator may raise too
     except Exception as error:
-        raise DataError(f"{config.path} raised {type(error).__name__}: {error}") from error
-    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise DataError(f"{config.path} must return a sequence of tasks, got {type(rows).__name__}")
-    return rows
+        raise DataError(f"{config.path} raised {describe(error)}") from error
+    raise DataError(f"{config.path} must return a sequence of tasks, got {type(rows).__name__}")
 
 
 def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
@@ -103,23 +110,58 @@ def _accepted(function: Callable[..., Any], offered: dict[str, Any]) -> dict[str
     return {name: value for name, value in offered.items() if name in keywords}
 
 
-def _from_datasets(config: DataConfig) -> Iterable[Any]:
-    import datasets  # imported late: it takes a second, and a function does not need it
+def _from_file(path: Path) -> Iterable[Any]:
+    """Return the rows of a file. JSON is read as it is: no value changes its type, and no field is added."""
+    if not path.is_file():
+        raise DataError(f"there is no data file {path}")
+    if path.stat().st_size == 0:
+        raise DataError(f"the data file {path} is empty")
+    if path.suffix == ".parquet":
+        return _from_datasets(str(path), "parquet", data_files=str(path), split="train")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a UTF-8 text: {error}") from None
+    if path.suffix == ".csv":
+        return _from_csv(path, text)
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        return _json(text, str(path))
+    lines = enumerate(text.split("\n"), start=1)
+    return [_json(line, f"{path}, line {number}") for number, line in lines if line.strip()]
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not valid JSON: {error}") from None
+
+
+def _from_csv(path: Path, text: str) -> Iterable[Any]:
+    """Return a dict of strings for each row below the header."""
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for row in reader:
+            if None in row or None in row.values():
+                raise DataError(
+                    f"{path}, line {reader.line_num}: expected {len(reader.fieldnames or ())} fields, as the "
+                    "header has"
+                )
+            yield row
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num} is not valid CSV: {error}") from None
+
+
+def _from_datasets(name: str, *arguments: Any, **options: Any) -> Iterable[Any]:
+    import datasets  # imported late: it takes a second, and most sources do not need it
 
     datasets.disable_progress_bars()  # progress bars would fill the log
-    path = Path(config.path)
-    is_file = path.suffix in _FORMATS
-    if is_file and not path.is_file():
-        raise DataError(f"there is no data file {path}")
-    if is_file and path.stat().st_size == 0:
-        raise DataError(f"the data file {path} is empty")
     try:
-        if is_file:
-            return datasets.load_dataset(_FORMATS[path.suffix], data_files=str(path), split="train")
-        return datasets.load_dataset(config.path, config.subset, split=config.split or "train")
+        return datasets.load_dataset(*arguments, **options)
     except Exception as error:  # the library raises any error of its readers and the Hub
         raise DataError(
-            f"cannot load {config.path!r} ({type(error).__name__}: {error}); expected a .jsonl, .json, "
+            f"cannot load {name!r} ({type(error).__name__}: {error}); expected a .jsonl, .json, "
             ".parquet or .csv file, a data set of the Hugging Face Hub, module:function or file.py:function"
         ) from error
 

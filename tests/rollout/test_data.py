@@ -40,7 +40,54 @@ def test_files_of_every_form(tmp_path: Path, form: str) -> None:
         write(file, "\n".join(map(json.dumps, ROWS)))
     source = load_tasks(DataConfig(path=str(file)))
     assert [task.id for task in source.tasks] == ["t0", "t1", "t2", "t3", "t4"]
-    assert source.tasks[3].input == {"id": "t3", "question": "q3", "n": 3}
+    assert source.tasks[3].input == {"id": "t3", "question": "q3", "n": "3" if form == "csv" else 3}
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json"])
+def test_a_task_of_a_json_file_is_what_the_file_has(tmp_path: Path, form: str) -> None:
+    rows = [
+        {"day": "2024-01-01", "at": "2024-01-01T10:00:00", "n": 1},
+        {"n": 1.5, "deep": {"x": 1}},
+        {"n": "1", "deep": {"y": [1, "a", None]}, "big": 12345678901234567890123, "text": "日本\u2028語"},
+    ]
+    lines = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    file = write(tmp_path / f"tasks.{form}", json.dumps(rows) if form == "json" else lines)
+    read = [task.input for task in load_tasks(DataConfig(path=file)).tasks]
+    assert read == rows and [type(task["n"]) for task in read] == [int, float, str]
+
+
+def test_every_field_of_a_csv_file_is_a_string(tmp_path: Path) -> None:
+    file = write(tmp_path / "tasks.csv", 'zip,text\n00123,"a\nb"\n1.0,\n')
+    read = [task.input for task in load_tasks(DataConfig(path=file)).tasks]
+    assert read == [{"zip": "00123", "text": "a\nb"}, {"zip": "1.0", "text": ""}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tasks.jsonl", '{"a": 1}\n\n{"a": \n', "tasks.jsonl, line 3 is not valid JSON"),
+        ("tasks.jsonl", '{"a": 1}\n5\n', "row 1 must be a dict or a Task, got int"),
+        ("tasks.jsonl", "\n \n", "has no tasks"),
+        ("tasks.jsonl", '{"a": NaN}', "row 0 cannot be written as JSON"),
+        ("tasks.jsonl", '{"a": ' + "[" * 100_000, "line 1 is not valid JSON"),
+        ("tasks.json", '[{"a": 1},', "tasks.json is not valid JSON"),
+        ("tasks.json", "[]", "has no tasks"),
+        ("tasks.csv", "a,b\n1,2,3\n", "tasks.csv, line 2: expected 2 fields"),
+        ("tasks.csv", "a,b\n1,2\n3\n", "tasks.csv, line 3: expected 2 fields"),
+        ("tasks.csv", 'a,b\n1,"2\n', "is not valid CSV"),
+        ("tasks.csv", "a,b\n", "has no tasks"),
+        ("tasks.parquet", "x", "cannot load"),
+    ],
+)
+def test_a_fault_of_a_file_has_its_line(tmp_path: Path, name: str, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        load_tasks(DataConfig(path=write(tmp_path / name, text)))
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_bytes(b"\xff\xfe{}")
+    with pytest.raises(DataError, match=r"tasks\.jsonl is not a UTF-8 text"):
+        load_tasks(DataConfig(path=str(tmp_path / "tasks.jsonl")))
 
 
 FUNCTIONS = """
@@ -53,6 +100,9 @@ def generator(split, limit=2):
     for i in range(limit): yield Task(f"{split}{i}", {"i": i})
 def empty(): return []
 def raises(): raise OSError("no disk")
+def raises_late():
+    yield {"q": 1}
+    raise KeyError("late")
 def not_tasks(): return [1]
 def not_a_list(): return {"id": "x"}
 def not_json(): return [{"when": object()}]
@@ -83,6 +133,7 @@ def test_functions_get_the_arguments_that_they_accept(functions: str) -> None:
     [
         ("empty", "has no tasks"),
         ("raises", "raised OSError: no disk"),
+        ("raises_late", "raised KeyError: 'late'"),
         ("not_tasks", "row 0 must be a dict or a Task, got int"),
         ("not_a_list", "must return a sequence of tasks, got dict"),
         ("not_json", "row 0 cannot be written as JSON"),
@@ -104,7 +155,7 @@ def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         ("no_such_module:tasks", "cannot import no_such_module: ModuleNotFoundError"),
         (str(tmp_path / "folder-without-data"), "expected a .jsonl, .json, .parquet or .csv file"),
         (write(tmp_path / "empty.jsonl", ""), "is empty"),
-        (write(tmp_path / "broken.jsonl", '{"id": '), "cannot load"),
+        (write(tmp_path / "broken.jsonl", '{"id": '), "is not valid JSON"),
     ]:
         with pytest.raises(DataError, match=message):
             load_tasks(DataConfig(path=path))
