@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from areal_agents.extras import install_command
+from areal_agents.extras import install_command_of
 
 
 def main() -> None:
@@ -14,7 +14,7 @@ def main() -> None:
 
         run()
     except ModuleNotFoundError as error:
-        command = install_command(error.name)
+        command = install_command_of(sys.argv[1:], error.name)
         if command is None:
             raise
         print(f"{error.name} is not installed; this command needs it: {command}", file=sys.stderr)

@@ -7,7 +7,7 @@ line and what serves and records; `train` adds the embedded engine and the train
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from areal_agents.errors import ConfigError
 
@@ -23,6 +23,8 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 
+TRAIN_COMMANDS = ("train", "eval", "engine", "export", "verify")
+
 
 def install_command(module: str | None) -> str | None:
     """Return how to install the extra that has a module, None for a module of no extra."""
@@ -31,6 +33,18 @@ def install_command(module: str | None) -> str | None:
         if top in modules:
             return f"pip install 'areal-agents[{extra}]'"
     return None
+
+
+def install_command_of(arguments: Sequence[str], module: str | None) -> str | None:
+    """Return how to install what a command needs that fails for want of a module of an extra.
+
+    A command that needs `train` names it even if a module of `proxy`, which `train` includes, is missing.
+    """
+    command = install_command(module)
+    serves_itself = arguments[:1] == ["serve"] and not any(a.startswith("--engine-url") for a in arguments)
+    if command is not None and (serves_itself or (arguments and arguments[0] in TRAIN_COMMANDS)):
+        return "pip install 'areal-agents[train]'"
+    return command
 
 
 def require(module: str, what: str) -> None:

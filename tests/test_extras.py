@@ -51,6 +51,9 @@ def without(module: str, folder: Path, *arguments: str) -> subprocess.CompletedP
     [
         ("typer", ("--help",), "areal-agents[proxy]"),
         ("rich", ("--help",), "areal-agents[proxy]"),
+        ("typer", ("serve", "--model", "m", "--engine-url", "http://gpu-host"), "areal-agents[proxy]"),
+        ("typer", ("serve", "--model", "m"), "areal-agents[train]"),
+        ("typer", ("train", "config.yaml"), "areal-agents[train]"),
         ("torch", ("serve", "--model", str(MODEL)), "areal-agents[train]"),
         ("torch", ("engine", "--model", str(MODEL)), "areal-agents[train]"),
         ("torch", ("train", "config.yaml"), "areal-agents[train]"),
