@@ -90,6 +90,12 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("group_size=4", "unknown key 'group_size'; did you mean 'rollout.group_size' or"),
         ("agent=python my_agent.py", 'if it is a command, write agent: {command: "python my_agent.py"}'),
         ("agent={comand: x}", "agent: must be module:function, file.py:function or {command: …}"),
+        ("agent=5", "agent: must be module:function, file.py:function or {command: …}, got 5"),
+        ("agent={command: 5}", '{command: …}, got {"command": 5}'),
+        ("name=../elsewhere", "name: must be the name of a folder in runs/, got '../elsewhere'"),
+        ("data=tasks.jsonl", "data: must be a mapping of settings, such as data: {path: ...}"),
+        ("eval=tasks.jsonl", "such as eval: {data: {path: ...}} (got 'tasks.jsonl')"),
+        ("rollout=5", "rollout: must be a mapping of settings (got 5)"),
         ("rolout.groups=3", "unknown key 'rolout'; did you mean 'rollout'?"),
         ("eval.data.pth=3", "unknown key 'eval.data.pth'; did you mean 'eval.data.path'?"),
         ("trainer.steps=zero", "trainer.steps"),
@@ -142,6 +148,20 @@ def test_a_missing_file_and_a_list_are_refused(tmp_path: Path) -> None:
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match="mapping"):
         load_config(tmp_path / "list.yaml")
+
+
+def test_a_key_that_is_given_twice_is_refused(minimal: Path) -> None:
+    with open(minimal, "a") as file:
+        file.write("trainer: {steps: 3}\ntrainer: {lr: 1.0e-4}\n")
+    with pytest.raises(ConfigError, match="the key 'trainer' is given twice"):
+        load_config(minimal)
+
+
+def test_a_tilde_is_the_home_folder(minimal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(minimal.parent))
+    config = load_config(minimal, ["model=~/model", "data.path=~/tasks.jsonl"])
+    assert config.model == str(minimal.parent / "model")
+    assert config.data.path == str(minimal.parent / "tasks.jsonl")
 
 
 def test_what_is_saved_loads_as_the_same_tree(minimal: Path, tmp_path: Path) -> None:

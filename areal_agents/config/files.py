@@ -69,7 +69,7 @@ def _find_models(tree: dict[str, Any]) -> None:
 def read_file(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file, unchecked. Raises ConfigError if there is none."""
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), _Loader)
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {path}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -79,6 +79,25 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must contain a mapping of keys to values")
     return tree
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice, of which YAML would keep the last one only."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping. Raises ConstructorError for a repeated key."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {key.value!r} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_MERGE = "tag:yaml.org,2002:merge"
 
 
 def _records_itself(config: Config) -> bool:
@@ -243,9 +262,8 @@ def _with_absolute_files(command: str, base: Path) -> str:
 def _absolute(value: str, base: Path, *, always: bool) -> str:
     """Return `value` resolved against `base` if it names a file there (a function may follow a colon)."""
     file, colon, function = value.partition(":") if ".py:" in value else (value, "", "")
-    candidate = Path(
-        os.path.normpath(base / file)
-    )  # symbolic links are kept: the Python of an environment is one
+    # Symbolic links are kept: the Python of an environment is one.
+    candidate = Path(os.path.normpath(base / os.path.expanduser(file)))
     if value and (always or candidate.exists()):
         return f"{candidate}{colon}{function}"
     return value
@@ -261,6 +279,14 @@ def explain(fault: Mapping[str, Any], root: type[BaseModel]) -> str:
         return f"{key!r} is required"
     if fault["type"] == "value_error":
         return (f"{key}: " if key else "") + str(fault["ctx"]["error"])
+    if fault["type"] == "model_type":
+        forms = {
+            "data": "data: {path: ...}",
+            "eval.data": "data: {path: ...}",
+            "eval": "eval: {data: {path: ...}}",
+        }
+        example = f", such as {forms[key]}" if key in forms else ""
+        return f"{key}: must be a mapping of settings{example} (got {as_yaml(fault['input'])})"
     return f"{key}: {fault['msg']} (got {as_yaml(fault['input'])})"
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstimator, MaxRlEstimator
@@ -79,6 +79,24 @@ class Config(BaseModel):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     proxy: ProxyConfig = Field(default_factory=ProxyConfig)
     store: StoreConfig = Field(default_factory=StoreConfig)
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if "/" in name or name in (".", ".."):
+            raise ValueError(f"must be the name of a folder in runs/, got {name!r}; run_dir takes a path")
+        return name
+
+    @field_validator("agent", mode="before")
+    @classmethod
+    def _check_agent(cls, agent: Any) -> Any:
+        is_mapping = isinstance(agent, Mapping) and all(isinstance(value, str) for value in agent.values())
+        if not isinstance(agent, str) and not is_mapping:
+            raise ValueError(
+                f"must be module:function, file.py:function or {{command: …}}, got "
+                f"{json.dumps(agent, ensure_ascii=False, default=str)}"
+            )
+        return agent
 
     @model_validator(mode="before")
     @classmethod
