@@ -16,7 +16,10 @@ def checked_reward(value: Any) -> float | dict[str, float]:
     if isinstance(value, Mapping):
         if not value:
             raise AgentError("a reward dict must have at least one name, got {}")
-        return {str(key): _finite(item, f"reward {key!r}") for key, item in value.items()}
+        for key in value:
+            if not isinstance(key, str) or not key:
+                raise AgentError(f"the name of a reward must be a string that is not empty, got {key!r}")
+        return {key: _finite(item, f"reward {key!r}") for key, item in value.items()}
     return _finite(value, "a reward")
 
 
