@@ -83,14 +83,18 @@ def train(
         return
     require("torch", "training")
     from areal_agents.config import load_config
+    from areal_agents.launch.run_folder import RunFolder
     from areal_agents.launch.train import train as run
 
     console = Console()
+    loaded = load_config(config, overrides or ())
     try:
-        run(load_config(config, overrides or ()), console=console, fresh=fresh, ablate_tool=ablate_tool)
+        run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool)
     except Interrupted:
+        has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
+        since = " from the last checkpoint" if has_checkpoint else ""
         command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
-        console.print(f"to continue from the last checkpoint: {command}", soft_wrap=True, highlight=False)
+        console.print(f"to continue{since}: {command}", soft_wrap=True, highlight=False)
         raise
 
 

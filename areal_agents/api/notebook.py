@@ -64,9 +64,10 @@ class NotebookView:
         if not self._folder.summary.exists():
             self._handle.update(self._panel_of_lines())
             return
-        table = Summary.read(self._folder.summary).table()
+        summary = Summary.read(self._folder.summary)
+        table = summary.table()
         table.title = None
-        place = Text(f"trained model: {self._folder.final_model}", overflow="fold")
+        place = Text(f"{summary.model_is}: {self._folder.final_model}", overflow="fold")
         self._handle.update(Panel(Group(table, place), title=self._title, width=PANEL_WIDTH))
 
     def _refresh(self) -> None:

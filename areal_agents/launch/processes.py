@@ -44,8 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--evaluate", metavar="LABEL", help="rollout: only evaluate the served weights")
     parser.add_argument(
-        "--ablate-tool", action="store_true", help="rollout: use the config's `ablation` agent"
+        "--ablate-tool", action="store_true", help="rollout, trial: use the config's `ablation` agent"
     )
+    parser.add_argument("--evaluates", action="store_true", help="trial: play no episode")
     options = parser.parse_args(arguments)
     end_with_supervisor()
     logging.basicConfig(
@@ -198,7 +199,7 @@ def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
 def _trial(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.launch.trial import play_trial
 
-    play_trial(config, folder)
+    play_trial(config, folder, ablate_tool=options.ablate_tool, evaluates=options.evaluates)
 
 
 async def _collect(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:

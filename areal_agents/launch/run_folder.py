@@ -58,6 +58,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def has_checkpoint(self) -> bool:
+        """Whether the trainer has written a checkpoint, from which the run would continue."""
+        return any((self.root / "checkpoints").glob("step-*"))
+
+    @property
     def final_model(self) -> Path:
         """The trained weights, as a plain Hugging Face folder."""
         return self.root / "final"

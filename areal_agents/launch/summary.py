@@ -92,6 +92,11 @@ class Summary:
         """Write summary.json atomically."""
         write_whole(path, json.dumps(asdict(self), indent=2) + "\n")
 
+    @property
+    def model_is(self) -> str:
+        """What the exported model is: the trained one, or the initial one if nothing was trained."""
+        return "the initial model, untrained" if self.nothing_trained else "trained model"
+
     def table(self) -> Table:
         """Return the results as a table for a terminal."""
         table = Table(title="areal-agents: summary of the run", show_header=False)

@@ -83,7 +83,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             eval_episodes=eval_episodes,
         )
         if config.trial and plan is not None and not folder.metrics.exists():
-            run_trial(folder, say=lambda text: console.print(text, soft_wrap=True))
+            run_trial(folder, say=lambda text: console.print(text, soft_wrap=True), ablate_tool=ablate_tool)
         with Children(say=view.event) as children:
             begun = time.monotonic()
             try:
@@ -116,6 +116,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False, kee
 
     Raises:
         ConfigError: the configuration has no `eval`, or no `ablation` for `ablate_tool`.
+        AgentError: the agent, the reward function or the data cannot be loaded.
         ChildDied: a process ended before the evaluation.
     """
     _check_evaluation(config, ablate_tool)
@@ -130,6 +131,7 @@ def evaluate(config: Config, *, console: Console, ablate_tool: bool = False, kee
     with folder.locked(), interruptible(), chosen_endpoints(config) as endpoints:
         save_config(config, folder.config)
         folder.write_endpoints(endpoints)
+        run_trial(folder, say=console.print, ablate_tool=ablate_tool, evaluates=True)
         with Children() as children:
             start_serving(config, folder, children, plan)
             wait_until_serving(config, endpoints, children, console.print)
@@ -379,7 +381,7 @@ def _finish(
 def _shown(summary: Summary, folder: RunFolder, console: Console) -> Summary:
     console.print(summary.table())
     console.print(
-        f"trained model: {folder.final_model}\nsummary: {folder.summary}, {folder.reward_plot}",
+        f"{summary.model_is}: {folder.final_model}\nsummary: {folder.summary}, {folder.reward_plot}",
         soft_wrap=True,
     )
     return summary

@@ -22,7 +22,7 @@ from areal_agents.config import Config
 from areal_agents.core.rollout import Task
 from areal_agents.errors import AgentError, ArealAgentsError
 from areal_agents.inference.config import DEFAULT_MAX_CONTEXT
-from areal_agents.launch.children import Children
+from areal_agents.launch.children import ChildDied, Children
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.model_folder import text_config
 from areal_agents.whole_files import write_whole
@@ -36,48 +36,90 @@ _STOP_S = 5.0
 _WITHOUT = "; to start without a trial episode, set trial: false"
 
 
-def run_trial(folder: RunFolder, *, say: Callable[[str], None]) -> None:
+def run_trial(
+    folder: RunFolder, *, say: Callable[[str], None], ablate_tool: bool = False, evaluates: bool = False
+) -> None:
     """Run the trial in a process of its own, and report its verdict.
 
+    Args:
+        folder: the folder of the run, with its configuration.
+        say: called with a line of text.
+        ablate_tool: whether the run evaluates the `ablation` agent too.
+        evaluates: only load what an evaluation needs, and play no episode.
+
     Raises:
-        AgentError: the agent or the data cannot be used for training, or the trial did not end in time.
-        ChildDied: the process of the trial died.
+        AgentError: the agent or the data cannot be used for training, or the trial died or was not ended
+            in time.
     """
     folder.trial.unlink(missing_ok=True)
     started = time.monotonic()
+    if not evaluates:
+        say("playing a trial episode with a scripted model")
+    options = [*(["--ablate-tool"] if ablate_tool else []), *(["--evaluates"] if evaluates else [])]
     with Children(stop_timeout_s=_STOP_S) as children:
         children.start(
             "trial",
-            ["trial", "--folder", str(folder.root)],
+            ["trial", "--folder", str(folder.root), *options],
             log=folder.log("trial"),
             environment={"TOKENIZERS_PARALLELISM": "false"},
         )
         while not children.finished("trial"):
-            children.check(may_finish=("trial",))
+            _check(children)
             if time.monotonic() - started > LIMIT_S:
                 raise AgentError(
                     f"the trial episode did not end within {LIMIT_S:g} s; see {folder.log('trial')}{_WITHOUT}"
                 )
             time.sleep(_POLL_S)
-        children.check(may_finish=("trial",))
+        _check(children)
     verdict = json.loads(folder.trial.read_text())
     if verdict["error"]:
         raise AgentError(verdict["error"])
-    say(f"trial: {verdict['note']} ({time.monotonic() - started:.0f} s)")
+    if not evaluates:
+        say(f"trial: {verdict['note']} ({time.monotonic() - started:.0f} s)")
 
 
-def play_trial(config: Config, folder: RunFolder) -> None:
-    """Play the trial in this process, and write its verdict to the run folder."""
+def _check(children: Children) -> None:
+    """Raise AgentError if the process of the trial has died."""
+    try:
+        children.check(may_finish=("trial",))
+    except ChildDied as died:
+        raise AgentError(
+            f"{died}\nThe agent runs in this process, and may have ended it, for example with os._exit"
+            f"{_WITHOUT}"
+        ) from died
+
+
+def play_trial(
+    config: Config, folder: RunFolder, *, ablate_tool: bool = False, evaluates: bool = False
+) -> None:
+    """Play the trial in this process, and write its verdict to the run folder. Arguments: see `run_trial`."""
     from areal_agents.rollout.data import load_tasks
 
+    note = ""
     try:
-        tasks = load_tasks(config.data, seed=config.seed)
-        task, _ = next(tasks.stream(set()))
-        note = _play(config, folder, task)
+        _load(config, ablate_tool=ablate_tool)
+        if not evaluates:
+            task, _ = next(load_tasks(config.data, seed=config.seed).stream(set()))
+            note = _play(config, folder, task)
     except ArealAgentsError as error:
         _write(folder, error=str(error))
     else:
         _write(folder, note=note)
+
+
+def _load(config: Config, *, ablate_tool: bool) -> None:
+    """Load everything that the run will evaluate with, some of it hours later. Raises ArealAgentsError."""
+    from areal_agents.rollout.agents.agent import load_agent
+    from areal_agents.rollout.data import load_tasks
+    from areal_agents.rollout.rewarding import RewardFunction
+
+    load_agent(config.agent)
+    if ablate_tool and config.ablation:
+        load_agent(config.ablation)
+    if config.reward is not None:
+        RewardFunction(config.reward)
+    if config.eval is not None:
+        load_tasks(config.eval.data)
 
 
 def _play(config: Config, folder: RunFolder, task: Task) -> str:
@@ -144,16 +186,16 @@ async def _judge(config: Config, folder: RunFolder, url: str, task: Task) -> str
             "are the policy's, set rollout.agent_error: score"
         )
     if len(errors) == EPISODES:
-        return f"{EPISODES} episodes with a scripted model failed, which are scored in training: {errors[-1]}"
+        return f"{EPISODES} episodes failed, which are scored in training: {errors[-1]}"
     if errors:
-        return f"an episode with a scripted model failed, others did not: {errors[-1]}"
+        return f"an episode failed, others did not: {errors[-1]}"
     if outcome.status == "truncated":
         return "the episode reached a limit, so nothing is known about its end"
     if not outcome.rewarded:
         return (
             "the command gave no reward; it must be posted within proxy.reward_timeout_s after it has ended"
         )
-    return "one episode with a scripted model was played and rewarded"
+    return "the episode was played and rewarded"
 
 
 def _end_blocked(folder: RunFolder, text: str) -> None:

@@ -43,9 +43,11 @@ def test_an_evaluation_that_was_ended_early_is_marked(tmp_path: Path) -> None:
 def test_a_run_that_trained_nothing_says_why() -> None:
     equal = Summary.of([row(1, tokens=0, some=0)], [], wall_s=1, engine_idle=None)
     assert "all episodes of each group had the same reward" in text_of(equal)
+    assert equal.model_is == "the initial model, untrained"
     untrained = Summary.of([row(1, tokens=0, some=3)], [], wall_s=1, engine_idle=None)
     assert "3 groups had different rewards, but none of their turns can be trained" in text_of(untrained)
     trained = Summary.of([row(1, tokens=0, some=0), row(2, tokens=5, some=1)], [], wall_s=1, engine_idle=None)
+    assert trained.model_is == "trained model"
     assert trained.nothing_trained == "" and "nothing was trained" not in text_of(trained)
 
 

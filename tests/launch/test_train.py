@@ -210,6 +210,17 @@ def test_a_trainer_that_is_told_to_end_ends_the_run(tmp_path: Path) -> None:
     assert processes_of(run_dir) == []
 
 
+def test_an_interrupt_before_the_first_checkpoint_names_none(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(run_dir)
+    wait_for(RunFolder(run_dir).config.exists, process)
+    process.send_signal(signal.SIGINT)
+    output = finish(process)
+    assert process.returncode == 130, output
+    assert "to continue: areal-agents train" in output and "checkpoint" not in output.partition("logs/")[0]
+    assert processes_of(run_dir) == []
+
+
 def test_an_interrupt_ends_everything_and_the_run_continues_later(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(run_dir, f"trainer.steps={MANY}")

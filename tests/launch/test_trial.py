@@ -15,7 +15,7 @@ from areal_agents.rollout.agents.blocking import BlockingWatch
 
 MODEL = Path(__file__).parents[2] / "examples" / "search_agent" / "model"
 AGENTS = """
-    import json, time
+    import json, os, time
     from openai import AsyncOpenAI, OpenAI
 
     async def ask(ep, text="Hi"):
@@ -42,6 +42,9 @@ AGENTS = """
     async def parses(task, ep):
         return float(json.loads(await ask(ep))["x"])
 
+    async def ends_the_process(task, ep):
+        os._exit(3)
+
     def calls_nobody(task, ep):
         return 1.0
 
@@ -53,10 +56,16 @@ AGENTS = """
 
 
 def train(folder: Path, agent: str, *settings: str, tasks: str = '{"text": "Hi"}') -> tuple[int, str]:
+    return run(folder, "train", agent, *settings, tasks=tasks)
+
+
+def run(
+    folder: Path, program: str, agent: str, *settings: str, tasks: str = '{"text": "Hi"}'
+) -> tuple[int, str]:
     (folder / "agents.py").write_text(textwrap.dedent(AGENTS))
     (folder / "tasks.jsonl").write_text(tasks + "\n")
     (folder / "config.yaml").write_text(f"{{model: {MODEL}, agent: {agent}, data: {{path: tasks.jsonl}}}}")
-    command = [sys.executable, "-m", "areal_agents.cli", "train", "config.yaml", f"run_dir={folder / 'run'}"]
+    command = [sys.executable, "-m", "areal_agents.cli", program, "config.yaml", f"run_dir={folder / 'run'}"]
     done = subprocess.run(
         [*command, *settings], cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
@@ -75,6 +84,7 @@ def train(folder: Path, agent: str, *settings: str, tasks: str = '{"text": "Hi"}
             "3 trial episodes with a scripted model failed in the same way: JSONDecodeError",
         ),
         ("agents.py:calls_nobody", "the agent made no model call"),
+        ("agents.py:ends_the_process", "may have ended it, for example with os._exit"),
         ("agents.py:missing", "agents.py has no function 'missing'; it has AsyncOpenAI"),
         ("'{command: no-such-program}'", "module:function or path/to/file.py:function"),
     ],
@@ -93,11 +103,30 @@ def test_data_without_tasks_ends_the_run(tmp_path: Path) -> None:
     assert not (tmp_path / "run/logs/engine.log").exists()
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (["eval={data: {path: absent.jsonl}}"], "there is no data file"),
+        (["eval={data: {path: tasks.jsonl}}", "ablation=agents.py:absent", "--ablate-tool"], "no function"),
+    ],
+)
+def test_what_is_needed_only_later_is_checked_first(tmp_path: Path, settings: list[str], reason: str) -> None:
+    code, output = train(tmp_path, "agents.py:good", *settings)
+    assert code == 1 and reason in output and "absent" in output
+    assert not (tmp_path / "run/logs/engine.log").exists()
+
+
+def test_an_evaluation_checks_its_agent_and_data_first(tmp_path: Path) -> None:
+    code, output = run(tmp_path, "eval", "agents.py:absent", "eval={data: {path: tasks.jsonl}}")
+    assert code == 1 and "agents.py has no function 'absent'" in output
+    assert not (tmp_path / "run-eval/logs/engine.log").exists()
+
+
 def test_a_good_agent_is_trained_after_its_trial(tmp_path: Path) -> None:
     settings = ("trainer.steps=1", "rollout.groups=2", "rollout.group_size=2", "trainer.trackers=[]")
     code, output = train(tmp_path, "agents.py:good", *settings)
     assert code == 0, output
-    assert "trial: one episode with a scripted model was played and rewarded" in output
+    assert "trial: the episode was played and rewarded" in output
 
 
 async def test_a_blocked_event_loop_is_reported_once_for_each_time() -> None:
