@@ -58,8 +58,8 @@ class PartialCompletion:
     """
 
     __slots__ = (
-        "is_aborted", "kept", "newest", "rid", "stream_interval", "_chunks", "_cut", "_decode", "_delivered", "_input_ids",
-        "_latest", "_min_version", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
+        "is_aborted", "kept", "newest", "rid", "stream_interval", "_chunks", "_cut", "_decode", "_delivered",
+        "_input_ids", "_latest", "_min_version", "_on_tokens", "_part", "_sampling", "_seam", "_streamed",
     )  # fmt: skip
 
     def __init__(

@@ -377,10 +377,6 @@ class Store:
         with self._database.read() as connection:
             return reads.load_episodes(connection, episode_ids)
 
-    def load_group(self, group_id: str) -> RolloutGroup:
-        """Return a group with its scored episodes. NotFound if it is unknown."""
-        return self.load_groups([group_id])[0]
-
     def load_groups(self, group_ids: Sequence[str]) -> list[RolloutGroup]:
         """Return groups with their scored episodes, in the order of `group_ids`. Raises NotFound."""
         with self._database.read() as connection:

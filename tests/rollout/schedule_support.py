@@ -427,7 +427,7 @@ class World:
         rollout = self.rollout
         assert len(set(batch.group_ids)) == rollout.groups and not set(batch.group_ids) & set(self.trained)
         for group_id in batch.group_ids:
-            assert len(self.store.load_group(group_id).rollouts) == rollout.group_size
+            assert len(self.store.load_groups([group_id])[0].rollouts) == rollout.group_size
         ages = [self.version - s.versions[s.loss_mask] for s in batch.samples]
         trained = np.concatenate([*ages, np.zeros(0, np.int32)])
         assert (trained >= 0).all()
@@ -443,7 +443,7 @@ class World:
 
     def _ages(self, group_ids: Sequence[str]) -> Counter[int]:
         """How many tokens of the groups are how many steps off, by the record of this world."""
-        rollouts = [rollout for id in group_ids for rollout in self.store.load_group(id).rollouts]
+        rollouts = [rollout for id in group_ids for rollout in self.store.load_groups([id])[0].rollouts]
         turns = [turn for rollout in rollouts for turn in rollout.episode.turns]
         versions = [version for turn in turns for version in turn.completion.versions.tolist()]
         return Counter(abs(self.step - self.step_of[version]) for version in versions)

@@ -85,5 +85,5 @@ async def test_the_surplus_of_a_complete_group_is_aborted(served: Any) -> None:
     for group in (group for batch in batches for group in batch.group_ids):
         episodes = served.store.episodes(group_id=group)
         assert sorted(episode.status for episode in episodes) == ["aborted", "finished", "finished"]
-        assert len(served.store.load_group(group).rollouts) == 2
+        assert len(served.store.load_groups([group])[0].rollouts) == 2
     assert not served.store.episodes(status="open")

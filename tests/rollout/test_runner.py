@@ -368,7 +368,7 @@ async def test_a_killed_runner_continues_where_it_was(served: Any) -> None:
     episodes = served.store.episodes(split="train")
     for group in partial:  # taken up again, not begun anew
         scored = {e.id for tried in group.attempts.values() for e in tried if e.status == "finished"}
-        assert scored <= {rollout.episode.id for rollout in served.store.load_group(group.id).rollouts}
+        assert scored <= {rollout.episode.id for rollout in served.store.load_groups([group.id])[0].rollouts}
     groups = [e.group_id for e in episodes if e.index == 0 and e.status == "finished"]
     assert len(groups) == len(set(groups))
     assert {task for task, _ in served.store.task_ids_started()} <= {f"train/{i}" for i in range(10)}

@@ -115,7 +115,7 @@ def test_a_store_of_the_previous_schema_continues(old: Path, tmp_path: Path) -> 
             UntrainedGroup("pending@0", True),
         ]
         assert store.recorded_groups() == ["trained@0", "older@0", "leased@0", "complete@0"]
-        turns = [t for rollout in store.load_group("trained@0").rollouts for t in rollout.episode.turns]
+        turns = [t for rollout in store.load_groups(["trained@0"])[0].rollouts for t in rollout.episode.turns]
         assert [turn.recorded_before for turn in turns] == [None] * 4  # which that release did not note
         assert [turn.completion.token_ids.tolist() for turn in turns] == [[8, 9]] * 4
         assert store.return_leases(after_step=2) == 2

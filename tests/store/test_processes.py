@@ -121,7 +121,7 @@ def test_a_reward_is_in_what_the_trainer_leased_or_refused(tmp_path: Path) -> No
         for name in names:
             with pytest.raises(Conflict):
                 store.set_rewards(f"{name}/0", reward(-1)).result()
-            assert store.load_group(name).rollouts[0].episode.score == accepted[name]
+            assert store.load_groups([name])[0].rollouts[0].episode.score == accepted[name]
 
 
 def publish(path: str, after_s: float) -> None:

@@ -246,7 +246,7 @@ def test_the_turns_of_a_group_that_is_leased_again_are_kept(store: Store) -> Non
     while keeper.run_once():
         pass
     assert emptied(store) == {"b@0", "c@0", "d@0", "e@0", "g6@0", "g7@0"}
-    assert len(store.load_group("a@0").rollouts[0].episode.turns) == 1
+    assert len(store.load_groups(["a@0"])[0].rollouts[0].episode.turns) == 1
     # A resume takes the lease back: now a is done with, although later steps were looked through long ago.
     store.return_leases(after_step=8)
     store.publish_version(9, step=8, path="v9")

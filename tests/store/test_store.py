@@ -99,7 +99,7 @@ def test_two_data_sets_may_share_task_ids(store: Store) -> None:
 def test_unknown_ids(store: Store) -> None:
     for read in (
         store.load_episode,
-        store.load_group,
+        lambda group_id: store.load_groups([group_id]),
         store.episode_row,
         store.episode_by_key,
         store.episode_of_turn,
@@ -193,7 +193,7 @@ def test_failed_attempts_leave_their_place(store: Store) -> None:
     for episode_id in ("e1", "e2"):
         store.set_rewards(episode_id, reward(1)).result()
         store.seal(episode_id, "finished").result()
-    assert [r.episode.id for r in store.load_group("t@0").rollouts] == ["e2", "e1"]
+    assert [r.episode.id for r in store.load_groups(["t@0"])[0].rollouts] == ["e2", "e1"]
     assert store.open_groups() == []
 
 
@@ -355,7 +355,7 @@ def test_loading_a_group_takes_a_handful_of_queries(store: Store) -> None:
 
         sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
         try:
-            assert store.load_group(group_id).rollouts
+            assert store.load_groups([group_id])[0].rollouts
         finally:
             sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
         return len(seen)

@@ -34,12 +34,12 @@ def test_a_group_is_complete_with_as_many_as_its_size_and_the_surplus_is_aborted
     assert store.group_counts()["complete"] == 1
     assert statuses(store) == {"a": "aborted", "b": "aborted", "c": "finished", "d": "truncated"}
     assert store.episodes(status="aborted")[0].error == "its group was complete without it"
-    assert [rollout.episode.id for rollout in store.load_group("t@0").rollouts] == ["c", "d"]
+    assert [rollout.episode.id for rollout in store.load_groups(["t@0"])[0].rollouts] == ["c", "d"]
     with pytest.raises(Conflict, match="episode b is aborted"):
         store.seal("b", "finished", given=reward(1)).result()
     with pytest.raises(Conflict, match="accepts no rewards"):
         store.set_rewards("a", reward(1)).result()
-    assert len(store.load_group("t@0").rollouts) == 2
+    assert len(store.load_groups(["t@0"])[0].rollouts) == 2
 
 
 def test_a_reward_from_outside_completes_it_too(store: Store) -> None:

@@ -44,7 +44,6 @@ from areal_agents.training.step.optimizer import (
 logger = logging.getLogger(__name__)
 
 Parts = Mapping[str, tuple[nn.Module, torch.optim.Optimizer]]  # "policy", and "critic" if there is one
-Tensors = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
