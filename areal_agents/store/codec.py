@@ -138,7 +138,7 @@ def _compressed(routing: Routing) -> bytes:
     if not by_layer.size or by_layer.max() < _UNKNOWN:
         packed = np.where(by_layer < 0, _UNKNOWN, by_layer).astype(np.uint8)
     coder = zlib.compressobj(1, zlib.DEFLATED, -zlib.MAX_WBITS, zlib.DEF_MEM_LEVEL, zlib.Z_HUFFMAN_ONLY)
-    return bytes([packed.itemsize]) + coder.compress(packed) + coder.flush()
+    return bytes([packed.itemsize]) + coder.compress(packed.data) + coder.flush()
 
 
 def _routing(row: Mapping[str, Any] | RowMapping, record: Mapping[str, Any]) -> Routing | None:

@@ -126,16 +126,17 @@ class SGLangEngine(SGLangControl):
             end_ids=None if info is None else info.end_ids,
             decode=self._decode,
         )
+        parameters = sampling_to_wire(sampling)
+        if on_tokens is not None and stream_interval > 1:
+            parameters["stream_interval"] = stream_interval
         body = {
             "rid": rid + RID_END,
             "input_ids": np.ascontiguousarray(input_ids),
             "return_logprob": True,
             "logprob_start_len": -1,
             "stream": on_tokens is not None,
-            "sampling_params": sampling_to_wire(sampling),
+            "sampling_params": parameters,
         }
-        if on_tokens is not None and stream_interval > 1:
-            body["sampling_params"]["stream_interval"] = stream_interval
         if sampling.top_logprobs:
             body["top_logprobs_num"] = sampling.top_logprobs
         routing = await self._requested_routing(len(input_ids), sampling)

@@ -110,6 +110,9 @@ def varlen_attention(
     """Causal flash attention within each document, over `window` positions; runs on a GPU only."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # torch 2.11 shares the heads of keys among those of queries without being asked
+    has_gqa = "enable_gqa" in signature(varlen_attn).parameters
+    shared_heads: dict[str, Any] = {"enable_gqa": True} if has_gqa else {}
     out = varlen_attn(
         query[0].transpose(0, 1),  # [T, H, D]
         key[0].transpose(0, 1),
@@ -121,8 +124,7 @@ def varlen_attention(
         scale=scale,
         # number of rows to the left, without the row itself
         window_size=(-1 if window is None else window - 1, 0),
-        # torch 2.11 shares the heads of keys among those of queries without being asked
-        **({"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}),
+        **shared_heads,
     )
     assert isinstance(out, Tensor)
     return out.transpose(0, 1)[None]
