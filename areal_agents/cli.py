@@ -179,12 +179,13 @@ def serve(
         ),
     ] = "train",
     workers: Annotated[
-        int,
+        int | None,
         typer.Option(
             min=1,
-            help="Number of proxy processes; they share one store, and each episode belongs to one of them.",
+            help="Number of proxy processes; they share one store, and each episode belongs to one of them. "
+            "Default: one for every two engines, and at most one for every 4 cores.",
         ),
-    ] = 1,
+    ] = None,
 ) -> None:
     """Serve a model to agents and record every call token by token."""
     from areal_agents.config import proxy_config
@@ -207,14 +208,13 @@ def serve(
     urls = tuple(engine_url or ())
     if not urls:
         require("torch", "the embedded engine")
-    if workers == 1:
-        from areal_agents.proxy.server import serve as run
+    from areal_agents.inference.config import SGLANG_SEQUENCES
+    from areal_agents.proxy.workers.supervisor import serve_with_workers
 
-        run(folder, config, store=store, engine_urls=urls, router_url=router_url)
-    else:
-        from areal_agents.proxy.workers.supervisor import serve_workers
-
-        serve_workers(folder, config, workers=workers, store=store, engine_urls=urls, router_url=router_url)
+    if workers is not None:
+        config = config.model_copy(update={"workers": workers})
+    config = config.for_engines(SGLANG_SEQUENCES * max(1, len(urls)))
+    serve_with_workers(folder, config, store=store, engine_urls=urls, router_url=router_url)
 
 
 @app.command()

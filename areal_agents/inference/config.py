@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -68,6 +69,8 @@ class EmbeddedEngineConfig(BaseModel):
         return self
 
 
+SGLANG_SEQUENCES = 256  # an assumption: a server derives its limit from the memory that it finds
+_SEQUENCES_FLAG = "--max-running-requests"
 Colocate = Literal["none", "split", "sleep"]
 MEMORY_FRACTION = {"none": 0.0, "split": 0.4, "sleep": 0.6}
 STARTED_WITH = ("threads", "slots", "max_context", "dtype", "device")  # a running server has its own
@@ -206,6 +209,15 @@ class EngineConfig(BaseModel):
         return self
 
     @property
+    def sequences(self) -> int:
+        """The number of sequences that all engines together sample at the same time."""
+        each = self.slots
+        if self.kind == "sglang":
+            given = _value_of(self.arguments, _SEQUENCES_FLAG)
+            each = int(given) if given.isdecimal() and int(given) else SGLANG_SEQUENCES
+        return each * (len(self.urls) or self.replicas)
+
+    @property
     def static_memory(self) -> float:
         """The share of a GPU that SGLang is started with; 0 leaves it to SGLang."""
         return self.memory_fraction or MEMORY_FRACTION[self.colocate]
@@ -256,6 +268,16 @@ class EngineConfig(BaseModel):
         for argument in self.arguments:
             if argument.partition("=")[0] in OWN_ARGUMENTS:
                 yield f"arguments: {argument} is set from replicas, tensor_parallel, device and model"
+
+
+def _value_of(arguments: Sequence[str], flag: str) -> str:
+    """Return the last value of a flag, given as `flag value` or `flag=value`; "" if there is none."""
+    value = ""
+    for argument, following in pairwise((*arguments, "")):
+        name, is_joined, joined = argument.partition("=")
+        if name == flag:
+            value = joined if is_joined else following
+    return value
 
 
 def is_base_url(url: str) -> bool:

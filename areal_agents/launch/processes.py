@@ -88,10 +88,10 @@ def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> N
 
 
 def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
-    from areal_agents.proxy.server import serve
+    from areal_agents.proxy.workers.supervisor import serve_with_workers
 
     endpoints = folder.read_endpoints()
-    settings = config.proxy.model_copy(
+    settings = config.proxy.for_engines(config.engine.sequences).model_copy(
         update={
             "host": endpoints.proxy_host,
             "port": endpoints.proxy_port,
@@ -101,7 +101,7 @@ def _proxy(config: Config, folder: RunFolder, options: argparse.Namespace) -> No
             "routed_experts": config.engine.routed_experts or config.proxy.routed_experts,
         }
     )
-    serve(
+    serve_with_workers(
         config.model,
         settings,
         store=folder.store_at(config.store.url),
@@ -209,7 +209,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
 
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    endpoints = folder.read_endpoints()
+    endpoints, rollout = folder.read_endpoints(), config.rollout.for_engines(config.engine.sequences)
     with (
         Store.open(folder.store_at(config.store.url), config.store.durability) as store,
         BlockingWatch(logging.getLogger(__name__).error),
@@ -221,7 +221,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
                 admin_key=endpoints.admin_key,
                 agent=config.agent,
                 data=config.data,
-                rollout=config.rollout,
+                rollout=rollout,
                 evaluation=config.eval,
                 steps=config.trainer.steps,
                 seed=config.seed,
@@ -241,7 +241,7 @@ async def _collect(config: Config, folder: RunFolder, options: argparse.Namespac
             proxy_url=endpoints.proxy_url,
             admin_key=endpoints.admin_key,
             agent=config.ablation if options.ablate_tool and config.ablation else config.agent,
-            rollout=config.rollout,
+            rollout=rollout,
             evaluation=config.eval,
             label=options.evaluate,
             seed=config.seed,

@@ -7,7 +7,6 @@ that is stopped at any time resumes from the last checkpoint when it is started 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import shutil
 import time
@@ -31,6 +30,7 @@ from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
+from areal_agents.proxy.config import available_cores
 from areal_agents.store import Store
 from areal_agents.training.metrics.trackers import check_trackers
 
@@ -181,6 +181,9 @@ def _report_resume(folder: RunFolder, console: Console) -> None:
 def _report_plan(config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None) -> None:
     if plan is not None:
         console.print(plan.describe(folder), soft_wrap=True)
+        proxy = config.proxy.for_engines(config.engine.sequences)
+        if proxy.workers > 1:
+            console.print(f"proxy: {proxy.workers} workers", soft_wrap=True)
     ranks = config.trainer.ranks
     trainer = f"trainer: {ranks} rank{'s' if ranks > 1 else ''}"
     colocated = (
@@ -211,7 +214,7 @@ def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int 
         engines: the number of engines that share their half.
         given: the number of threads of all engines together, instead of half of the cores; 0: half.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     engine = max(1, cores // 2)
     share = max(1, (given or engine) // engines)
     count = cores if alone else {"engine": share, "trainer": max(1, cores - engine)}.get(role, 1)

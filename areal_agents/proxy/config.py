@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import os
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from areal_agents.inference.config import SGLANG_SEQUENCES
+
 PinnedField = Literal[
     "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logit_bias", "seed"
 ]
+
+
+MOST_WORKERS = 256
+FEWEST_CALLS = 256  # the least automatic value of `max_concurrent`
+SEQUENCES_PER_WORKER = 512
+CORES_PER_WORKER = 4
 
 
 class Upstream(BaseModel):
@@ -37,6 +47,11 @@ class ProxyConfig(BaseModel):
             if not key or key.startswith("ep-"):
                 raise ValueError("a key must be a non-empty string that does not begin with ep-")
         return value
+
+    @field_validator("workers", "max_concurrent", mode="before")
+    @classmethod
+    def _automatic(cls, given: Any) -> Any:
+        return 0 if given == "auto" else given
 
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=0, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -79,8 +94,20 @@ class ProxyConfig(BaseModel):
         "arrays.",
     )
     max_messages: int = Field(default=4096, ge=1, description="Maximum number of messages in one request.")
+    workers: int = Field(
+        default=0,
+        ge=0,
+        le=MOST_WORKERS,
+        description="Proxy processes; they share one store and one port. 0 or auto: one for every "
+        f"{SEQUENCES_PER_WORKER} sequences that the engines sample at the same time (engines × slots; "
+        f"{SGLANG_SEQUENCES} slots for SGLang without --max-running-requests), and at most one for every "
+        f"{CORES_PER_WORKER} cores.",
+    )
     max_concurrent: int = Field(
-        default=256, ge=1, description="Maximum number of model calls in the engine at a time."
+        default=0,
+        ge=0,
+        description="Maximum number of model calls in the engines at a time, over all workers. 0 or auto: "
+        f"twice engines × slots, at least {FEWEST_CALLS}.",
     )
     max_queued: int = Field(
         default=4096, ge=0, description="Maximum number of queued model calls; further calls get 429."
@@ -159,3 +186,24 @@ class ProxyConfig(BaseModel):
         description="Split of implicit episodes: eval uses the sampling parameters of the request, train "
         "pins them.",
     )
+
+    def for_engines(self, sequences: int) -> ProxyConfig:
+        """Return these settings with values for what is automatic.
+
+        Args:
+            sequences: the number of sequences that all engines together sample at the same time.
+        """
+        workers = min(math.ceil(sequences / SEQUENCES_PER_WORKER), available_cores() // CORES_PER_WORKER)
+        return self.model_copy(
+            update={
+                "workers": self.workers or min(max(1, workers), MOST_WORKERS),
+                "max_concurrent": self.max_concurrent or max(FEWEST_CALLS, 2 * sequences),
+            }
+        )
+
+
+def available_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):  # Linux only
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

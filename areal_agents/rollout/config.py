@@ -61,7 +61,12 @@ class RolloutConfig(BaseModel):
         "trainer waits for old groups, so that no token exceeds the bound. downweight: as mask, and within "
         "the bound older tokens have less weight.",
     )
-    concurrency: int = Field(default=64, ge=1, description="Training episodes that run at the same time.")
+    concurrency: int = Field(
+        default=0,
+        ge=0,
+        description="Training episodes that run at the same time. 0 or auto: as many as the engines sample "
+        "sequences at the same time (engines × slots, as for proxy.workers).",
+    )
     workers: int = Field(
         default=8,
         ge=1,
@@ -105,6 +110,11 @@ class RolloutConfig(BaseModel):
         default=(), description="Iterative context lengthening: stages with growing bounds on the context."
     )
 
+    @field_validator("concurrency", mode="before")
+    @classmethod
+    def _automatic(cls, given: Any) -> Any:
+        return 0 if given == "auto" else given
+
     @field_validator("max_staleness", mode="before")
     @classmethod
     def _unbounded(cls, given: Any) -> Any:
@@ -124,6 +134,10 @@ class RolloutConfig(BaseModel):
             if any(later <= earlier for earlier, later in pairwise(numbers)):
                 raise ValueError(f"{name} must increase from stage to stage, got {numbers}")
         return stages
+
+    def for_engines(self, sequences: int) -> RolloutConfig:
+        """Return these settings with a concurrency; the engines together sample `sequences` at a time."""
+        return self.model_copy(update={"concurrency": self.concurrency or sequences})
 
     @property
     def reward_of_agent_errors(self) -> float | None:

@@ -145,6 +145,7 @@ async def _runner(
     reward: RewardConfig | None,
 ) -> AsyncIterator[_RolloutRunner]:
     """Create a runner, and close its agents and connections at the end of the block."""
+    assert rollout.concurrency, "RolloutConfig.for_engines chooses an automatic concurrency"
     function = RewardFunction(reward) if reward is not None else None
     # Two agents, so that evaluation has worker processes of its own.
     trained = load_agent(agent, workers=min(rollout.workers, rollout.concurrency), logs=logs)

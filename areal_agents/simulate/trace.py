@@ -129,7 +129,7 @@ def _trace(config: Config, rows: Sequence[Mapping[str, Any]], turns: _Turns) -> 
         "groups": config.rollout.groups,
         "group_size": config.rollout.group_size,
         "max_staleness": config.rollout.max_staleness,
-        "concurrency": config.rollout.concurrency,
+        "concurrency": config.rollout.concurrency or config.engine.sequences,
         "engines": replicas,
         "gpus_per_engine": config.engine.tensor_parallel,
         "slots": config.engine.slots,

@@ -43,9 +43,12 @@ CONFIG = {
         "device": "cpu",
     },
     "engine": {"device": "cpu", "slots": 16},
+    "proxy": {"workers": 2},
 }  # fmt: skip
 
-ROLES = ("trainer", "proxy", "engine", "rollout", "agent", "supervisor")
+ROLES = ("trainer", "proxy", "worker", "engine", "rollout", "agent", "supervisor")
+# Processes that others of the run start, by a word of their command line.
+INNER = {"agent": b"areal_agents.rollout.agents.worker", "worker": b"areal_agents.proxy.workers.process"}
 
 
 class NotInTime(AssertionError):
@@ -205,8 +208,7 @@ class ChaosRun:
                 continue
             if not marks or logs.encode() not in marks[0]:
                 continue
-            is_agent = b"areal_agents.rollout.agents.worker" in arguments
-            if not role or (is_agent if role == "agent" else role.encode() in arguments):
+            if not role or INNER.get(role, role.encode()) in arguments:
                 found.append(int(entry.name))
         return found
 

@@ -128,7 +128,7 @@ def kill_each(root: Path, *, seed: int) -> Counts:
     try:
         run.start()
         run.wait_for_steps(1)
-        for role in ("agent", "engine", "proxy", "rollout"):
+        for role in ("agent", "engine", "worker", "proxy", "rollout"):
             run.wait_for(functools.partial(run.kill, role, rng))  # it may be between two lives
             _pause(run, rng.uniform(0.0, 1.0))
         run.wait_for_steps(1)

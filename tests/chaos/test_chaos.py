@@ -12,7 +12,7 @@ from run_chaos import kill_each, kill_proxy_each, main
 def test_nothing_is_lost_when_anything_is_killed(tmp_path: Path) -> None:
     counts = kill_each(tmp_path, seed=0)
     assert counts.faults == {}
-    assert {"agent", "engine", "proxy", "rollout"} < set(counts.deaths) and counts.starts == 2
+    assert {"agent", "engine", "worker", "proxy", "rollout"} < set(counts.deaths) and counts.starts == 2
     assert counts.tokens_checked > 200 and counts.telling > 0.02  # most are of version 0
     assert counts.episodes_completed > 4 and counts.completions_answered > 12
 

@@ -45,7 +45,12 @@ async def test_a_group_of_the_last_batch_that_is_dropped_ends_the_run_at_once(
 ) -> None:
     data, stop = exact_data(served.folder), threading.Event()
     config = RolloutConfig(
-        groups=GROUPS, group_size=2, max_staleness=max_staleness, retries=0, on_failed="drop"
+        groups=GROUPS,
+        group_size=2,
+        max_staleness=max_staleness,
+        retries=0,
+        on_failed="drop",
+        concurrency=64,
     )
 
     def train() -> None:

@@ -11,7 +11,7 @@ from areal_agents.proxy.calls.prompts import Prompts
 from areal_agents.proxy.calls.request import ModelRequest
 from areal_agents.proxy.calls.retries import Retries
 from areal_agents.proxy.calls.shared_reply import SharedReply
-from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.config import FEWEST_CALLS, ProxyConfig
 from areal_agents.proxy.episodes.sessions import Session
 from areal_agents.rendering import ChatRenderer
 from areal_agents.store import Store
@@ -26,7 +26,7 @@ class Completer:
         self._engine = engine
         self._config = config
         self._admission = Admission(
-            max_concurrent=config.max_concurrent,
+            max_concurrent=config.max_concurrent or FEWEST_CALLS,
             max_queued=config.max_queued,
             longest_wait_s=config.generate_timeout_s,
         )

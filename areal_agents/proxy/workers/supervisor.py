@@ -27,10 +27,10 @@ from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inference import running_engine
 from areal_agents.process_control import exit_on_sigterm, kill_process
 from areal_agents.proxy.auth import refuse_open_access
-from areal_agents.proxy.config import ProxyConfig
+from areal_agents.proxy.config import MOST_WORKERS, ProxyConfig
 from areal_agents.proxy.engines import EngineUrls, check_addresses, check_models
 from areal_agents.proxy.logs import logging_as
-from areal_agents.proxy.server import recording_notice
+from areal_agents.proxy.server import recording_notice, serve
 from areal_agents.proxy.workers.handover import open_inboxes
 from areal_agents.proxy.workers.identity import (
     PRIVATE_HOST,
@@ -47,11 +47,18 @@ from areal_agents.store import RetainConfig, Store, StoreConfig, store_path
 
 _logger = logging.getLogger(__name__)
 
-_MOST_WORKERS = 256
 _START_S = 120.0
 _STOP_S = 12.0  # includes 5 s for the running calls of a worker
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 10.0
 _STEADY_S = 30.0  # a worker that ran for at least this long is restarted at once
+
+
+def serve_with_workers(model: str | Path, config: ProxyConfig, **options: Any) -> None:
+    """Serve a model with as many processes as `config.workers` says. The options are those of `serve`."""
+    if config.workers > 1:
+        serve_workers(model, config, workers=config.workers, **options)
+    else:
+        serve(model, config, **options)
 
 
 def serve_workers(
@@ -64,6 +71,7 @@ def serve_workers(
     engine_urls: Sequence[str] = (),
     router_url: str = "",
     adapters: bool = False,
+    vocab_size: int | None = None,
     engine_options: dict[str, Any] | None = None,
     announce: Callable[[str], None] = print,
 ) -> None:
@@ -77,8 +85,8 @@ def serve_workers(
     Raises:
         ArealAgentsError: a worker does not start.
     """
-    if not 2 <= workers <= _MOST_WORKERS:
-        raise ConfigError(f"the number of workers must be from 2 to {_MOST_WORKERS}, got {workers}")
+    if not 2 <= workers <= MOST_WORKERS:
+        raise ConfigError(f"the number of workers must be from 2 to {MOST_WORKERS}, got {workers}")
     refuse_open_access(config)
     check_addresses(engine_urls, router_url)
     settings = durability or StoreConfig()
@@ -95,7 +103,7 @@ def serve_workers(
         if not engine_urls:
             engine_urls = [stack.enter_context(running_engine(model, **(engine_options or {})))]
         check_models(engine_urls)
-        engines = EngineUrls(tuple(engine_urls), router_url, adapters)
+        engines = EngineUrls(tuple(engine_urls), router_url, adapters, vocab_size)
         run, secret = secrets.token_hex(6), secrets.token_hex(24)
         stack.callback(forget_dead, folder)
         stack.enter_context(supervising(folder, run))
