@@ -97,7 +97,7 @@ class ChaosRun:
         return self.root / "output.txt"
 
     def start(self, *, steps: int = ENDLESS) -> None:
-        """`areal-agents train CONFIG`, which goes on with whatever is there."""
+        """Run `areal-agents train CONFIG`, which continues from whatever is there."""
         self.root.mkdir(parents=True, exist_ok=True)
         config = self.root / "chaos.yaml"
         config.write_text(yaml.safe_dump(CONFIG))

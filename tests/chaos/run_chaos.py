@@ -248,7 +248,7 @@ def _pause(run: ChaosRun, seconds: float) -> None:
 
 
 def _see_to(run: ChaosRun) -> None:
-    """What a user does: if the run has ended, start it again; and go on when it trains."""
+    """Do what a user does: if the run has ended, start it again; return when it trains."""
     if run.has_ended:
         run.start()
     target = run.steps + 1

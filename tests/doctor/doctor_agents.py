@@ -65,7 +65,7 @@ async def streaming(task: dict[str, Any], ep: Episode) -> float:
 
 
 async def editing(task: dict[str, Any], ep: Episode) -> float:
-    """Shortens the model's answer before it goes on."""
+    """Shortens the model's answer before it continues."""
     messages = _begin(task)
     async with _client(ep) as client:
         for _ in range(2):

@@ -62,7 +62,7 @@ def travel_case(**options: Any) -> Case:
 
 
 def parallel_case(**options: Any) -> Case:
-    """Two sub-agents at the same time: whichever calls first, each goes on with its own conversation."""
+    """Two sub-agents at the same time: whichever calls first, each continues its own conversation."""
     asks = "\n".join(call("ask_forecaster", f'{{"input": "forecast: {city}"}}') for city in ("Bern", "Genf"))
     turns = (None, "new conversation", 1, "new conversation", 3, 0)
     script = by_conversation(

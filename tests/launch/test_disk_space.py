@@ -1,4 +1,4 @@
-"""Low disk: what it asks for, and that submission stops and goes on with it."""
+"""Low disk space: what is reported, and that submission stops and continues."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_a_chat_stream_has_a_role_a_finish_a_usage_and_an_end(proxy: RunningProx
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 def test_tokens_leave_while_the_engine_still_samples(proxy: RunningProxy, dialect: str) -> None:
-    """The first piece is with the client before the reply is drawn; so are signs of life."""
+    """The first piece reaches the client before the reply is complete, and so do keep-alives."""
     path, body = PATHS[dialect]
     proxy.engine.script = lambda call: "one two three four five six seven €"
     proxy.engine.hold_after = 3

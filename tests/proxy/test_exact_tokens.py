@@ -83,7 +83,7 @@ def test_a_well_behaved_tool_loop_is_one_trajectory(proxy: RunningProxy) -> None
 
 
 def test_siblings_that_read_alike_are_told_apart_by_their_call_ids(proxy: RunningProxy) -> None:
-    """Two samples of one prompt may say the same; the client goes on from the one whose ids it replays."""
+    """Two samples of one prompt may say the same; the client continues the one whose ids it replays."""
     episode = proxy.open_episode()
     proxy.engine.script = lambda call: tool_call(query="Lyon")
     question = {"role": "user", "content": "Where?"}

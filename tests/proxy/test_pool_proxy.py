@@ -34,7 +34,7 @@ TEXT = "The harbour opens at six, and the ferry leaves for the island when the t
 
 
 def says(text: str, **arrival: Any) -> Any:
-    """Says the same to everything; asked to go on after a part of it, it says the rest."""
+    """Answers every request with `text`; a request that contains a part of it gets the rest."""
 
     def script(call: ScriptedCall) -> ScriptedReply:
         said = call.prompt_text.rpartition("<|im_start|>assistant\n")[2]
@@ -138,7 +138,7 @@ def test_an_episode_stays_on_its_engine_and_the_metrics_show_each(
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_client_notices_nothing_of_a_death(streamed: bool, renderer: ChatRenderer, tmp_path: Path) -> None:
-    """One engine breaks its streams off after a few tokens; every reply is whole, and recorded as drawn."""
+    """One engine breaks its streams off after a few tokens; every reply is whole, and recorded as sampled."""
     apps = [scripted(), scripted()]
 
     async def dying(scope: Any, receive: Any, send: Any) -> None:

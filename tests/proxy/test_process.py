@@ -50,7 +50,7 @@ class ProxyProcess:
 
 
 def test_kill_9_and_a_restart_lose_nothing(engine_url: str, tmp_path: Path) -> None:
-    """What a client has seen is recorded, and the conversation goes on from its exact tokens."""
+    """What a client has seen is recorded, and the conversation continues from its exact tokens."""
     options = {"store": str(tmp_path / "store.db"), "engine_urls": [engine_url]}
     proxy = ProxyProcess(**options)
     opened = (

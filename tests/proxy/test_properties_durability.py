@@ -1,4 +1,4 @@
-"""kill -9 of the proxy in the middle of episodes: every dialect goes on from its exact tokens."""
+"""kill -9 of the proxy in the middle of episodes: every dialect continues from its exact tokens."""
 
 from __future__ import annotations
 

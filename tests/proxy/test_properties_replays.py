@@ -1,4 +1,4 @@
-"""However a framework re-serialises a reply, its conversation goes on; whatever else it says starts anew.
+"""However a framework re-serialises a reply, its conversation continues; any other change starts a new one.
 
 The levels of the re-serialisation: absent fields and parts, arguments as other JSON, dropped reasoning,
 padded content, and content that is dropped beside tool calls whose ids stay.

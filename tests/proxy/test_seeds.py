@@ -1,4 +1,4 @@
-"""The seeds of draws: from the episode's and from what is drawn after, and never the same number twice."""
+"""The seeds of samples depend on the episode's seed and the tokens before, and no random number repeats."""
 
 from __future__ import annotations
 

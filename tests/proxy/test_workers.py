@@ -1,4 +1,4 @@
-"""Several proxy processes on one store: whatever a request reaches first, its episode goes on exactly."""
+"""Several proxy processes on one store: whichever process a request reaches, its episode continues."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLOW = "take your time"
 
 
 class Script:
-    """Begins to answer what is slow, and goes on after a minute, or at once if it `hurries`; counts those."""
+    """Begins to answer a slow call and continues after a minute, or at once if it `hurries`; counts them."""
 
     def __init__(self) -> None:
         self.slow_calls = 0

@@ -65,7 +65,7 @@ def compile_tag(renderer: ChatRenderer, grammar: Grammar | None) -> xgrammar.Com
 
 
 def walk(renderer: ChatRenderer, compiled: xgrammar.CompiledGrammar, rng: random.Random) -> list[int]:
-    """Tokens drawn from what the mask allows, with a leaning to what ends things; [] if it found no end."""
+    """Sample tokens that the mask allows, preferring those that end the output; [] if none ended it."""
     matcher = xgrammar.GrammarMatcher(compiled)
     mask = xgrammar.allocate_token_bitmask(1, renderer.vocab_size)
     markers = sorted(renderer.tokenizer.added_token_ids)

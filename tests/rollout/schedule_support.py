@@ -69,7 +69,7 @@ class DrivenStore(Store):
 
 @dataclass(frozen=True)
 class Setting:
-    """What a schedule is drawn for."""
+    """The settings for which a schedule is generated."""
 
     rollout: RolloutConfig
     refill_equal_groups: bool = False
@@ -228,7 +228,7 @@ class World:
                 self._maybe_change()
 
     def resume(self) -> None:
-        """Begin a life of the trainer, as `_Trainer._begin` does."""
+        """Start a process of the trainer, as `_Trainer._begin` does."""
         self.step = self.saved_step
         self.store.return_leases(self.step)
         self.trained = {group: step for group, step in self.trained.items() if step <= self.step}
@@ -291,7 +291,7 @@ class World:
     # -- the others ---------------------------------------------------------------------------
 
     def start_collector(self) -> None:
-        """Begin a life of the rollout process."""
+        """Start a rollout process."""
         network: Any = Network(self)
         self.changed = asyncio.Event()
         losses, self.losses = self.losses, 0.0

@@ -1,4 +1,4 @@
-"""Nothing new is submitted while the run lacks room; what was begun is finished, and then it goes on."""
+"""While the disk is low nothing is submitted, and running groups are finished; then submission continues."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def train_recorded(
 
 
 def main(rank: int, port: int, model: Path, out: Path) -> None:
-    """Load what one rank saved, go on, save; meet a damaged shard; take the second step of a run."""
+    """Load what one rank saved, continue, and save; load a damaged shard; take the second step of a run."""
     torch.set_num_threads(1)
     environment = {
         "MASTER_ADDR": "127.0.0.1",

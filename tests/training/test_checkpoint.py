@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on as if nothing had happened, and bad files are named."""
+"""Checkpoints: training continues as if nothing had happened, and errors name damaged files."""
 
 from __future__ import annotations
 

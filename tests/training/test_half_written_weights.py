@@ -1,4 +1,4 @@
-"""A weights folder that is half written: refused with what is wrong about it, and the old weights go on."""
+"""A weights folder that is half written is refused with the reason, and the old weights stay in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tracker for real and without a network: two lives of one run, and failures that end nothing."""
+"""Every tracker, for real and without a network: a run and its resumption, and failures that end nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one_life(folder: Path, names: Sequence[str], values: dict[int, float], after
 
 
 def live(folder: Path, *names: str) -> None:
-    """A run that was killed after step 3 and goes on after step 2."""
+    """A run that was killed after step 3 and resumes after step 2."""
     for values, after_step in LIVES:
         one_life(folder, names, values, after_step)
 
