@@ -35,7 +35,7 @@ def answer(body: bytes = REPLY, status: str = "200 OK", headers: str = "") -> by
 
 @asynccontextmanager
 async def serving(serve: Serve) -> AsyncIterator[str]:
-    """A server. `serve` gets a request's index, in all and on its connection, and says whether to continue."""
+    """A server. `serve` gets a request's number, in all and on its connection; False ends the connection."""
     requests = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
