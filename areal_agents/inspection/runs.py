@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from areal_agents.errors import ConfigError
-from areal_agents.inspection.sources import read_json
+from areal_agents.inspection.sources import config_of_run, read_json
 from areal_agents.launch.live_view import describe_step
 from areal_agents.launch.progress import MetricsFile
 from areal_agents.launch.run_folder import RunFolder
@@ -23,13 +21,18 @@ def list_runs(root: Path) -> list[dict[str, Any]]:
     """Return the state of every run in a folder, the newest first. Raises ConfigError without the folder."""
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root}; give the folder that has the runs")
-    folders = [RunFolder(path.parent) for path in root.glob("*/config.yaml")]
-    found = [_state_of(folder) for folder in folders if (folder.root / "lock").exists()]
+    found = []
+    for path in root.glob("*/lock"):
+        folder = RunFolder(path.parent)
+        try:
+            config = config_of_run(folder)
+        except ConfigError:  # another program's folder
+            continue
+        found.append(_state_of(folder, config))
     return sorted(found, key=lambda run: -run["started"])
 
 
-def _state_of(folder: RunFolder) -> dict[str, Any]:
-    config = yaml.safe_load(folder.config.read_text())
+def _state_of(folder: RunFolder, config: Mapping[str, Any]) -> dict[str, Any]:
     metrics = MetricsFile(folder.metrics)
     metrics.update()
     summary = read_json(folder.summary) or {}
@@ -42,7 +45,7 @@ def _state_of(folder: RunFolder) -> dict[str, Any]:
         "steps": config["trainer"]["steps"],
         "before": summary.get("heldout_before"),
         "after": summary.get("heldout_after"),
-        "model": str(folder.final_model) if folder.final_model.exists() else config["model"],
+        "model": str(folder.final_model) if folder.final_model.exists() else config.get("model"),
     }
 
 
@@ -67,9 +70,7 @@ def follow(root: Path, *, lines: int, sleep: Callable[[float], None] = time.slee
         ConfigError: the folder is not that of a run.
     """
     folder = RunFolder(root)
-    if not folder.config.exists():
-        raise ConfigError(f"{root} is not the folder of a run; `areal-agents runs` lists runs")
-    steps = yaml.safe_load(folder.config.read_text())["trainer"]["steps"]
+    steps = config_of_run(folder)["trainer"]["steps"]
     metrics = MetricsFile(folder.metrics)
     logs = [_Log(folder.log(name)) for name in ("rollout", "trainer")]
     shown: int | None = None

@@ -113,21 +113,35 @@ def store_of_run(folder: RunFolder) -> Store:
     return _open(_store_of(folder))
 
 
+def config_of_run(folder: RunFolder) -> dict[str, Any]:
+    """Return the configuration that a run has written. Raises ConfigError if this is not a run's folder."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(folder.config.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        tree = None
+    if isinstance(tree, dict) and isinstance(tree.get("trainer"), dict) and "steps" in tree["trainer"]:
+        return tree
+    raise ConfigError(f"{folder.root} is not the folder of a run; `areal-agents runs` lists runs")
+
+
 def _open(file: Path | str) -> Store:
     if not isinstance(file, str) and not file.is_file():
         raise ConfigError(f"there is no store {file}; {HERE}")
+    if not isinstance(file, str) and file.stat().st_size == 0:  # opening it would write a store into it
+        raise ConfigError(f"{file} is empty; {HERE}")
     return Store.open(file)
 
 
 def _store_of(folder: RunFolder) -> Path | str:
     """Return the store of a run. Raises ConfigError if the folder is not that of a run."""
-    if folder.config.exists():
-        import yaml
-
-        url = (yaml.safe_load(folder.config.read_text()).get("store") or {}).get("url")
+    try:
+        url = (config_of_run(folder).get("store") or {}).get("url")
+    except ConfigError:
+        url = None
+    if url is not None or folder.store.is_file():
         return url or folder.store
-    if folder.store.is_file():
-        return folder.store
     raise ConfigError(f"{folder.root} has no store.db; {HERE}")
 
 

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from areal_agents.cli import app
 from areal_agents.errors import ArealAgentsError, ConfigError
 from areal_agents.inspection.runs import follow
+from areal_agents.inspection.sources import opened
 from areal_agents.launch.run_folder import RunFolder
 
 
@@ -144,6 +145,25 @@ def test_runs_are_listed_with_their_state(tmp_path: Path) -> None:
     }  # fmt: skip
     assert found["ended"]["step"] == 2 and "0.250 → 0.750" in shown
     assert "no runs" in call("runs", tmp_path / "not-a-run")
+
+
+@pytest.mark.parametrize("config", ["- a", "model: x", "[", "trainer: 5"])
+def test_a_folder_with_another_config_is_no_run(tmp_path: Path, config: str) -> None:
+    folder = run_folder(tmp_path / "other")
+    folder.config.write_text(config)
+    assert "no runs" in call("runs", tmp_path)
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        next(follow(folder.root, lines=1))
+    with pytest.raises(ConfigError, match=r"has no store\.db"), opened(str(folder.root)):
+        pass
+
+
+def test_an_empty_file_is_not_made_a_store(tmp_path: Path) -> None:
+    file = tmp_path / "empty.db"
+    file.touch()
+    with pytest.raises(ConfigError, match="is empty"), opened(str(file)):
+        pass
+    assert file.stat().st_size == 0
 
 
 def test_a_run_is_followed_until_it_ends(tmp_path: Path) -> None:
