@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
+import logging
 import os
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -23,6 +23,8 @@ from areal_agents.direct_http import openai_client, openai_errors
 from areal_agents.errors import RewardError
 from areal_agents.rewards.finished import FinishedEpisode
 from areal_agents.whole_files import write_whole
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _DATA = (
@@ -159,18 +161,24 @@ class _Judge:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": _as_data(record)}]
         kept = self._cache / f"{_digest([base_url, self._model, messages])}.json" if self._cache else None
         if kept is not None and kept.exists():
-            return read(json.loads(kept.read_text()))
+            try:
+                return read(_json_object(kept.read_text()))
+            except ValueError:  # a damaged file is replaced
+                logger.warning("%s is damaged; the judge is asked again", kept)
         async with self._free:
             answer = await self._answer(base_url, messages, read)
         if kept is not None:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(kept, json.dumps(answer))
+            try:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                write_whole(kept, json.dumps(answer))
+            except OSError as error:
+                raise RewardError(f"the judge's cache {self._cache} cannot be written: {error}") from error
         return read(answer)
 
     async def _answer(
         self, base_url: str, messages: list[dict[str, str]], read: Callable[[Mapping[str, Any]], Any]
     ) -> Mapping[str, Any]:
-        failures: tuple[type[Exception], ...] = (*openai_errors(), ValueError, IndexError)
+        failures: tuple[type[Exception], ...] = (*openai_errors(), ValueError)
         last: Exception | None = None
         try:
             client = openai_client(base_url=base_url, api_key=self._api_key, timeout_s=self._timeout_s)
@@ -182,7 +190,7 @@ class _Judge:
                     await asyncio.sleep(min(30.0, 0.5 * 2.0**tried))
                 try:
                     reply = await client.chat.completions.create(model=self._model, messages=messages)  # type: ignore[arg-type]
-                    answer = _json_object(reply.choices[0].message.content or "")
+                    answer = _json_object(_text(reply))
                     read(answer)
                     return answer
                 except failures as error:
@@ -193,22 +201,34 @@ class _Judge:
         raise RewardError(f"the judge {self._model} at {base_url} gave no valid answer: {last}") from last
 
 
+def _text(reply: Any) -> str:
+    """Return the text of a chat completion. Raises ValueError if an endpoint sent something else."""
+    try:
+        text = reply.choices[0].message.content
+    except (AttributeError, IndexError, TypeError):
+        raise ValueError(f"expected a chat completion, got {str(reply)[:200]!r}") from None
+    if not isinstance(text, str):
+        raise ValueError(f"expected a chat completion with a text, got {text!r:.200}")
+    return text
+
+
 def _json_object(text: str) -> Mapping[str, Any]:
     """Return the JSON object in an answer that may have prose around it. Raises ValueError without one."""
     begin, end = text.find("{"), text.rfind("}")
     if begin < 0 or end < begin:
         raise ValueError(f"expected a JSON object, got {text[:200]!r}")
-    found = json.loads(text[begin : end + 1])
+    try:
+        found = json.loads(text[begin : end + 1])
+    except RecursionError:
+        raise ValueError("expected a JSON object, got one that is nested too deeply") from None
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, got {text[:200]!r}")
     return found
 
 
 def _score(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"a score must be a number from 0 to 1, got {value!r}")
-    if not 0 <= value <= 1:
-        raise ValueError(f"a score must be from 0 to 1, got {value}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise ValueError(f"a score must be a number from 0 to 1, got {value!r:.200}")
     return float(value)
 
 
@@ -217,7 +237,9 @@ def _scores(answer: Mapping[str, Any], count: int) -> dict[int, float]:
     entries = answer.get("scores")
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ValueError(f"scores must be a list of objects, got {str(entries)[:200]}")
-    found = {entry.get("attempt"): _score(entry.get("score")) for entry in entries}
+    if not all(type(entry.get("attempt")) is int for entry in entries):
+        raise ValueError(f"each attempt must be an integer, got {str(entries)[:200]}")
+    found = {entry["attempt"]: _score(entry.get("score")) for entry in entries}
     if set(found) != set(range(1, count + 1)) or len(entries) != count:
         raise ValueError(f"expected one score for each of {count} attempts, got {sorted(map(str, found))}")
     return found

@@ -44,6 +44,8 @@ def judging(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             message = {"role": "assistant", "content": text}
             choice = {"index": 0, "finish_reason": "stop", "message": message}
             body = {"id": "c", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            if text.startswith("whole body: "):
+                body = json.loads(text.removeprefix("whole body: "))
             data = json.dumps(body if status == 200 else {"error": {"message": text}}).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
@@ -101,6 +103,12 @@ async def test_a_judge_is_asked_again_after_a_busy_server_and_after_an_invalid_a
         (200, "four", 2, "expected a JSON object, got 'four'"),
         (200, '{"score": true}', 2, "a score must be a number from 0 to 1, got True"),
         (200, '{"score": NaN}', 2, "a score must be a number from 0 to 1, got nan"),
+        (200, f'{{"score": {"9" * 400}}}', 2, "a score must be a number from 0 to 1"),
+        (200, '{"score": ' + "[" * 60_000 + "]" * 60_000 + "}", 2, "nested too deeply"),
+        (200, "whole body: [1]", 2, "expected a chat completion, got '[1]'"),
+        (200, 'whole body: {"choices": null}', 2, "expected a chat completion, got"),
+        (200, 'whole body: {"choices": [{"message": null}]}', 2, "expected a chat completion, got"),
+        (200, 'whole body: {"choices": [{"message": {"content": null}}]}', 2, "with a text, got None"),
     ],
 )
 async def test_a_judge_without_a_valid_answer_is_an_error(
@@ -109,6 +117,37 @@ async def test_a_judge_without_a_valid_answer_is_an_error(
     with judging(lambda _: (status, text)) as (url, requests), pytest.raises(RewardError) as caught:
         await judge("?", model="m", base_url=url, api_key="k", attempts=2)(episode("4"))
     assert message in str(caught.value) and len(requests) == asked
+
+
+@pytest.mark.parametrize("damaged", ["{", "[]", '{"score": 7}'])
+async def test_a_damaged_answer_in_the_cache_is_replaced(tmp_path: Path, damaged: str) -> None:
+    with judging(lambda _: (200, '{"score": 0.5}')) as (url, requests):
+        score = judge("?", model="m", base_url=url, api_key="k", cache=tmp_path)
+        assert await score(episode("4")) == 0.5
+        (file,) = tmp_path.iterdir()
+        file.write_text(damaged)
+        assert await score(episode("4")) == 0.5 and len(requests) == 2
+        assert json.loads(file.read_text()) == {"score": 0.5}
+
+
+async def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        judging(lambda _: (200, '{"score": 0.5}')) as (url, _),
+        pytest.raises(RewardError, match="cache .*file/cache cannot be written"),
+    ):
+        score = judge("?", model="m", base_url=url, api_key="k", cache=tmp_path / "file" / "cache")
+        await score(episode("4"))
+
+
+@pytest.mark.parametrize("attempt", ["[1]", '"1"', "true", "null"])
+async def test_the_number_of_an_attempt_is_an_integer(attempt: str) -> None:
+    text = f'{{"scores": [{{"attempt": {attempt}, "score": 1}}, {{"attempt": 2, "score": 0}}]}}'
+    with (
+        judging(lambda _: (200, text)) as (url, _),
+        pytest.raises(RewardError, match="each attempt must be an integer"),
+    ):
+        await group_judge(model="m", base_url=url, api_key="k", attempts=1)([episode("1"), episode("2")])
 
 
 async def test_a_group_is_compared_in_one_question_with_its_beginning_once() -> None:
