@@ -36,7 +36,9 @@ class ModelInfo:
     `workers` is the number of tensor-parallel processes, `architecture` the model type in the model's config,
     if the engine reports it. `effective_context` is the length of prompt and completion together at which the
     engine may end a completion before `max_new_tokens`; `end_ids` are the tokens that end a completion
-    regardless of the request. Both are None if they are not known.
+    regardless of the request. Both are None if they are not known. `stages_weights` tells that weights which
+    are sent in pieces are used only when the update ends, all at once, so that the engine samples while they
+    arrive.
     """
 
     model_path: str
@@ -49,6 +51,7 @@ class ModelInfo:
     architecture: str = ""
     effective_context: int | None = None
     end_ids: frozenset[int] | None = None
+    stages_weights: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -274,6 +277,10 @@ class Engine(Sampler, Protocol):
     are sent between `begin_weight_update` and `end_weight_update`, every weight of the model once:
 
         pause → begin → update_weights_from_tensors or receive_weights, the last with last=True → end → resume
+
+    An engine that stages weights (`ModelInfo.stages_weights`) is paused for the swap only:
+
+        begin → … → prepare_weight_update → pause → end → resume
     """
 
     @property
@@ -299,9 +306,12 @@ class Engine(Sampler, Protocol):
         """Serve the safetensors folder at `path` as `version`. On an error the old weights are kept."""
         ...
 
-    async def begin_weight_update(self) -> None:
-        """Open an update by tensors or broadcasts; an update that a lost trainer left open is closed
-        first."""
+    async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
+        """Open an update by tensors or broadcasts; an update that a lost trainer left open is closed first.
+
+        Args:
+            pause: the mode of the pause in which the update ends; None: that of the current pause.
+        """
         ...
 
     async def update_weights_from_tensors(
@@ -322,6 +332,11 @@ class Engine(Sampler, Protocol):
     async def receive_weights(self, bucket: WeightBucket, *, group: str, version: int, last: bool) -> None:
         """Receive some of the weights from rank 0 of `group`, which broadcasts them concurrently. With
         `last`, `version` is what the engine serves from now on."""
+        ...
+
+    async def prepare_weight_update(self) -> None:
+        """Have the weights that arrived made ready beside serving, so that `end_weight_update` only swaps.
+        An engine that cannot does nothing."""
         ...
 
     async def end_weight_update(self) -> None:

@@ -75,7 +75,7 @@ def make_pool(
 
     def current() -> CurrentVersion | None:
         row = store.latest_version()
-        return None if row is None else CurrentVersion(row.version, row.path)
+        return None if row is None else CurrentVersion(row.version, row.path, row.folder_pending)
 
     return EnginePool(
         engines,

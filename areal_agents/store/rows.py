@@ -192,13 +192,18 @@ class WaitingGroup:
 
 @dataclass(frozen=True, slots=True)
 class VersionRow:
-    """A published policy version; `step` is the number of batches that were trained into it."""
+    """A published policy version; `step` is the number of batches that were trained into it.
+
+    `folder_pending` is set while the folder at `path` is not complete: the weights were sent to the engines
+    first, and the folder is written behind them, or not at all.
+    """
 
     version: int
     step: int
     path: str
     checksum: str | None
     published_at: float
+    folder_pending: bool = False
 
 
 LIVE: tuple[EpisodeStatus, ...] = ("open", "finished", "truncated")

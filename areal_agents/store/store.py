@@ -261,12 +261,27 @@ class Store:
         return self._database.submit(lambda c: leases.return_leases(c, after_step)).result()
 
     def publish_version(
-        self, version: int, *, step: int, path: str | Path, checksum: str | None = None
+        self,
+        version: int,
+        *,
+        step: int,
+        path: str | Path,
+        checksum: str | None = None,
+        folder_pending: bool = False,
     ) -> None:
-        """Make `version` the current policy. Conflict unless its number is above all earlier ones."""
+        """Make `version` the current policy. Conflict unless its number is above all earlier ones.
+
+        With `folder_pending` the folder at `path` need not exist before `mark_folder_written`.
+        """
         self._database.submit(
-            lambda c: versions.insert_version(c, version, step=step, path=str(path), checksum=checksum)
+            lambda c: versions.insert_version(
+                c, version, step=step, path=str(path), checksum=checksum, folder_pending=folder_pending
+            )
         ).result()
+
+    def mark_folder_written(self, version: int) -> None:
+        """Record that the folder of a published version is complete."""
+        self._database.submit(lambda c: versions.mark_folder_written(c, version)).result()
 
     # -- everybody reads ----------------------------------------------------------------------
 

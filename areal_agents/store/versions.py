@@ -12,7 +12,13 @@ from areal_agents.store.schema import leases, versions
 
 
 def insert_version(
-    connection: sa.Connection, version: int, *, step: int, path: str, checksum: str | None
+    connection: sa.Connection,
+    version: int,
+    *,
+    step: int,
+    path: str,
+    checksum: str | None,
+    folder_pending: bool,
 ) -> None:
     """Publish a version. Raises Conflict unless its number is above every published one."""
     largest = max_version(connection)
@@ -22,15 +28,27 @@ def insert_version(
         )
     connection.execute(
         sa.insert(versions).values(
-            version=version, step=step, path=path, checksum=checksum, published_at=time.time()
+            version=version,
+            step=step,
+            path=path,
+            checksum=checksum,
+            published_at=time.time(),
+            folder_pending=1 if folder_pending else None,
         )
     )
+
+
+def mark_folder_written(connection: sa.Connection, version: int) -> None:
+    """Record that the folder of a published version is complete."""
+    connection.execute(sa.update(versions).where(versions.c.version == version).values(folder_pending=None))
 
 
 def latest_version(connection: sa.Connection) -> VersionRow | None:
     """Return the version that was published last, or None before the first."""
     row = connection.execute(sa.select(versions).order_by(versions.c.version.desc()).limit(1)).one_or_none()
-    return VersionRow(**row._mapping) if row is not None else None
+    if row is None:
+        return None
+    return VersionRow(**{**row._mapping, "folder_pending": bool(row.folder_pending)})
 
 
 def max_version(connection: sa.Connection) -> int:

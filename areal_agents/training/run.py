@@ -167,6 +167,8 @@ def run(
             metrics=metrics, stop=stop, seed=seed, progress=progress,
         )  # fmt: skip
         finished = loop.run()
+        if publisher is not None:
+            publisher.finish()
         if finished:
             write_final(models.policy, run_dir, like=model_path, writes=group.is_first)
         return RunResult(loop.progress.step, loop.progress.version, finished)

@@ -198,6 +198,33 @@ async def test_a_replica_that_comes_back_is_brought_up_before_it_serves() -> Non
             assert servers[0].exchanges
 
 
+@pytest.mark.parametrize("then", ["the folder is written", "the trainer sends the next version"])
+async def test_a_late_replica_waits_for_a_folder_that_is_not_written_yet(then: str) -> None:
+    with servers_of(2) as servers:
+        rows = Rows()
+        rows.publish(0)
+        async with serving(servers, rows) as pool:
+            await pool.model_info()
+            servers[0].kill()
+            await until(lambda: states(pool)[0] == "down")
+            rows.current = replace(rows.publish(5), folder_pending=True)
+            await load(servers[1].url, 5)
+            servers[0].start()
+            await until(lambda: "the folder of that version is not written yet" in pool.replicas[0].reason)
+            calls = [pool.generate(f"r{n}", prompt_of(n), FORTY) for n in range(4)]
+            for completion in await asyncio.gather(*calls):
+                assert set(completion.versions) == {5}
+            assert states(pool) == ["late", "serving"] and not servers[0].exchanges
+            assert (await pool.replicas[0].engine.model_info()).version == 0
+            if then == "the folder is written":
+                rows.publish(5)
+            else:
+                rows.current = replace(rows.publish(6), folder_pending=True)
+                await asyncio.gather(*(load(server.url, 6) for server in servers))
+            await until(lambda: states(pool) == ["serving"] * 2)
+            assert pool.counts.catch_ups == (1 if then == "the folder is written" else 0)
+
+
 async def test_two_pools_that_find_one_late_replica_do_no_harm() -> None:
     with servers_of(2) as servers:
         rows = Rows()

@@ -14,7 +14,14 @@ from torch import Tensor
 from areal_agents.errors import EngineError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import WeightsChecksum
-from areal_agents.training.publish.checksums import Agreement, Checksums, EngineComparison, cpu_hash, gpu_hash
+from areal_agents.training.publish.checksums import (
+    Agreement,
+    Checksums,
+    EngineComparison,
+    FolderWeights,
+    cpu_hash,
+    gpu_hash,
+)
 
 
 def served(folder: Path) -> dict[str, Tensor]:
@@ -59,7 +66,7 @@ async def test_an_engine_may_hold_them_in_any_type_on_any_device(
     hashed, dtype: torch.dtype, model_folder: Path
 ) -> None:
     held = {name: hashed(tensor.to(dtype)) for name, tensor in served(model_folder).items()}
-    agreement = await Checksums(model_folder).check(Serving(held))
+    agreement = await Checksums(FolderWeights(model_folder)).check(Serving(held))
     assert agreement == Agreement(len(held), len(held))
 
 
@@ -70,7 +77,7 @@ async def test_one_wrong_bit_is_named(model_folder: Path) -> None:
         wrong.view(-1).view(torch.int32)[-1] ^= 1
         held[name] = cpu_hash(wrong)
         with pytest.raises(EngineError, match=rf"http://there serves other weights.*: {name} differs"):
-            await Checksums(model_folder).check(Serving(held))
+            await Checksums(FolderWeights(model_folder)).check(Serving(held))
 
 
 async def test_what_cannot_be_compared_is_not_called_equal(
@@ -79,14 +86,14 @@ async def test_what_cannot_be_compared_is_not_called_equal(
     held = {name: cpu_hash(tensor) for name, tensor in served(model_folder).items()}
     some = dict(list(held.items())[:3])
     with pytest.raises(EngineError, match="the weights that .* serves lack model"):
-        await Checksums(model_folder).check(Serving(some))
+        await Checksums(FolderWeights(model_folder)).check(Serving(some))
     packed = {**some, "model.packed": "0" * 16}
-    comparison = EngineComparison(model_folder)
+    comparison = EngineComparison(FolderWeights(model_folder))
     await comparison(Serving(packed))
     assert comparison.share == 3 / 4 and "1 of 4 weights have an engine-specific form" in caplog.text
     with pytest.raises(EngineError, match="none of the published weights"):
-        await Checksums(model_folder).check(Serving({"other": "0" * 16}))
-    workers = EngineComparison(model_folder)
+        await Checksums(FolderWeights(model_folder)).check(Serving({"other": "0" * 16}))
+    workers = EngineComparison(FolderWeights(model_folder))
     await workers(Serving(held, held))
     assert workers.share is None and "2 tensor-parallel workers are not compared" in caplog.text
 
@@ -96,7 +103,9 @@ async def test_a_padded_vocabulary_and_fused_experts_are_known(model_folder: Pat
     embedding = weights["model.embed_tokens.weight"]
     weights["model.embed_tokens.weight"] = torch.cat([embedding, torch.zeros(32, 32)])
     held = {name: cpu_hash(tensor) for name, tensor in weights.items()}
-    assert await Checksums(model_folder).check(Serving(held)) == Agreement(len(held), len(held))
+    assert await Checksums(FolderWeights(model_folder)).check(Serving(held)) == Agreement(
+        len(held), len(held)
+    )
 
     moe = load_file(build_moe(tmp_path) / "model.safetensors")
     experts = "model.layers.0.mlp.experts"
@@ -111,4 +120,4 @@ async def test_a_padded_vocabulary_and_fused_experts_are_known(model_folder: Pat
         "model.norm.weight": cpu_hash(moe["model.norm.weight"]),
         "model.of_its_own": "0" * 16,
     }
-    assert await Checksums(tmp_path).check(Serving(held)) == Agreement(3, 4)
+    assert await Checksums(FolderWeights(tmp_path)).check(Serving(held)) == Agreement(3, 4)

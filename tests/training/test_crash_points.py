@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import multiprocessing
 import os
 import shutil
@@ -30,7 +31,9 @@ from areal_agents.store import Store
 from areal_agents.training import run as trainer
 from areal_agents.training.checkpoint import checkpoint
 from areal_agents.training.config import TrainerConfig
+from areal_agents.training.model import folder
 from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.direct_folders import DirectFolders
 from areal_agents.training.publish.publisher import Publisher
 
 STEPS, GROUPS = 3, 2
@@ -49,6 +52,23 @@ POINTS: dict[str, tuple[type | Any, str, str, int]] = {
     "between the checkpoint and its row": (Store, "commit_checkpoint", "before", 2),
     "after the checkpoint": (Store, "commit_checkpoint", "after", 2),
 }
+
+
+# With a transport that sends the weights first, and writes the folder of the third version behind them.
+DIRECT_POINTS: dict[str, tuple[type | Any, str, str, int]] = {
+    "between the row and the weights": (Store, "publish_version", "after", 3),
+    "between the weights and the swap": (SGLangEngine, "end_weight_update", "before", 3),
+    "between the swap and going on": (SGLangEngine, "end_weight_update", "after", 3),
+    "between the swap and the folder": (DirectFolders, "start", "before", 3),
+    "between the folder and the mark": (DirectFolders, "start", "after", 3),
+    "before the folder has its name": (folder.ModelFolder, "finish", "before", 3),
+    "between the folder and its row": (Store, "mark_folder_written", "before", 3),
+}
+BEHIND = (
+    "before the folder has its name",
+    "between the folder and its row",
+    "between the folder and the mark",
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +107,7 @@ def undisturbed(recorded: Recorded, tmp_path_factory: pytest.TempPathFactory) ->
     return ended(run_dir)
 
 
-def train(run_dir: Path, model: Path, engine_url: str) -> None:
+def train(run_dir: Path, model: Path, engine_url: str, transport: str = "disk") -> None:
     """Begin or resume, and train to the end."""
     with Store.open(run_dir / "store.db") as store:
         trainer.run(
@@ -99,7 +119,7 @@ def train(run_dir: Path, model: Path, engine_url: str) -> None:
                 threads=1,
                 trackers=(),
                 async_checkpoints=False,  # so that a death has one outcome
-                publish=PublishConfig(verify="off"),
+                publish=PublishConfig(verify="off", transport=transport),
             ),
             AlgorithmConfig(replay="recent", replay_groups=1),
             store=store,
@@ -112,11 +132,13 @@ def train(run_dir: Path, model: Path, engine_url: str) -> None:
         )
 
 
-def train_until_killed(point: str, run_dir: Path, model: Path, engine_url: str) -> None:
+def train_until_killed(point: str, run_dir: Path, model: Path, engine_url: str, transport: str) -> None:
     """In a process of its own: train, and die at a point."""
-    owner, name, when, calls = POINTS[point]
-    setattr(owner, name, dying(getattr(owner, name), when, calls))
-    train(run_dir, model, engine_url)
+    owner, name, when, calls = (POINTS if transport == "disk" else DIRECT_POINTS)[point]
+    call = getattr(owner, name)
+    dies = dying_coroutine if inspect.iscoroutinefunction(call) else dying
+    setattr(owner, name, dies(call, when, calls))
+    train(run_dir, model, engine_url, transport)
 
 
 def dying(function: Callable[..., Any], when: str, calls: int) -> Callable[..., Any]:
@@ -137,6 +159,35 @@ def dying(function: Callable[..., Any], when: str, calls: int) -> Callable[..., 
     return call
 
 
+def dying_coroutine(function: Callable[..., Any], when: str, calls: int) -> Callable[..., Any]:
+    """The same of a coroutine function."""
+    seen = 0
+
+    async def call(*arguments: Any, **named: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        if seen == calls and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = await function(*arguments, **named)
+        if seen == calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    return call
+
+
+def kill_in_training(
+    point: str, run_dir: Path, model: Path, engine_url: str, transport: str = "disk"
+) -> None:
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["areal_agents.training.run"])
+    arguments = (point, run_dir, model, engine_url, transport)
+    killed = processes.Process(target=train_until_killed, args=arguments)
+    killed.start()
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
+
+
 def ended(run_dir: Path) -> Ended:
     trained = rows(run_dir, "SELECT group_id, use, step FROM leases WHERE state = 'trained' ORDER BY 1, 2")
     return Ended(load_file(run_dir / "final" / "model.safetensors"), trained)
@@ -147,26 +198,53 @@ def rows(run_dir: Path, query: str) -> list[Any]:
         return connection.execute(query).fetchall()
 
 
-@pytest.mark.parametrize("point", POINTS)
-def test_a_death_at_any_point_changes_nothing(
-    point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
-) -> None:
-    shutil.copytree(recorded.run_dir, run_dir)
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["areal_agents.training.run"])
-    arguments = (point, run_dir, recorded.model, recorded.engine_url)
-    killed = processes.Process(target=train_until_killed, args=arguments)
-    killed.start()
-    killed.join(120)
-    assert killed.exitcode == -signal.SIGKILL
+def resume(run_dir: Path, recorded: Recorded, undisturbed: Ended, transport: str = "disk") -> int:
+    """Train to the end, compare with the run that nobody disturbed, and return the step it resumed from."""
     published = rows(run_dir, "SELECT MAX(version) FROM versions")[0][0]
-    train(run_dir, recorded.model, recorded.engine_url)
+    train(run_dir, recorded.model, recorded.engine_url, transport)
     end = ended(run_dir)
     assert end.trained == undisturbed.trained
     for name, weight in undisturbed.weights.items():
         assert torch.equal(end.weights[name], weight), name
     versions = rows(run_dir, "SELECT version, step FROM versions ORDER BY rowid")
     assert [version for version, _ in versions] == list(range(len(versions)))
-    resumed = next(step for version, step in versions if version == published + 1)
+    return int(next(step for version, step in versions if version == published + 1))
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_death_at_any_point_changes_nothing(
+    point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
+) -> None:
+    shutil.copytree(recorded.run_dir, run_dir)
+    kill_in_training(point, run_dir, recorded.model, recorded.engine_url)
+    resumed = resume(run_dir, recorded, undisturbed)
     assert resumed == (2 if point in ("between the checkpoint and its row", "after the checkpoint") else 1)
     assert not list((run_dir / "checkpoints").glob(".*")) and not list((run_dir / "weights").glob(".*"))
+
+
+@pytest.mark.parametrize("point", DIRECT_POINTS)
+def test_nor_does_one_where_the_weights_are_sent_before_the_folder(
+    point: str, recorded: Recorded, undisturbed: Ended, run_dir: Path
+) -> None:
+    shutil.copytree(recorded.run_dir, run_dir)
+    kill_in_training(point, run_dir, recorded.model, recorded.engine_url, "tensor")
+    served = asyncio.run(served_version(recorded.engine_url))
+    ((version, path, pending),) = rows(
+        run_dir, "SELECT version, path, folder_pending FROM versions ORDER BY version DESC LIMIT 1"
+    )
+    assert served <= version == 2  # its number was used up before an engine had the weights
+    assert pending or Path(path, "model.safetensors").is_file()
+    resumed = resume(run_dir, recorded, undisturbed, "tensor")
+    assert resumed == 1 or point in BEHIND  # beside the folder the step may go on to its checkpoint
+    assert not list((run_dir / "weights").glob(".*"))
+    ((path, pending),) = rows(
+        run_dir, "SELECT path, folder_pending FROM versions ORDER BY version DESC LIMIT 1"
+    )
+    assert pending is None
+    last = load_file(Path(path, "model.safetensors"))
+    assert all(torch.equal(last[name], weight) for name, weight in undisturbed.weights.items())
+
+
+async def served_version(engine_url: str) -> int:
+    async with SGLangEngine(engine_url) as engine:
+        return (await engine.model_info()).version

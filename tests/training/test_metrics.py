@@ -171,13 +171,14 @@ def test_system_metrics_by_hand() -> None:
     values = system_metrics(
         result, sampled_tokens=40, step_s=8.0, wait_s=2.0, train_s=4.0, train_cpu_s=3.5,
         published=Published(
-            1, Path("v1"), publish_s=1.0, assemble_s=0.5, pause_s=0.25, nbytes=8, density=0.5, agreement=1.0,
-            left_out=1, repaired=0, busy_s=None,
+            1, Path("v1"), publish_s=1.0, assemble_s=0.5, pause_s=0.25, nbytes=8, sent_bytes=6, density=0.5,
+            agreement=1.0, left_out=1, repaired=0, busy_s=None,
         ),
         devices=2, peak=1e12,
     )  # fmt: skip
     assert (values["publish_s"], values["assemble_s"], values["pause_s"]) == (1.0, 0.5, 0.25)
     assert (values["publish_bytes"], values["density"], values["checksum_agreement"]) == (8, 0.5, 1.0)
+    assert values["publish_sent_bytes"] == 6
     assert (values["engines_left_out"], values["engines_repaired"]) == (1, 0)
     assert values["engine_busy_s"] is None
     assert values["trainer_idle"] == 0.25 and values["mfu"] == 6 / 8

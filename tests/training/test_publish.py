@@ -77,6 +77,7 @@ def test_the_engine_serves_the_trainers_weights(
     assert sorted(p.name for p in (run_dir / "weights").iterdir()) == ["v1", "v2"]
     latest = store.latest_version()
     assert latest is not None and (latest.version, latest.path) == (2, str(run_dir / "weights" / "v2"))
+    assert not latest.folder_pending
 
 
 @pytest.mark.parametrize("transport", [*WHOLE, "lora"])

@@ -47,7 +47,8 @@ def test_a_bare_off_of_yaml_is_off() -> None:
             "needs a trainer on GPUs",
         ),
         ({"publish": {"transport": "disc"}}, "'disk', 'tensor', 'broadcast' or 'lora'"),
-        ({"publish": {"bucket_mb": 0}}, "greater than or equal to 1"),
+        ({"publish": {"bucket_mb": -1}}, "greater than or equal to 0"),
+        ({"publish": {"folder_every": 0}}, "greater than or equal to 1"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(given: dict, message: str) -> None:

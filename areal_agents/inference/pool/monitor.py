@@ -10,9 +10,10 @@ end of each publication. If no trainer runs or can start meanwhile, a replica th
 is resumed from here once it has the current version.
 
 A replica that started late or was restarted loads the current version from the folder in the version's row,
-without the trainer. Several processes may find the same replica: each checks it again before it loads, and
-loading twice is harmless. The replica is not paused for the load, because resuming it could interfere with a
-swap by the trainer.
+without the trainer. While that folder is still being written the replica waits, and serves nothing; if the
+trainer publishes another version meanwhile, the replica gets that one like every other. Several processes may
+find the same replica: each checks it again before it loads, and loading twice is harmless. The replica is not
+paused for the load, because resuming it could interfere with a swap by the trainer.
 """
 
 from __future__ import annotations
@@ -139,9 +140,9 @@ class ReplicaMonitor:
         except ArealAgentsError as error:
             logger.warning("the current version could not be read: %s", error)
             return False
-        if found is None or (self.current is not None and found.version == self.current.version):
+        known, self.current = self.current, found or self.current
+        if found is None or (known is not None and found.version == known.version):
             return True
-        self.current = found
         for replica in self._replicas:
             if replica.state in ("serving", "doubtful") and replica.due is None:
                 replica.due = found.version
@@ -256,6 +257,10 @@ class ReplicaMonitor:
                 goal = self.current
                 if replica.state != "late" or goal is None:
                     return
+                if goal.folder_pending:
+                    replica.load_error = "the folder of that version is not written yet"
+                    await asyncio.sleep(self._limits.load_again_s)
+                    continue
                 await self._load(replica, goal)
                 await self.check(replica)
                 if replica.state != "late":

@@ -24,10 +24,15 @@ class Unanswered(EngineUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """The latest published version, and the folder of its weights or adapter."""
+    """The latest published version, and the folder of its weights or adapter.
+
+    `folder_pending`: the folder is not complete yet, so that a replica without the version waits for it, or
+    for the trainer, which may send it the next version directly.
+    """
 
     version: int
     path: str
+    folder_pending: bool = False
 
 
 @dataclass(slots=True, eq=False)

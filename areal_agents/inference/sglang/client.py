@@ -278,6 +278,7 @@ class SGLangEngine(SGLangControl):
             architecture,
             effective_context=_effective_context(context, info, server),
             end_ids=self._end_ids,
+            stages_weights=info.get("stages_weights") is True,
         )
         return self._info
 

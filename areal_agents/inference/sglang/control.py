@@ -22,7 +22,9 @@ from areal_agents.inference.sglang.wire import as_object, shorten
 
 logger = logging.getLogger(__name__)
 
-PREPARE_PATH = "/prepare_weights_from_disk"  # an endpoint of the embedded engine only
+# endpoints of the embedded engine only
+PREPARE_PATH = "/prepare_weights_from_disk"
+PREPARE_UPDATE_PATH = "/prepare_weight_update"
 
 
 class SGLangControl:
@@ -39,6 +41,7 @@ class SGLangControl:
         self._control_timeout_s = control_timeout_s
         self._update_timeout_s = update_timeout_s
         self._paused: PauseMode | None = None
+        self._ends_in: PauseMode | None = None  # the pause in which the open update ends
 
     @property
     def base_url(self) -> str:
@@ -63,11 +66,12 @@ class SGLangControl:
 
     async def update_weights_from_disk(self, path: str, version: int) -> None:
         """See Engine.update_weights_from_disk."""
-        body = {"model_path": path, **self._taking_effect(version)}
+        body = {"model_path": path, **_taking_effect(version, self._paused)}
         await self._do("/update_weights_from_disk", body)
 
-    async def begin_weight_update(self) -> None:
+    async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
         """See Engine.begin_weight_update."""
+        self._ends_in = pause or self._paused
         body = {"selector": "all"}
         try:
             await self._do("/begin_weight_update", body, optional=True)
@@ -113,6 +117,10 @@ class SGLangControl:
             **self._part_of(version, last),
         }
         await self._do("/update_weights_from_distributed", body)
+
+    async def prepare_weight_update(self) -> None:
+        """See Engine.prepare_weight_update."""
+        await self._do(PREPARE_UPDATE_PATH, {}, optional=True)
 
     async def end_weight_update(self) -> None:
         """See Engine.end_weight_update."""
@@ -162,12 +170,8 @@ class SGLangControl:
         """See Engine.aclose."""
         await self._http.aclose()
 
-    def _taking_effect(self, version: int) -> dict[str, Any]:
-        # Requests paused in place need their keys and values, so the server refuses to flush the cache.
-        return {"weight_version": str(version), "flush_cache": self._paused != "in_place"}
-
     def _part_of(self, version: int, last: bool) -> dict[str, Any]:
-        return self._taking_effect(version) if last else {"flush_cache": False}
+        return _taking_effect(version, self._ends_in) if last else {"flush_cache": False}
 
     async def _check_may_freeze(self) -> None:
         """Raise EngineError if the server cannot pause in place correctly. With SGLang's overlap schedule the
@@ -210,6 +214,11 @@ class SGLangControl:
 
     async def _call(self, method: str, path: str, body: Any = None) -> Any:
         return await self._http.call(method, path, body, timeout_s=self._control_timeout_s)
+
+
+def _taking_effect(version: int, pause: PauseMode | None) -> dict[str, Any]:
+    # Requests paused in place need their keys and values, so the server refuses to flush the cache.
+    return {"weight_version": str(version), "flush_cache": pause != "in_place"}
 
 
 def _hashes(found: Any) -> Mapping[str, str]:

@@ -51,7 +51,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "system": (
         "step_s", "wait_s", "train_s", "train_cpu_s", "train_parts_s", "publish_s", "assemble_s", "pause_s",
-        "pause_total_s", "publish_bytes", "density", "checksum_agreement",
+        "pause_total_s", "publish_bytes", "publish_sent_bytes", "density", "checksum_agreement",
         "engines_left_out", "engines_repaired", "trainer_idle", "rollout_idle", "engine_busy_s",
         "tokens_per_s", "sampled_tokens_per_s", "flops", "mfu",
         "microbatches", "model_tokens", "shared_tokens", "packing_fill", "rank_imbalance",
@@ -263,6 +263,7 @@ def system_metrics(
         "assemble_s": published.assemble_s if published else 0.0,
         "pause_s": published.pause_s if published else 0.0,
         "publish_bytes": published.nbytes if published else 0,
+        "publish_sent_bytes": published.sent_bytes if published else 0,
         "density": published.density if published else None,
         "checksum_agreement": published.agreement if published else None,
         "engines_left_out": published.left_out if published else 0,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from areal_agents.errors import EngineError
 from areal_agents.inference.embedded.updates.process_group import join_group, leave_group
-from areal_agents.inference.engine import Engine, GroupBackend, WeightGroup
+from areal_agents.inference.engine import Engine, GroupBackend, ModelInfo, WeightGroup
 from areal_agents.inference.ports import reserved_ports
 from areal_agents.training.publish.buckets import Packed
 
@@ -50,18 +50,20 @@ class BroadcastSender:
         self._group: dist.ProcessGroup | None = None
         self._name = ""
         self._members: list[Engine] = []
+        self.sent_bytes = 0
 
-    async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Form a group of `engines`, with the tensor-parallel workers of each, unless it already exists.
+    async def open(self, engines: Mapping[Engine, ModelInfo], version: int) -> None:
+        """Form a group of the tensor-parallel workers of `engines`, unless it already exists.
 
         Raises:
             EngineError: an engine did not join.
         """
+        self.sent_bytes = 0
         if self._group is not None and self._members == list(engines):
             return
         await self.aclose()
         with reserved_ports(1, "0.0.0.0") as (port,):
-            await self._form(engines, port)
+            await self._form({engine: info.workers for engine, info in engines.items()}, port)
 
     async def _form(self, engines: Mapping[Engine, int], port: int) -> None:
         group = WeightGroup(
@@ -100,6 +102,7 @@ class BroadcastSender:
         ]
         failure = await _failure_of(wire, calls)
         if failure is None:
+            self.sent_bytes += bucket.header.nbytes
             return {}
         if not isinstance(failure, EngineError):
             raise failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -30,14 +30,22 @@ class Packed:
     last: bool
 
     def tensors(self) -> list[tuple[str, Tensor]]:
-        """Copies of the bucket's weights on the CPU."""
+        """Views of the bucket's weights."""
         found, start = [], 0
         for name, dtype, shape in zip(*_fields(self.header), strict=True):
             kind = getattr(torch, dtype)
             end = start + prod(shape) * kind.itemsize
-            found.append((name, self.data[start:end].to("cpu", copy=True).view(kind).view(shape)))
+            found.append((name, self.data[start:end].view(kind).view(shape)))
             start = end
         return found
+
+
+MakeBuffer = Callable[[int, torch.device], Tensor]
+
+
+def plain_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Return an uninitialised buffer of uint8."""
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def packed(
@@ -46,13 +54,18 @@ def packed(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
+    make_buffer: MakeBuffer = plain_buffer,
 ) -> Iterator[Packed]:
     """Pack `weights`, whose names and shapes are `shapes`, as `dtype`.
 
     A weight larger than a bucket forms a bucket by itself. The consumer must be done with a bucket when it
     requests the one after the next.
+
+    Args:
+        make_buffer: allocates a buffer of a number of bytes on a device.
     """
-    largest = min(bucket_bytes, sum(map(prod, shapes.values())) * dtype.itemsize)
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes.values()]
+    limit = min(bucket_bytes, sum(sizes))
     buffers: list[Tensor | None] = [None, None]
     turn, used, left = 0, 0, len(shapes)
     names: list[str] = []
@@ -67,17 +80,13 @@ def packed(
 
     for name, tensor in weights:
         data = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        if used and used + len(data) > largest:
+        if used and used + len(data) > limit:
             yield bucket(_filled(buffers, turn, used))
             turn, used, names = 1 - turn, 0, []
         names.append(name)
         left -= 1
-        if len(data) > largest:
-            yield bucket(data)
-            turn, names = 1 - turn, []
-            continue
         if buffers[turn] is None:
-            buffers[turn] = torch.empty(largest, dtype=torch.uint8, device=data.device)
+            buffers[turn] = make_buffer(max(limit, *sizes), data.device)
         _filled(buffers, turn, used + len(data))[used:].copy_(data)
         used += len(data)
     if used:

@@ -1,7 +1,7 @@
-"""Checks whether an engine holds exactly the weights of a published folder.
+"""Checks whether an engine holds exactly the published weights.
 
 Both sides hash the bits of every tensor as the engine defines it (`cpu_hash` or `gpu_hash`). Engines fuse
-matrices and hold them in their own type and on their own device, so the folder's weights are converted to
+matrices and hold them in their own type and on their own device, so the published weights are converted to
 that form: fused, and rounded to float32, bfloat16 or float16 as the engine rounds them when loading. A tensor
 agrees if it has the engine's hash in one of these types; a wrong weight therefore never agrees, and a type
 chosen by the engine is not an error.
@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from torch import Tensor
 from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable
 from areal_agents.inference.engine import Engine
 from areal_agents.training.model.folder import raw_bytes
-from areal_agents.training.model.safetensors_files import Checkpoint, Stored
+from areal_agents.training.model.safetensors_files import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,21 @@ class Agreement:
     tensors: int
 
 
-class Checksums:
-    """The tensors of a folder under the names and in the forms that engines use.
+class Weights(Protocol):
+    """Published weights; implemented by `FolderWeights` and by `host_copy.HostCopy`."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each weight, by name."""
+        ...
+
+    def read(self, name: str) -> Tensor:
+        """Return a weight in the published type, on the CPU."""
+        ...
+
+
+class FolderWeights:
+    """The weights in a folder.
 
     Raises:
         TrainingError: the folder's files cannot be read.
@@ -60,10 +74,22 @@ class Checksums:
 
     def __init__(self, folder: Path) -> None:
         self._files = Checkpoint(folder)
-        self._parts: dict[str, dict[FusedPart, Stored]] = {}
-        for name, stored in self._files.tensors.items():
+        self.shapes = {name: stored.shape for name, stored in self._files.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """See Weights.read."""
+        return self._files.read(self._files.tensors[name])
+
+
+class Checksums:
+    """Published weights under the names and in the forms that engines use."""
+
+    def __init__(self, published: Weights) -> None:
+        self._published = published
+        self._parts: dict[str, dict[FusedPart, str]] = {}
+        for name in published.shapes:
             fused, part = _engine_name(name)
-            self._parts.setdefault(fused, {})[part] = stored
+            self._parts.setdefault(fused, {})[part] = name
         self._last: tuple[str, torch.dtype] = ("cpu", torch.float32)  # the type that agreed last
 
     async def check(self, engine: Engine) -> Agreement | None:
@@ -94,7 +120,7 @@ class Checksums:
             if not self._agrees(name, held[name]):
                 raise EngineError(
                     f"{url} serves other weights than those published: {name} differs (its checksum is "
-                    f"{held[name]}, which matches the folder in none of float32, bfloat16 and float16)"
+                    f"{held[name]}, which is that of the published one in none of float32, bfloat16, float16)"
                 )
         if unknown:
             logger.warning(
@@ -119,17 +145,18 @@ class Checksums:
     def _whole(self, name: str) -> Tensor:
         """The tensor in the form in which engines fuse it."""
         experts: dict[int, list[Tensor]] = {}
-        for (expert, _), stored in sorted(self._parts[name].items()):
-            experts.setdefault(expert, []).append(self._files.read(stored))
+        for (expert, _), published in sorted(self._parts[name].items()):
+            experts.setdefault(expert, []).append(self._published.read(published))
         matrices = [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in experts.values()]
         return torch.stack(matrices) if _EXPERT_WEIGHTS.search(name) else matrices[0]
 
     def _rows(self, name: str) -> tuple[int, str]:
-        return sum(stored.shape[0] if stored.shape else 1 for stored in self._parts[name].values()), name
+        shapes = [self._published.shapes[part] for part in self._parts[name].values()]
+        return sum(shape[0] if shape else 1 for shape in shapes), name
 
 
 class EngineComparison:
-    """Compares several engines with one folder.
+    """Compares several engines with the published weights.
 
     Args:
         known: base URLs of engines that need no comparison.
@@ -138,10 +165,10 @@ class EngineComparison:
         compared: base URLs of engines whose weights agree or that have no checksums.
     """
 
-    def __init__(self, folder: Path, *, known: Collection[str] = ()) -> None:
+    def __init__(self, published: Weights, *, known: Collection[str] = ()) -> None:
         self.compared: set[str] = set()
         self._known = known
-        self._checksums = Checksums(folder)
+        self._checksums = Checksums(published)
         self._agreements: list[Agreement] = []
         self._difference: EngineError | None = None
 

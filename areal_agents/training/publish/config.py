@@ -40,8 +40,17 @@ class PublishConfig(BaseModel):
         default="",
         description="Where version folders are written, such as /dev/shm/areal; empty: in the run's folder.",
     )
+    folder_every: int = Field(
+        default=1,
+        ge=1,
+        description="With tensor and broadcast, which send the weights first: a folder is written of every "
+        "n-th version, in the background. An engine that starts late waits for a folder or the next version.",
+    )
     bucket_mb: int = Field(
-        default=256, ge=1, description="MB (10^6 bytes) of weights that tensor and broadcast send at a time."
+        default=0,
+        ge=0,
+        description="MB (10^6 bytes) of weights that tensor and broadcast send at a time. 0: on a GPU an "
+        "eighth of its free memory, from 64 to 1000; on a CPU 256.",
     )
     verify: Verify = Field(
         default="first",

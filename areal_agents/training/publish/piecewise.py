@@ -1,25 +1,23 @@
-"""Replaces the served weights bucket by bucket; the next bucket is gathered while one is sent.
+"""Sends the weights to the engines bucket by bucket; the next bucket is gathered while one is sent.
 
-An engine is paused from before its first bucket until after its last. An engine that missed a bucket loads
-the version's folder before it samples again, or stays paused; it never samples from a partial version.
+An engine that stages weights samples until all buckets are there, and is paused for the swap; any other is
+paused from before its first bucket until after its last. An engine that missed a bucket loads the version's
+folder before it samples from the version, or stays with what it had, paused if that is a part of the version;
+it never samples from a partial version.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from areal_agents.errors import EngineError, EngineUnavailable
-from areal_agents.inference.engine import Engine, PauseMode
-from areal_agents.training.publish.buckets import Packed, packed
+from areal_agents.inference.engine import Engine, ModelInfo, PauseMode
+from areal_agents.training.publish.buckets import Packed
 from areal_agents.training.publish.disk import Check, resume_anyway
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
 
@@ -27,10 +25,16 @@ logger = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """Sends buckets; implemented by `tensors.TensorSender` and `broadcast.BroadcastSender`."""
+    """Sends buckets; implemented by `tensors.TensorSender` and `broadcast.BroadcastSender`.
 
-    async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Prepare to send to these engines, before they pause. The values are their numbers of workers."""
+    Attributes:
+        sent_bytes: weights sent since `open`, in bytes, to the engine that received most.
+    """
+
+    sent_bytes: int
+
+    async def open(self, engines: Mapping[Engine, ModelInfo], version: int) -> None:
+        """Prepare to send a version to these engines, before they pause."""
         ...
 
     async def send(
@@ -45,11 +49,14 @@ class Sender(Protocol):
 
 
 class Delivery:
-    """Delivers one version to the engines, on the first rank: `begin`, `send`, `end`.
+    """Delivers one version to the engines, on the first rank: `begin`, `send`, `end`, and `repair` if an
+    engine is broken.
 
-    Args:
-        path: the version's folder, complete.
-        repaired: receives the URL of each engine that loaded the folder after a failure.
+    Attributes:
+        broken: the engines that missed a part of the version, with the reason.
+        sent: the number of buckets that at least one engine received.
+        repaired: the URL of each engine that loaded the folder after a failure.
+        pause_s: the longest time that an engine was paused, in seconds.
     """
 
     def __init__(
@@ -58,94 +65,147 @@ class Delivery:
         fleet: Fleet,
         sender: Sender,
         *,
-        path: Path,
+        infos: Mapping[Engine, ModelInfo],
         pause: PauseMode,
         check: Check | None,
     ) -> None:
         self._loop, self._fleet, self._sender = loop, fleet, sender
-        self._path, self._pause, self._check = path, pause, check
-        self._broken: dict[Engine, EngineError] = {}
-        self._paused_at = 0.0
+        self._infos, self._pause, self._check = infos, pause, check
+        self._opened: set[Engine] = set()
+        self._paused_at: dict[Engine, float] = {}
+        self.broken: dict[Engine, EngineError] = {}
+        self.sent = 0
         self.repaired: list[str] = []
+        self.pause_s = 0.0
 
-    def begin(self, workers: Mapping[Engine, int]) -> None:
-        """Pause the engines. Raise EngineError if none paused; all then continue with the old weights."""
-        self._loop.run(self._begin(workers))
+    @property
+    def is_broken_everywhere(self) -> bool:
+        """Whether no engine received the version."""
+        return all(engine in self.broken for engine in self._fleet.engines)
 
-    def send(
-        self,
-        weights: Iterator[tuple[str, Tensor]],
-        shapes: Mapping[str, tuple[int, ...]],
-        *,
-        dtype: torch.dtype,
-        bucket_bytes: int,
-    ) -> None:
-        """Send every weight while `weights` gathers the next ones. `end` repairs engines that fail."""
+    def begin(self) -> None:
+        """Open an update on every engine. Raise EngineError if none could; all then continue with the old
+        weights."""
+        self._loop.run(self._begin())
+
+    def send(self, buckets: Iterable[Packed]) -> None:
+        """Send every bucket while the next one is made. Engines that fail become `broken`."""
         pending: Future[None] | None = None
-        for bucket in packed(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes):
+        for bucket in buckets:
             if pending is not None:
                 pending.result()
             pending = self._loop.start(self._send(bucket))
         if pending is not None:
             pending.result()
 
-    def end(self) -> float:
-        """Resume the engines; return how long they were paused, in seconds.
+    def end(self) -> None:
+        """Have the engines that received everything serve the version.
 
         Raises:
-            EngineUnavailable: no engine took the version, and at least one does not answer.
-            EngineError: no engine took the version.
+            EngineUnavailable: no engine took the version or can be repaired, and at least one does not
+                answer.
+            EngineError: no engine took the version or can be repaired.
         """
         self._loop.run(self._fleet.each(self._end))
-        return time.monotonic() - self._paused_at
 
-    async def _begin(self, workers: Mapping[Engine, int]) -> None:
+    def repair(self, path: Path) -> None:
+        """Have the broken engines load the version's folder, which is complete. Raises as `end`."""
+        self._loop.run(self._fleet.each(lambda engine: self._repair(engine, path)))
+
+    async def _begin(self) -> None:
+        infos = {engine: self._infos[engine] for engine in self._fleet.engines}
         try:
-            await self._sender.open({engine: workers[engine] for engine in self._fleet.engines})
-        except EngineError as error:  # no bucket can be sent, so each available engine loads the folder
-            self._broken = dict.fromkeys(self._fleet.engines, error)
-        self._paused_at = time.monotonic()
+            await self._sender.open(infos, self._fleet.version)
+        except EngineError as error:  # no bucket can be sent
+            self.broken = dict.fromkeys(self._fleet.engines, error)
         await self._fleet.each(self._open)
 
     async def _open(self, engine: Engine) -> None:
+        if engine in self.broken:
+            return
+        self._opened.add(engine)
+        if self._infos[engine].stages_weights:
+            await engine.begin_weight_update(self._pause)
+            return
         try:
-            await engine.pause(self._pause)
+            await self._stop(engine)
             await engine.begin_weight_update()
         except BaseException:
             await resume_anyway(engine)
             raise
 
     async def _send(self, bucket: Packed) -> None:
-        whole = [engine for engine in self._fleet.engines if engine not in self._broken]
+        whole = [engine for engine in self._fleet.engines if engine not in self.broken]
         if whole:
-            self._broken |= await self._sender.send(whole, bucket, self._fleet.version)
+            failed = await self._sender.send(whole, bucket, self._fleet.version)
+            self.broken |= failed
+            self.sent += len(failed) < len(whole)
 
     async def _end(self, engine: Engine) -> None:
-        failure = self._broken.get(engine)
-        if failure is None:
+        if engine in self.broken:
+            if engine not in self._opened:
+                return
             try:
                 await engine.end_weight_update()
-            except EngineError as error:
-                failure = error
-        if failure is not None:
-            await self._repair(engine, failure)
+            except EngineUnavailable as error:
+                raise error from self.broken[engine]  # it is lost, which may be why sending failed
+            except EngineError as error:  # it refuses to end an incomplete update, but ends it nevertheless
+                logger.debug("%s", error)
+            return
+        try:
+            if self._infos[engine].stages_weights:
+                await engine.prepare_weight_update()
+        except EngineError as error:
+            self.broken[engine] = error
+            await self._end(engine)
+            return
+        await self._stop_or_resume(engine)
+        try:
+            await engine.end_weight_update()
+        except EngineError as error:
+            self.broken[engine] = error
+            return
+        await self._go_on(engine)
+
+    async def _repair(self, engine: Engine, path: Path) -> None:
+        """Load the folder into a broken engine. Raises why it is broken if the engine refuses that too."""
+        failure = self.broken.get(engine)
+        if failure is None:
+            return
+        may_be_partial = engine in self._opened and not self._infos[engine].stages_weights
+        try:
+            if not may_be_partial:
+                await engine.prepare_weights_from_disk(str(path))
+            await self._stop_or_resume(engine)
+            await engine.update_weights_from_disk(str(path), self._fleet.version)
+        except EngineUnavailable as error:
+            raise error from failure
+        except EngineError as error:
+            logger.warning("%s could not load %s either: %s", engine.base_url, path, error)
+            if not may_be_partial:
+                await resume_anyway(engine)  # it still has the old weights
+            raise failure from error
+        logger.warning("%s loaded %s because sending the weights failed: %s", engine.base_url, path, failure)
+        self.repaired.append(engine.base_url)
+        await self._go_on(engine)
+
+    async def _stop_or_resume(self, engine: Engine) -> None:
+        """Pause an engine, unless it is paused. Resume it if that fails, because it may nevertheless have
+        paused."""
+        if engine in self._paused_at:
+            return
+        try:
+            await self._stop(engine)
+        except BaseException:
+            await resume_anyway(engine)
+            raise
+
+    async def _stop(self, engine: Engine) -> None:
+        self._paused_at[engine] = time.monotonic()
+        await engine.pause(self._pause)
+
+    async def _go_on(self, engine: Engine) -> None:
         if self._check is not None:
             await self._check(engine)
         await engine.resume()
-
-    async def _repair(self, engine: Engine, failure: EngineError) -> None:
-        """Load the folder into an engine that missed a bucket. Raises `failure` if that fails too."""
-        # the engine refuses to end an incomplete update, but ends it nevertheless
-        with suppress(EngineError):
-            await engine.end_weight_update()
-        try:
-            await engine.update_weights_from_disk(str(self._path), self._fleet.version)
-        except EngineUnavailable as error:
-            raise error from failure  # the engine is unreachable, which may be why sending failed
-        except EngineError as error:
-            logger.warning("%s could not load %s either: %s", engine.base_url, self._path, error)
-            raise failure from error
-        logger.warning(
-            "%s loaded %s because sending the weights failed: %s", engine.base_url, self._path, failure
-        )
-        self.repaired.append(engine.base_url)
+        self.pause_s = max(self.pause_s, time.monotonic() - self._paused_at[engine])

@@ -64,12 +64,12 @@ class Reachable:
     """The engines that answer.
 
     Attributes:
-        workers: number of tensor-parallel processes of each engine.
+        infos: what each engine serves.
         were_lost: whether the version had to wait for engines; another process may meanwhile have updated
             them to it.
     """
 
-    workers: Mapping[Engine, int] = field(default_factory=dict)
+    infos: Mapping[Engine, ModelInfo] = field(default_factory=dict)
     were_lost: bool = False
 
 
@@ -81,19 +81,19 @@ async def check_engines(fleet: Fleet, trained: PretrainedConfig, wait_limit: Wai
         EngineError: every engine that answers serves a model other than `trained`.
     """
 
-    async def one(engine: Engine) -> int:
+    async def one(engine: Engine) -> ModelInfo:
         info = await engine.model_info()
         if fault := _other_model(info, trained):
             raise EngineError(f"{engine.base_url} does not serve the model that is trained: {fault}")
-        return info.workers
+        return info
 
     while True:
         try:
-            workers = await fleet.each(one)
+            infos = await fleet.each(one)
         except EngineUnavailable as error:
             await wait_limit.wait(_POLL_S, error)
         else:
-            return Reachable(dict(zip(fleet.engines, workers, strict=True)), wait_limit.is_used)
+            return Reachable(dict(zip(fleet.engines, infos, strict=True)), wait_limit.is_used)
 
 
 def _other_model(info: ModelInfo, trained: PretrainedConfig) -> str | None:

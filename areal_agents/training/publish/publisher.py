@@ -1,13 +1,19 @@
-"""Publishes a version by any transport, on every rank: write the folder, record the row, swap, compare."""
+"""Publishes a version by any transport, on every rank.
+
+The row of a version is recorded before any engine has its weights, so a number is never used for two sets of
+weights, whenever the trainer dies. With `disk` and `lora` the folder is complete before the row. With the
+other transports the row says that the folder is pending; the engines are swapped, and then the folder is
+written in the background (docs/decisions/weights-first.md).
+"""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,15 +22,18 @@ from areal_agents.inference.engine import Engine, MemoryKind
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.folder import remove_unfinished
+from areal_agents.training.model.gathering import published_shapes
 from areal_agents.training.model.model import Policy
 from areal_agents.training.publish.adapters import OldAdapters
-from areal_agents.training.publish.checksums import EngineComparison
+from areal_agents.training.publish.checksums import EngineComparison, FolderWeights
 from areal_agents.training.publish.config import PublishConfig, versions_folder
+from areal_agents.training.publish.direct_folders import DirectFolders
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
+from areal_agents.training.publish.host_copy import HostCopy
 from areal_agents.training.publish.rank_failures import on_every_rank
 from areal_agents.training.publish.sleep import fall_asleep, wake
 from areal_agents.training.publish.swapping import Swapper
-from areal_agents.training.publish.transports import make_transport
+from areal_agents.training.publish.transports import Delivered, make_transport
 from areal_agents.training.publish.version_folder import (
     WrittenVersion,
     forget_before,
@@ -33,6 +42,7 @@ from areal_agents.training.publish.version_folder import (
 )
 
 T = TypeVar("T")
+_Outcome = tuple[Fleet, EngineComparison | None, Delivered, WrittenVersion | None]
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +52,13 @@ class Published:
     """A version that engines now serve.
 
     Attributes:
-        path: its folder.
-        publish_s: total time in seconds. assemble_s: the part of it spent gathering and writing the folder,
-            while engines sample. pause_s: the longest time that an engine did not sample.
-        nbytes: size of the weights in the folder.
-        density: the share of weights that changed since the previous version; None if there is none.
+        path: its folder, which may still be being written.
+        publish_s: total time in seconds. assemble_s: the part of it spent gathering the weights and writing
+            the folder, or sending them. pause_s: the longest time that an engine did not sample.
+        nbytes: size of the weights. sent_bytes: size of what the engine that received most was sent; 0 if
+            engines read the folder.
+        density: the share of weights that changed since the previous version; None if there is none, or it
+            was not kept.
         agreement: the share of the weights held by the engines that were compared and equal those published;
             None if nothing was compared.
         left_out: engines that did not take the version. repaired: engines that loaded the folder after
@@ -61,6 +73,7 @@ class Published:
     assemble_s: float
     pause_s: float
     nbytes: int
+    sent_bytes: int
     density: float | None
     agreement: float | None
     left_out: int
@@ -99,8 +112,19 @@ class Publisher:
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
+        weights = sum(map(prod, published_shapes(policy.model).values()))
+        self._nbytes = weights * policy.saved_dtype.itemsize
         self._loop = EventLoopThread() if engines else None
-        self._transport = make_transport(config, policy, ranks, self._loop)
+        self._folders = DirectFolders(
+            policy,
+            ranks,
+            self._weights,
+            like=model_path,
+            every=config.folder_every,
+            keep=keep,
+            written=self._folder_written,
+        )
+        self._transport = make_transport(config, policy, ranks, self._loop, self._folders)
         self._swapper = Swapper(
             self._transport,
             ranks,
@@ -125,27 +149,35 @@ class Publisher:
         """
         started = time.monotonic()
         path = version_folder(self._weights, version)
-        written = self._on_every_rank(lambda: self._write(version))
-        assemble_s = time.monotonic() - started
-        checks = self._on_every_rank(lambda: self._comparison(path))
-        self._on_every_rank(lambda: self._record(version, step, path))
-        fleet, delivered = self._swapper.swap(version, path, checks)
+        publish = self._from_folder if self._transport.folder_first else self._directly
+        fleet, checks, delivered, size = publish(version, step, path)
         self._verified |= checks.compared if checks is not None else set()
-        if self._loop is None or written is None:
+        if self._loop is None or size is None:
             return None
         return Published(
             version=version,
             path=path,
-            assemble_s=assemble_s,
+            assemble_s=delivered.assemble_s,
             pause_s=delivered.pause_s,
-            nbytes=written.nbytes,
-            density=written.density,
+            nbytes=size.nbytes,
+            sent_bytes=delivered.sent_bytes,
+            density=size.density,
             agreement=checks.share if checks is not None else None,
             left_out=len(fleet.left_out),
             repaired=delivered.repaired,
-            busy_s=self._loop.run(self._afterwards(fleet)),
+            busy_s=self._loop.run(self._busy_s(fleet)),
             publish_s=time.monotonic() - started,
         )
+
+    def finish(self) -> None:
+        """Make the folder of the last version complete, so that engines can be restarted when no trainer is
+        running. Collective.
+
+        Raises:
+            TrainingError: a folder cannot be written.
+        """
+        if not self._transport.folder_first:
+            self._folders.complete()
 
     @contextmanager
     def engines_asleep(self, kinds: Sequence[MemoryKind]) -> Iterator[None]:
@@ -171,21 +203,55 @@ class Publisher:
         if self._loop is None:
             return
         self._transport.close()
+        self._folders.close()
         self._loop.run(self._old_adapters.aclose())
         self._loop.run(_close(self._engines))
         self._loop.close()
 
-    def _comparison(self, path: Path) -> EngineComparison | None:
-        """Compare all engines, or those not compared yet, with a version's folder, and return the
-        comparison."""
-        known = self._verified if self._config.verify == "first" else set()
-        if self._config.verify == "off" or not {engine.base_url for engine in self._engines} - known:
-            return None
-        return EngineComparison(self._compared(path), known=known)
+    def _from_folder(self, version: int, step: int, path: Path) -> _Outcome:
+        """Write the folder, record the row, and have the engines load the folder."""
+        started = time.monotonic()
+        written = self._on_every_rank(lambda: self._write(version))
+        assemble_s = time.monotonic() - started
+        checks = self._on_every_rank(lambda: self._comparison(path))
+        self._on_every_rank(lambda: self._record(version, step, path))
+        fleet, delivered = self._swapper.swap(version, path, checks)
+        if self._loop is not None:
+            forgotten = forget_before(self._weights, version, keep=self._keep)
+            self._loop.run(self._forget_adapters(forgotten))
+        return fleet, checks, replace(delivered, assemble_s=assemble_s), written
 
-    def _compared(self, path: Path) -> Path:
-        """The folder of the weights that an engine's checksum covers; it contains no adapters."""
-        return self._model_path if self._config.transport == "lora" else path
+    def _directly(self, version: int, step: int, path: Path) -> _Outcome:
+        """Record the row, send the weights to the engines, and start to write the folder."""
+        copy = self._on_every_rank(lambda: self._folders.begin(version, copied=self._is_compared()))
+        checks = self._on_every_rank(lambda: self._comparison(copy) if copy is not None else None)
+        self._on_every_rank(lambda: self._record(version, step, path, folder_pending=True))
+        fleet, delivered = self._swapper.swap(version, path, checks, copy)
+        self._on_every_rank(self._folders.start)
+        if self._loop is None:
+            return fleet, checks, delivered, None
+        return (
+            fleet,
+            checks,
+            delivered,
+            WrittenVersion(self._nbytes, copy.density if copy is not None else None),
+        )
+
+    def _is_compared(self) -> bool:
+        """Whether an engine is to be compared with the next version."""
+        known = self._verified if self._config.verify == "first" else set()
+        return self._config.verify != "off" and bool({engine.base_url for engine in self._engines} - known)
+
+    def _comparison(self, weights: Path | HostCopy) -> EngineComparison | None:
+        """Return the comparison of all engines, or those not compared yet, with a version's folder or
+        copy."""
+        if not self._is_compared():
+            return None
+        if isinstance(weights, Path):
+            # an engine's checksum covers the base weights, without adapters
+            weights = self._model_path if self._config.transport == "lora" else weights
+        published = FolderWeights(weights) if isinstance(weights, Path) else weights
+        return EngineComparison(published, known=self._verified if self._config.verify == "first" else ())
 
     def _write(self, version: int) -> WrittenVersion | None:
         return write_version(
@@ -197,16 +263,21 @@ class Publisher:
             writes=self._ranks.is_first,
         )
 
-    def _record(self, version: int, step: int, path: Path) -> None:
+    def _record(self, version: int, step: int, path: Path, *, folder_pending: bool = False) -> None:
         """Record the current version. From then on, engines that come back are updated to it."""
         if self._store is not None:
-            self._store.publish_version(version, step=step, path=str(path))
+            self._store.publish_version(version, step=step, path=str(path), folder_pending=folder_pending)
 
-    async def _afterwards(self, fleet: Fleet) -> float | None:
-        """Remove old versions; return the mean time in seconds that the engines have spent sampling."""
-        forgotten = await asyncio.to_thread(forget_before, self._weights, fleet.version, keep=self._keep)
+    def _folder_written(self, version: int) -> None:
+        if self._store is not None:
+            self._store.mark_folder_written(version)
+
+    async def _forget_adapters(self, versions: Sequence[int]) -> None:
         if self._config.transport == "lora":
-            self._old_adapters.forget(forgotten)
+            self._old_adapters.forget(versions)
+
+    async def _busy_s(self, fleet: Fleet) -> float | None:
+        """Return the mean time in seconds that the engines have spent sampling."""
         try:
             busy = await fleet.each(lambda engine: engine.busy_s())
         # the version is already served; an engine lost now is handled by the next publication

@@ -17,6 +17,7 @@ from areal_agents.inference.engine import Engine
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.publish.checksums import EngineComparison
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
+from areal_agents.training.publish.host_copy import HostCopy
 from areal_agents.training.publish.preflight import Reachable, WaitLimit, check_engines
 from areal_agents.training.publish.rank_failures import EnginesLost, on_every_rank
 from areal_agents.training.publish.transports import Delivered, Transport
@@ -48,9 +49,14 @@ class Swapper:
         self._transport, self._ranks, self._loop = transport, ranks, loop
         self._engines, self._trained, self._wait_s = tuple(engines), trained, wait_s
 
-    def swap(self, version: int, path: Path, checks: EngineComparison | None) -> tuple[Fleet, Delivered]:
+    def swap(
+        self, version: int, path: Path, checks: EngineComparison | None, copy: HostCopy | None = None
+    ) -> tuple[Fleet, Delivered]:
         """Swap in the version whose folder is `path`; return the engines that serve it and the result of the
         delivery. Collective.
+
+        Args:
+            checks: compares engines with the version. copy: see Transport.deliver.
 
         Raises:
             EngineError: no engine took the version, or the weights of one differ from those that `checks`
@@ -61,7 +67,7 @@ class Swapper:
         while True:
             fleet = Fleet(self._engines, version)
             try:
-                delivered = self._attempt(fleet, path, wait_limit, checks)
+                delivered = self._attempt(fleet, path, wait_limit, checks, copy)
             except (EngineUnavailable, EnginesLost) as error:
                 self._wait(wait_limit, pause_s, checks, error)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -73,7 +79,12 @@ class Swapper:
                 return fleet, delivered
 
     def _attempt(
-        self, fleet: Fleet, path: Path, wait_limit: WaitLimit, checks: EngineComparison | None
+        self,
+        fleet: Fleet,
+        path: Path,
+        wait_limit: WaitLimit,
+        checks: EngineComparison | None,
+        copy: HostCopy | None,
     ) -> Delivered:
         reachable = on_every_rank(
             self._ranks,
@@ -81,7 +92,7 @@ class Swapper:
                 self._loop.run(check_engines(fleet, self._trained, wait_limit)) if self._loop else Reachable()
             ),
         )
-        return self._transport.deliver(fleet, path, reachable, checks)
+        return self._transport.deliver(fleet, path, reachable, checks, copy)
 
     def _wait(
         self, wait_limit: WaitLimit, pause_s: float, checks: EngineComparison | None, lost: Exception

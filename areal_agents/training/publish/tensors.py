@@ -9,17 +9,21 @@ import pickle
 from collections.abc import Mapping, Sequence
 
 from areal_agents.errors import EngineError
-from areal_agents.inference.engine import Engine
+from areal_agents.inference.engine import Engine, ModelInfo
 from areal_agents.training.publish.buckets import Packed
 
 
 class TensorSender:
     """Sends buckets to each engine separately; implements `piecewise.Sender`."""
 
-    async def open(self, engines: Mapping[Engine, int]) -> None:
-        """Store `engines`, with the number of tensor-parallel workers of each; nothing else needs
-        preparing."""
-        self._workers = dict(engines)
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self._workers: dict[Engine, int] = {}
+
+    async def open(self, engines: Mapping[Engine, ModelInfo], version: int) -> None:
+        """Note the number of tensor-parallel workers of each engine; nothing else needs preparing."""
+        self.sent_bytes = 0
+        self._workers = {engine: info.workers for engine, info in engines.items()}
 
     async def send(
         self, engines: Sequence[Engine], bucket: Packed, version: int
@@ -35,18 +39,28 @@ class TensorSender:
             ),
             return_exceptions=True,
         )
-        failures = {}
-        for engine, result in zip(engines, results, strict=True):
-            if isinstance(result, EngineError):
-                failures[engine] = result
-            elif isinstance(result, BaseException):
-                raise result
-        return failures
+        self.sent_bytes += bucket.header.nbytes
+        return failures_of(engines, results)
 
     async def aclose(self) -> None:
         """There is nothing to release."""
 
 
+def failures_of(
+    engines: Sequence[Engine], results: Sequence[BaseException | None]
+) -> dict[Engine, EngineError]:
+    """Return the engines whose call failed. An exception that is no EngineError is raised."""
+    failures = {}
+    for engine, result in zip(engines, results, strict=True):
+        if isinstance(result, EngineError):
+            failures[engine] = result
+        elif result is not None:
+            raise result
+    return failures
+
+
 def _payload(bucket: Packed) -> str:
     """Encode the bucket as engines expect it: a pickled list of (name, tensor) in base64."""
-    return base64.b64encode(pickle.dumps(bucket.tensors(), pickle.HIGHEST_PROTOCOL)).decode()
+    # copied, because pickling a view would write the whole buffer
+    named = [(name, tensor.to("cpu", copy=True)) for name, tensor in bucket.tensors()]
+    return base64.b64encode(pickle.dumps(named, pickle.HIGHEST_PROTOCOL)).decode()

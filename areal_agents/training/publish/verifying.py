@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_agents.errors import ConfigError, EngineError, TrainingError
 from areal_agents.inference.engine import Engine
 from areal_agents.store import Store
-from areal_agents.training.publish.checksums import Agreement, Checksums
+from areal_agents.training.publish.checksums import Agreement, Checksums, FolderWeights
 
 _ATTEMPTS = 10
 _PAUSE_S = 1.0
@@ -35,7 +35,7 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
         ConfigError: nothing was published yet.
         EngineError: the engine's weights differ, it serves another version for longer than a swap takes, or
             it does not answer.
-        TrainingError: the version's folder cannot be read.
+        TrainingError: the version's folder cannot be read, or is not written yet.
     """
     for _ in range(_ATTEMPTS):
         current = store.latest_version()
@@ -43,9 +43,9 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
             raise ConfigError("no version has been published yet; verify a run that has started training")
         wanted = current.version
         served = (await engine.model_info()).version
-        if served == wanted:
+        if served == wanted and not (base is None and current.folder_pending):
             try:
-                agreement = await Checksums(base or Path(current.path)).check(engine)
+                agreement = await Checksums(FolderWeights(base or Path(current.path))).check(engine)
             except (EngineError, TrainingError):
                 if store.latest_version() == current:
                     raise  # otherwise the version was swapped meanwhile
@@ -53,4 +53,9 @@ async def verify(engine: Engine, store: Store, *, base: Path | None = None) -> V
                 if (await engine.model_info()).version == served:
                     return Verified(served, agreement)
         await asyncio.sleep(_PAUSE_S)
-    raise EngineError(f"{engine.base_url} serves version {served}, expected the current version {wanted}")
+    if served != wanted:
+        raise EngineError(f"{engine.base_url} serves version {served}, expected the current version {wanted}")
+    raise TrainingError(
+        f"the folder of version {wanted}, to compare with, is not written (yet); try again, or set "
+        "trainer.publish.folder_every: 1"
+    )

@@ -29,7 +29,7 @@ from areal_agents.inference.embedded.http.weight_routes import Body, WeightRoute
 from areal_agents.inference.embedded.scheduling.grammar import TokenMatcher
 from areal_agents.inference.embedded.scheduling.request import Request
 from areal_agents.inference.embedded.scheduling.service import EngineService
-from areal_agents.inference.sglang.control import PREPARE_PATH
+from areal_agents.inference.sglang.control import PREPARE_PATH, PREPARE_UPDATE_PATH
 from areal_agents.sockets import is_loopback
 
 Handler = Callable[[HttpRequest, dict[str, Any]], Awaitable[Response]]
@@ -70,6 +70,7 @@ def create_app(
             "/begin_weight_update": weights.begin,
             "/update_weights_from_tensor": weights.update_from_tensor,
             "/update_weights_from_distributed": weights.update_from_distributed,
+            PREPARE_UPDATE_PATH: weights.prepare_update,
             "/end_weight_update": weights.end,
             "/init_weights_update_group": weights.join_group,
             "/destroy_weights_update_group": weights.leave_group,

@@ -1,4 +1,5 @@
-"""The routes for weights, adapters and memory: SGLang's endpoints, and one that reads a folder in advance."""
+"""The routes for weights, adapters and memory: SGLang's endpoints, and two that prepare
+a swap beside serving."""
 
 from __future__ import annotations
 
@@ -58,6 +59,10 @@ class WeightRoutes:
         group, version = _text(body, "group_name"), _version(body)
         await self._updates.receive(bucket, group, version, flush_cache=_flush(body))
         return _done("Succeeded to update parameter online.")
+
+    async def prepare_update(self, _: Body) -> Answer:
+        await self._updates.prepare()
+        return _done("The weights are ready.")
 
     async def end(self, _: Body) -> Answer:
         await self._updates.end()

@@ -90,8 +90,12 @@ class ServedModels:
             await self._swap(prepared.weights, version, flush_cache=flush_cache)
             self.model_path = path
 
+    async def place(self, make: Callable[[], Weights]) -> Weights:
+        """Return the weights that `make` assembles, placed, for a later `update`."""
+        return await asyncio.to_thread(lambda: self._runner.place(make()))
+
     async def update(self, make: Callable[[], Weights], version: str | None, *, flush_cache: bool) -> None:
-        """Serve the weights that `make` assembles; it is called in a thread."""
+        """Serve the weights that `make` assembles, placed or not; it is called in a thread."""
         async with self._changing:
             self._prepared = None
             weights = await asyncio.to_thread(lambda: self._runner.place(make()))

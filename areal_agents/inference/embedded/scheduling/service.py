@@ -163,6 +163,7 @@ class EngineService:
             "tokenizer_path": self.models.model_path,
             "is_generation": True,
             "weight_version": self._scheduler.version,
+            "stages_weights": True,
             "vocab_size": self.limits.vocab_size,
             "context_length": self.limits.max_context,
             "model_type": self._arch.model_type,

@@ -69,13 +69,14 @@ class IncomingWeights:
             self.version, self.flush_cache = version, flush_cache
 
     def finish(self) -> Weights:
-        """Return the model's weights; RequestError if some are missing."""
+        """Return the model's weights, once; RequestError if some are missing."""
         if missing := sorted(self._shapes.keys() - self._tensors.keys()):
             raise RequestError(
                 f"the update lacks {len(missing)} of the model's {len(self._shapes)} weights, the first is "
                 f"{missing[0]}; the old weights are kept"
             )
-        return assemble(self._tensors, self._arch)
+        tensors, self._tensors = self._tensors, {}
+        return assemble(tensors, self._arch)
 
 
 def read_payload(payload: object) -> list[tuple[str, Tensor]]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.served import ServedModels
+from areal_agents.inference.embedded.model.weights import Weights
 from areal_agents.inference.embedded.updates.incoming import IncomingWeights, read_payload, split_bucket
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
 from areal_agents.inference.engine import WeightBucket
@@ -23,6 +24,7 @@ class WeightUpdates:
         self._groups = groups
         self._arch = arch
         self._open: IncomingWeights | None = None
+        self._ready: Weights | None = None  # the weights of the open update, placed
 
     def begin(self) -> None:
         """Open an update; RequestError while one is open."""
@@ -53,17 +55,27 @@ class WeightUpdates:
         update.add(split_bucket(flat, bucket))
         update.note(version, flush_cache=flush_cache)
 
+    async def prepare(self) -> None:
+        """Place the weights that arrived, so that `end` only swaps; RequestError if some are missing."""
+        update = self._current()
+        if update.is_used and self._ready is None:
+            ready = await self._models.place(update.finish)
+            if self._open is update:
+                self._ready = ready
+
     async def end(self) -> None:
         """Close the update and swap in its weights. If some are missing, it raises RequestError and keeps the
         old weights; if none were announced, nothing changes."""
-        update, self._open = self._current(), None
+        update, ready = self._current(), self._ready
+        self._open = self._ready = None
         if not update.is_used:
             return
-        await self._models.update(update.finish, update.version, flush_cache=update.flush_cache)
+        make = update.finish if ready is None else lambda: ready
+        await self._models.update(make, update.version, flush_cache=update.flush_cache)
 
     def _used(self) -> IncomingWeights:
         update = self._current()
-        update.is_used = True
+        update.is_used, self._ready = True, None
         return update
 
     def _current(self) -> IncomingWeights:

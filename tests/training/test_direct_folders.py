@@ -1,0 +1,254 @@
+"""Transports that send the weights first: the folder behind them, and what is done when they do not work."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from publish_support import LONG, PROMPT, assert_serves, disturb, publisher
+from safetensors.torch import load_file
+
+from areal_agents.errors import EngineError, EngineRejected, EngineUnavailable, TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.engine import PauseMode, WeightGroup
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.model import Policy, load_policy
+
+GIVEN_UP = "TRANSPORT DOES NOT WORK"
+
+
+@pytest.fixture
+def policy(model_folder: Path, group: Ranks) -> Policy:
+    return load_policy(model_folder, group)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets where there would be one."""
+    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
+
+
+def folders(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "weights").iterdir())
+
+
+def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if GIVEN_UP in record.getMessage()]
+
+
+def is_pending(store: Store) -> bool:
+    latest = store.latest_version()
+    assert latest is not None
+    return latest.folder_pending
+
+
+def test_a_folder_is_written_of_every_nth_version_and_of_the_last(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    engines = [SGLangEngine(engine_url)]
+    with publisher(
+        policy, group, store, engines, run_dir, model_folder, transport="tensor", folder_every=2, keep=4
+    ) as out:
+        for version in range(4):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.density is None  # the version before was not kept
+            assert published.sent_bytes == published.nbytes > 0
+            assert_serves(engine_url, policy, version)
+        assert folders(run_dir) == ["v0", "v2"] and is_pending(store)
+        out.finish()
+        assert folders(run_dir) == ["v0", "v2", "v3"] and not is_pending(store)
+    last = load_file(run_dir / "weights" / "v3" / "model.safetensors")
+    assert all(torch.equal(last[name], weight) for name, weight in policy.full_state_dict().items())
+
+
+def test_the_row_says_that_the_folder_is_pending_before_an_engine_has_the_weights(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    seen = []
+
+    class Looking(SGLangEngine):
+        async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
+            latest = store.latest_version()
+            assert latest is not None
+            seen.append((latest.version, latest.folder_pending, Path(latest.path).exists()))
+            await super().begin_weight_update(pause)
+
+    with publisher(
+        policy, group, store, [Looking(engine_url)], run_dir, model_folder, transport="tensor"
+    ) as out:
+        out.publish(version=0, step=0)
+    assert seen == [(0, True, False)] and not is_pending(store) and folders(run_dir) == ["v0"]
+
+
+@pytest.mark.parametrize("transport", ["tensor", "broadcast"])
+def test_the_engine_samples_while_buckets_arrive(
+    transport: str, policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path,
+    model_folder: Path,
+) -> None:  # fmt: skip
+    """A generation that begins after the first bucket ends before the second is sent."""
+    versions: list[set[int]] = []
+
+    class Sampling(SGLangEngine):
+        async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
+            await super().begin_weight_update(pause)
+            completion = await self.generate("meanwhile", PROMPT, LONG)
+            versions.append(set(completion.versions.tolist()))
+
+    disturb(policy, 1)
+    with publisher(
+        policy, group, store, [Sampling(engine_url)], run_dir, model_folder, transport=transport
+    ) as out:
+        out.publish(version=1, step=1)
+        assert_serves(engine_url, policy, 1)
+    assert versions == [{0}]
+
+
+def test_an_engine_is_mended_from_a_folder_that_was_not_due(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    class Refusing(SGLangEngine):
+        async def update_weights_from_tensors(
+            self, payloads: Sequence[str], version: int, **options: Any
+        ) -> None:
+            if version == 1 and options["last"]:
+                raise EngineRejected(f"{self.base_url} refused the last bucket")
+            await super().update_weights_from_tensors(payloads, version, **options)
+
+    engines = [Refusing(engine_url)]
+    with publisher(
+        policy, group, store, engines, run_dir, model_folder, transport="tensor", folder_every=9
+    ) as out:
+        for version, repaired in enumerate([0, 1, 0]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == repaired
+            assert_serves(engine_url, policy, version)
+            assert is_pending(store) == (version == 2 or (version == 0 and is_pending(store)))
+    assert folders(run_dir) == ["v0", "v1"]
+
+
+def test_a_folder_that_cannot_be_written_ends_the_run_and_the_engines_go_on(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    with publisher(
+        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport="tensor"
+    ) as out:
+        out.publish(version=0, step=0)
+        out.finish()
+        disturb(policy, 1)
+        weights, elsewhere = run_dir / "weights", run_dir / "elsewhere"
+        weights.rename(elsewhere)
+        weights.write_text("a file, in which no folder can be made")
+        out.publish(version=1, step=1)
+        with pytest.raises(TrainingError, match=r"cannot write the weights to .*/v1"):
+            out.publish(version=2, step=2)
+        assert_serves(engine_url, policy, 1)
+        latest = store.latest_version()
+        assert latest is not None and (latest.version, latest.folder_pending) == (1, True)
+        weights.unlink()
+        elsewhere.rename(weights)
+        out.publish(version=2, step=2)
+        out.finish()
+    assert folders(run_dir) == ["v0", "v2"] and not is_pending(store)
+
+
+def test_too_little_memory_for_the_copy_is_said_before_anything_is_recorded(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 10 kB\n")
+    monkeypatch.setattr("areal_agents.training.publish.host_copy._MEMORY", tmp_path / "meminfo")
+    with (
+        publisher(
+            policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport="tensor"
+        ) as out,
+        pytest.raises(TrainingError, match=r"needs .* GB.*transport: disk"),
+    ):
+        out.publish(version=0, step=0)
+    assert store.latest_version() is None
+
+
+def test_a_group_that_cannot_be_joined_is_said_once_and_the_folder_serves(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    joins = []
+
+    class Refusing(SGLangEngine):
+        async def join_weight_group(self, group: WeightGroup) -> None:
+            joins.append(group.name)
+            raise EngineError(f"{self.base_url}: Failed to initialize custom process group: no NCCL")
+
+    caplog.set_level(logging.ERROR)
+    with publisher(
+        policy, group, store, [Refusing(engine_url)], run_dir, model_folder, transport="broadcast",
+        timeout_s=20,
+    ) as out:  # fmt: skip
+        for version in range(3):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == (1 if version == 0 else 0)
+            assert_serves(engine_url, policy, version)
+            assert not is_pending(store)
+        out.finish()
+    assert len(joins) == 1
+    (said,) = given_up(caplog)
+    assert "broadcast reached no engine" in said and "no NCCL" in said and "GB a version" in said
+
+
+def test_two_ranks_on_one_gpu_are_said_once(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """NCCL makes its communicator at the first broadcast, and fails there."""
+    calls = []
+
+    def duplicate(*arguments: Any, **options: Any) -> None:
+        calls.append(arguments)
+        raise RuntimeError("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on device 1000")
+
+    monkeypatch.setattr(dist, "broadcast", duplicate)
+    caplog.set_level(logging.ERROR)
+    with publisher(
+        policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport="broadcast",
+        timeout_s=20,
+    ) as out:  # fmt: skip
+        for version in range(2):
+            disturb(policy, version)
+            out.publish(version=version, step=version)
+            assert_serves(engine_url, policy, version)
+    assert len(calls) == 1
+    (said,) = given_up(caplog)
+    assert "Duplicate GPU detected" in said
+
+
+def test_an_engine_that_was_lost_is_no_reason_to_give_up(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    class Losing(SGLangEngine):
+        lost = 0
+
+        async def join_weight_group(self, group: WeightGroup) -> None:
+            if self.lost < 2:
+                self.lost += 1
+                raise EngineUnavailable(f"{self.base_url} did not answer")
+            await super().join_weight_group(group)
+
+    with publisher(
+        policy, group, store, [Losing(engine_url)], run_dir, model_folder, transport="broadcast",
+        timeout_s=20,
+    ) as out:  # fmt: skip
+        for version, repaired in enumerate([1, 1, 0]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == repaired
+            assert_serves(engine_url, policy, version)
+    assert not given_up(caplog)
