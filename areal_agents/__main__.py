@@ -19,6 +19,8 @@ def main() -> None:
             raise
         print(f"{error.name} is not installed; this command needs it: {command}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:  # while modules are imported; a command that runs ends its processes itself
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

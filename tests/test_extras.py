@@ -29,14 +29,24 @@ def test_a_module_of_no_extra_is_not_explained() -> None:
     assert install_command("my_module") is None and install_command(None) is None
 
 
-def without(module: str, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line where a module cannot be found."""
+def test_ctrl_c_while_modules_are_imported_prints_no_stack(tmp_path: Path) -> None:
+    done = without("typer", tmp_path, "--help", raises="KeyboardInterrupt()")
+    assert done.returncode == 130 and done.stderr == ""
+
+
+def without(
+    module: str,
+    folder: Path,
+    *arguments: str,
+    raises: str = "ModuleNotFoundError(f'No module named {name!r}', name=name)",
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line where the import of a module raises."""
     (folder / "sitecustomize.py").write_text(
         "import sys\n"
         "class Missing:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
         f"        if name.split('.')[0] == {module!r}:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        f"            raise {raises}\n"
         "sys.meta_path.insert(0, Missing())\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
