@@ -1,8 +1,10 @@
-"""Opens the listening sockets of the package's servers."""
+"""Opens the listening sockets of the package's servers, and lets a process have many connections."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import resource
 import socket
 
 from areal_agents.errors import ConfigError
@@ -45,3 +47,10 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit on open files, often 1,024, to the most that it may have."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses to raise it to "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -30,9 +30,18 @@ def engine(
 def proxy(
     as_json: AsJson = False,
     quick: Annotated[bool, typer.Option("--quick", help="Make fewer calls, for a quick estimate.")] = False,
+    saturate: Annotated[
+        bool,
+        typer.Option("--saturate", help="Instead: one process under the streams of 8 engines."),
+    ] = False,
 ) -> None:
     """CPU per call, memory and latency of the proxy, compared with a bare pass-through and LiteLLM's
     proxy."""
+    if saturate:
+        from benchmarks.proxy.saturate import run as run_saturated
+
+        run_saturated(json=as_json, quick=quick)
+        return
     from benchmarks.proxy.run import run
 
     run(json=as_json, quick=quick)

@@ -25,6 +25,7 @@ from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.run_folder import RunFolder
 from areal_agents.model_folder import text_config
+from areal_agents.sockets import allow_many_connections
 
 EXIT_STOPPED = 3  # the process was told to end before its work was complete
 GRACE_S = 20.0  # from the supervisor's death until this process exits at once
@@ -190,6 +191,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
 
 
 def _rollout(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
+    allow_many_connections()
     endpoints = folder.read_endpoints()
     # For agents with a module-level client: all episodes have this URL, and the key is `current_key`.
     os.environ["OPENAI_BASE_URL"] = endpoints.proxy_url + "/v1"

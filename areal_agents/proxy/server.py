@@ -32,7 +32,7 @@ from areal_agents.proxy.logs import logging_as
 from areal_agents.proxy.workers.handover import Handover, HandoverServer, WorkerSockets, protocol_of
 from areal_agents.proxy.workers.identity import listen_after, locks_beside, wait_for_orphans
 from areal_agents.rendering import ChatRenderer
-from areal_agents.sockets import BACKLOG, url_of
+from areal_agents.sockets import BACKLOG, allow_many_connections, url_of
 from areal_agents.store import Retention, Store, StoreConfig, store_path
 
 __all__ = [
@@ -160,6 +160,7 @@ def serve_with_engines(
 
     `worker` is None unless this is one of several processes; `on_ready` is called once requests are answered.
     """
+    allow_many_connections()
     pool = make_pool(engines, store=store, renderer=renderer, request_timeout_s=config.generate_timeout_s)
     parts: dict[str, Any] = {"store": store, "engine": pool, "renderer": renderer, "config": config}
     app: ASGIApp

@@ -39,6 +39,7 @@ def main() -> None:
         model_path=options.model,
         context_length=options.context_length,
         incremental=options.incremental,
+        ignores_interval=options.ignore_stream_interval,
         keep=0,
         with_text=False,
     )
@@ -74,6 +75,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--chunk-delay-ms", type=float, default=0.0, help="delay before each further chunk")
     parser.add_argument("--chunk-tokens", type=int, default=1, help="number of tokens in a streamed chunk")
     parser.add_argument("--incremental", action="store_true", help="stream only the new tokens in each chunk")
+    parser.add_argument(
+        "--ignore-stream-interval", action="store_true", help="send each chunk, whatever stream_interval says"
+    )
     return parser.parse_args()
 
 

@@ -57,6 +57,7 @@ class ScriptedApp:
         seed: seed of the logprobs.
         incremental: whether the chunks of a stream have only the new tokens, as with SGLang's
             --incremental-streaming-output; by default each chunk has all tokens so far.
+        ignores_interval: whether every chunk is sent on its own, whatever `stream_interval` a request has.
         keep: maximum number of exchanges that are kept, the first ones; None for no limit.
         with_text: whether answers have their text, which takes time; `SGLangEngine` does not read it.
         experts_of: returns the experts [N, layers, k] of tokens [N], for requests that ask for them; None
@@ -78,6 +79,7 @@ class ScriptedApp:
         context_length: int = 32_768,
         seed: int = 0,
         incremental: bool = False,
+        ignores_interval: bool = False,
         keep: int | None = None,
         with_text: bool = True,
         experts_of: ExpertsOf | None = None,
@@ -92,6 +94,7 @@ class ScriptedApp:
         self._context_length = context_length
         self._seed = seed
         self._incremental = incremental
+        self._ignores_interval = ignores_interval
         self._keep = keep
         self._with_text = with_text
         self._experts_of = experts_of
@@ -209,7 +212,8 @@ class ScriptedApp:
     async def _events(
         self, generation: ScriptedGeneration, ids: TokenIds, body: dict[str, Any]
     ) -> AsyncIterator[bytes]:
-        sent, interval = 0, stream_interval_of(body.get("sampling_params") or {})
+        sent = 0
+        interval = 1 if self._ignores_interval else stream_interval_of(body.get("sampling_params") or {})
         try:
             async for _ in generation.run():
                 if generation.finish is None and generation.sampled - sent < (interval if sent else 1):

@@ -44,6 +44,11 @@ class Connection:
         head = await self._head(path, body, key)
         return int(head[9:12]), await self._body(head)
 
+    async def get(self, path: str, key: str) -> bytes:
+        """Return the body of a response to a GET."""
+        head = await self._head(path, b"", key, method="GET")
+        return await self._body(head)
+
     async def post_streamed(self, path: str, body: bytes, key: str) -> tuple[int, bytes, float]:
         """Return (status, body, time.monotonic() when the first text of the reply arrived)."""
         head = await self._head(path, body, key)
@@ -58,7 +63,7 @@ class Connection:
         self._clean = b"\r\nconnection: close" not in head
         return status, b"".join(pieces), first
 
-    async def _head(self, path: str, body: bytes, key: str) -> bytes:
+    async def _head(self, path: str, body: bytes, key: str, *, method: str = "POST") -> bytes:
         """Send a request; return the head of the response, in lower case.
 
         A server may close an idle connection at any time, even just before it reads the request. If not a
@@ -68,13 +73,13 @@ class Connection:
             await self._reopen()
         fresh, self._clean = not self._used, False
         try:
-            self._send(path, body, key)
+            self._send(path, body, key, method)
             head = await self._reader.readuntil(b"\r\n\r\n")
         except (ConnectionError, asyncio.IncompleteReadError) as error:
             if fresh or (isinstance(error, asyncio.IncompleteReadError) and error.partial):
                 raise
             await self._reopen()
-            self._send(path, body, key)
+            self._send(path, body, key, method)
             head = await self._reader.readuntil(b"\r\n\r\n")
         self._used = True
         return head.lower()
@@ -100,11 +105,11 @@ class Connection:
             yield (await self._reader.readexactly(size + 2))[:-2]
         await self._reader.readline()
 
-    def _send(self, path: str, body: bytes, key: str) -> None:
+    def _send(self, path: str, body: bytes, key: str, method: str) -> None:
         if self._writer.is_closing():
             raise ConnectionResetError("the server has closed the connection")
         head = (
-            f"POST {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Type: application/json\r\n"
+            f"{method} {path} HTTP/1.1\r\nHost: {self._address}\r\nContent-Type: application/json\r\n"
             f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         self._writer.write(head.encode() + body)
@@ -200,6 +205,10 @@ class Conversation:
             tally.prompt_tokens.append(answer["usage"]["prompt_tokens"])
             message = answer["choices"][0]["message"]
             self.add_reply({name: value for name, value in message.items() if value is not None})
+
+    async def post(self, max_tokens: int) -> tuple[int, bytes]:
+        """Send the request of this turn, and return the status and the body of the response."""
+        return await self._connection.post(self._path, self._body(max_tokens, stream=False), self._key)
 
     async def call_streamed(self, max_tokens: int, tally: Tally) -> tuple[str, float]:
         """Return (completion id, time.monotonic() of the first text) of one streamed reply, which is not

@@ -25,6 +25,11 @@ def stub_engine(scratch: Path, replies: Mapping[int, Mapping[str, Any]], model: 
     return Server([sys.executable, "-m", "benchmarks.proxy.stub", str(config)])
 
 
+def scripted_engine(model: Path, arguments: Sequence[str]) -> Server:
+    """An engine of `areal_agents.testing`."""
+    return Server([sys.executable, "-m", "areal_agents.testing", "--model", str(model), *arguments])
+
+
 def proxy_server(model: Path, engine_url: str, store: Path, admin_key: str, extra: Sequence[str]) -> Server:
     """`areal-agents serve`; `extra` contains additional options."""
     command = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,15 @@ def test_an_outgoing_connection_does_not_take_a_reserved_port() -> None:
             client.bind(("127.0.0.1", port))
         client.connect(server.getsockname())
         assert client.getsockname()[1] != port
+
+
+def test_a_server_may_have_as_many_connections_as_the_machine_allows() -> None:
+    """In a process of its own, whose limit is as low as that of a login shell."""
+    program = (
+        "import resource; from areal_agents.sockets import allow_many_connections\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        "allow_many_connections()\n"
+        "now, most = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "assert now == most != 256, (now, most)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -34,7 +34,7 @@ from areal_agents.inference.embedded.scheduling.scheduler import Scheduler
 from areal_agents.inference.embedded.scheduling.service import EngineService
 from areal_agents.inference.embedded.scheduling.text import Detokenizer
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
-from areal_agents.sockets import listen
+from areal_agents.sockets import allow_many_connections, listen
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def serve(config: EmbeddedEngineConfig) -> None:
     if config.exit_with_parent:
         threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    allow_many_connections()
     listener = _listen(config)
     service = build_service(config)
     server = _EngineServer(

@@ -1,0 +1,20 @@
+"""The saturated proxy in miniature: every stream is open at the same time, and every turn is exact."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.proxy.saturate import Load, run
+
+
+def test_every_stream_is_recorded_exactly(capfd: pytest.CaptureFixture[str]) -> None:
+    figures = run(json=True, loads=(Load(40, 100, engines=2),))
+    printed = capfd.readouterr()
+    assert json.loads(printed.out.splitlines()[-1]) == figures
+    assert figures["failures"] == 0, printed.out
+    for name in ("40_streams_event_per_token", "40_streams_stream_interval"):
+        measured = figures[name]
+        assert measured["turns_recorded_exactly"] == 40
+        assert measured["peak_mb"] >= measured["idle_mb"] > 0 and measured["tokens_per_s"] > 0
