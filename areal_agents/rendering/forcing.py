@@ -116,7 +116,7 @@ class Forcing:
         """Whether a reply that is `lead` followed by this JSON is read as content."""
         text = json.dumps(value)
         ids = [*self._tokenizer.encode(lead + text), *self._format.get_stop_token_ids()[:1]]
-        reply = self._reader.read(self._prompt, ids)
+        reply, _ = self._reader.read_calls(self._prompt, ids)
         return reply.content == text and not reply.calls
 
     @cached_property

@@ -12,6 +12,7 @@ import re
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import orjson
@@ -23,7 +24,9 @@ from areal_agents.rendering.formats import ChatFormat
 from areal_agents.rendering.templates.markers import Markers
 from areal_agents.rendering.tokenization.tokenizer import Tokenizer
 
+CUT = "\ufffd"  # the bytes of an unfinished character decode to this
 _WORD = "qj"  # occurs in no marker
+_CallBlock = tuple[tuple[int, int] | None, str]  # [start, end) in the sampled ids, if known, and the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +76,82 @@ class ReplyReader:
     def read(
         self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()
     ) -> ParsedReply:
-        """Parse the sampled `ids`. RenderingError if the format cannot read them."""
+        """Parse the sampled `ids`.
+
+        Without `tools` nothing can be called, so what has the form of a call stays in the content, as
+        sampled: some agents describe their tools in the text of the prompt, and read the calls themselves.
+
+        Raises:
+            RenderingError: the format cannot read the ids.
+        """
+        reply, blocks = self.read_calls(prompt_tail, ids, tools)
+        if tools or not blocks:
+            return reply
+        return self._with_calls_as_text(prompt_tail, ids, reply, blocks)
+
+    def read_calls(
+        self, prompt_tail: list[int], ids: list[int], tools: Sequence[dict[str, Any]] = ()
+    ) -> tuple[ParsedReply, list[_CallBlock]]:
+        """Parse the sampled `ids` with their calls, offered or not.
+
+        Returns the reply, and the block of each call, usable or not.
+        """
         if self._header_ids:
             ids = self._without_headers(ids)
         try:
             parsed = self.format.parse_response(ids, tools=list(tools) or None, prompt_ids=prompt_tail)
         except RecursionError:
-            return self._nested_too_deep(prompt_tail, ids, tools)
+            return self._nested_too_deep(prompt_tail, ids, tools), []
         except Exception as error:  # an episode must not fail without an explanation
             raise RenderingError(f"family {self.family} cannot read this completion: {error}") from error
         if self.family == "llama-3" and not _names_one(parsed.tool_calls, tools):
             # Calls of this family have no marker, so JSON that names no offered tool is an answer.
-            return ParsedReply("", self._text_before_the_end(ids).strip())
+            return ParsedReply("", self._text_before_the_end(ids).strip()), []
         if not parsed.tool_calls:
-            return ParsedReply((parsed.reasoning_content or "").strip(), parsed.content.strip())
+            return ParsedReply((parsed.reasoning_content or "").strip(), parsed.content.strip()), []
         calls = [call for call in parsed.tool_calls if _is_usable(call)]
         broken = [self._sampled_text(ids, call) for call in parsed.tool_calls if not _is_usable(call)]
-        return ParsedReply(
+        reply = ParsedReply(
             reasoning=(parsed.reasoning_content or "").strip(),
             spoken=parsed.content.strip(),
             broken=tuple(broken),
             calls=tuple((call.name, arguments_text(call.raw, call.arguments)) for call in calls),
         )
+        return reply, [(call.token_span, self._sampled_text(ids, call)) for call in parsed.tool_calls]
+
+    def _with_calls_as_text(
+        self, prompt_tail: list[int], ids: list[int], reply: ParsedReply, blocks: list[_CallBlock]
+    ) -> ParsedReply:
+        """Return `reply` with its calls as text, each in its place if the format knows the place of all.
+
+        The ids are read once more, with a word in the place of each call, and the words are then replaced.
+        """
+        whole = self.tokenizer.decode(ids)
+        texts: dict[str, str] = {}
+        marked: list[int] = []
+        end = 0
+        for span, text in blocks:
+            if span is None or span[0] < end:
+                return ParsedReply(reply.reasoning, reply.spoken, tuple(text for _, text in blocks))
+            start, stop = self._whole_characters(ids, span, at_least=end)
+            word = next(w for w in (f"{_WORD}{n}{_WORD}" for n in count(len(texts))) if w not in whole)
+            texts[word] = self.tokenizer.decode(ids[start:stop])
+            marked += [*ids[end:start], *self.tokenizer.encode(word)]
+            end = stop
+        found = self.read(prompt_tail, [*marked, *ids[end:]])
+        reasoning, content = found.reasoning, found.content
+        for word, text in texts.items():
+            reasoning, content = reasoning.replace(word, text), content.replace(word, text)
+        return ParsedReply(reasoning, content)
+
+    def _whole_characters(self, ids: list[int], span: tuple[int, int], *, at_least: int) -> tuple[int, int]:
+        """Extend a span of `ids` so that it begins and ends between characters; a token may be a byte."""
+        start, stop = span
+        while start > at_least and self.tokenizer.decode(ids[at_least:start]).endswith(CUT):
+            start -= 1
+        while stop < len(ids) and self.tokenizer.decode(ids[start:stop]).endswith(CUT):
+            stop += 1
+        return start, stop
 
     def _continuations(self) -> list[list[int]]:
         """The markers that may change the meaning of earlier tokens, each as ids.
@@ -109,8 +166,8 @@ class ReplyReader:
         def reads_like_a_word(ids: list[int]) -> bool:
             text = self.tokenizer.decode(ids)
             return all(
-                self.read([], [*before, *ids, *plain])
-                == _with_text(self.read([], [*before, *word, *plain]), text)
+                self.read_calls([], [*before, *ids, *plain])[0]
+                == _with_text(self.read_calls([], [*before, *word, *plain])[0], text)
                 for before in beginnings
             )
 

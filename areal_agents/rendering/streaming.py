@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RenderingError
-from areal_agents.rendering.replies import ParsedReply, ReplyReader, mint_call
+from areal_agents.rendering.replies import CUT, ParsedReply, ReplyReader, mint_call
 from areal_agents.rendering.templates.markers import PLAIN
 
 Channel = Literal["reasoning", "content"]
@@ -24,7 +24,6 @@ CHANNELS: tuple[Channel, Channel] = ("reasoning", "content")
 # The number of tokens read at markers, summed over all readings. Once it is spent, the rest of the reply is
 # held back until the end, so that the cost of a reply of nothing but markers is not quadratic.
 _READING_BUDGET = 1_000_000
-_CUT = "\ufffd"  # the bytes of an unfinished character decode to this
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,7 @@ class ReplyStream:
         decode = self._reader.tokenizer.decode
         before = decode(self._ids[start - 1 : start]) if start else ""
         text = decode(self._ids[max(start - 1, 0) :])
-        if not text.endswith(_CUT):
+        if not text.endswith(CUT):
             self._undecoded = 0
             return text[len(before) :]
         return self._text_before_a_cut(start)
@@ -140,7 +139,7 @@ class ReplyStream:
             return ""
         first = max(start - 1, 0)
         before, head, tail = decode(self._ids[first:start]), self._ids[first:-4], self._ids[-4:]
-        if decode(head) + decode(tail) != decode(head + tail) or decode(head).endswith(_CUT):
+        if decode(head) + decode(tail) != decode(head + tail) or decode(head).endswith(CUT):
             return ""
         self._undecoded = 4
         return decode(head)[len(before) :]
@@ -163,7 +162,7 @@ class ReplyStream:
         deltas: list[Delta] = []
         for channel in CHANNELS:
             certain = os.path.commonprefix([_texts(reply)[channel] for reply in readings])
-            certain = self._markers.certain_part(certain.removesuffix(_CUT)).rstrip()
+            certain = self._markers.certain_part(certain.removesuffix(CUT)).rstrip()
             if channel == "reasoning" or not self._markers.may_become_a_call(certain):
                 deltas += self._emit(channel, certain)
         calls = os.path.commonprefix([list(reply.calls) for reply in readings])
@@ -185,7 +184,7 @@ class ReplyStream:
             self._held = self._tail_text()
             return
         held = text[len(self._out[channel]) : -len(PLAIN)]
-        if held.endswith(_CUT):  # the next token may complete a character that began before it
+        if held.endswith(CUT):  # the next token may complete a character that began before it
             self._unread = True
             return
         if channel == "content" and self._markers.may_become_a_call(self._out[channel] + held):

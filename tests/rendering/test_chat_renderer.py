@@ -94,6 +94,24 @@ def test_good_calls_beside_a_malformed_one_are_kept(renderer: ChatRenderer) -> N
     assert reply.content == "<tool_call>\noops\n</tool_call>"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        CALL,
+        f"I search.\n{CALL}\n\nThen I read.\n\n{CALL} qj0qj",
+        f"{CALL}{CALL.replace('Lyon', 'qj1qj')}",
+        '<tool_call>\n{"name": "search", "argum',
+        "<tool_call>oops</tool_call> and more",
+        "[" * 1000,
+    ],
+)
+def test_without_tools_calls_stay_in_the_content_as_sampled(renderer: ChatRenderer, text: str) -> None:
+    completion = sampled(renderer, f"<think>\nA\n</think>\n\n{text}<|im_end|>")
+    reply = renderer.parse(renderer.render(QUESTION), completion)
+    assert (reply.reasoning, reply.content, reply.tool_calls) == ("A", text, ())
+    assert renderer.parse(renderer.render(QUESTION, TOOLS), completion, TOOLS).tool_calls or CALL not in text
+
+
 def test_brackets_nested_beyond_reason_are_text(renderer: ChatRenderer) -> None:
     text = "<tool_call>\n" + "[" * 100_000 + "\n</tool_call>"
     reply = renderer.parse(renderer.render(QUESTION, TOOLS), sampled(renderer, text + "<|im_end|>"), TOOLS)

@@ -242,7 +242,7 @@ def test_merged_results_are_appended_as_one_block(tmp_path: Path) -> None:
     assert extends(chat_format, tools=True, called=True) == EVERYTHING
     block = '<tool_call>\n{"name": "search", "arguments": {}}\n</tool_call>'
     completion = np.array(renderer.tokenizer.encode(f"{block}\n{block}<|im_end|>"))
-    reply = renderer.parse(renderer.render(QUESTION, [SEARCH]), completion)
+    reply = renderer.parse(renderer.render(QUESTION, [SEARCH]), completion, [SEARCH])
     results = [Message("tool", c.id[:4], tool_call_id=c.id) for c in reply.tool_calls]
     suffix = renderer.bridge(renderer.render(QUESTION, [SEARCH]), completion, results, [SEARCH])
     assert suffix is not None
@@ -314,7 +314,7 @@ def test_ends_of_text_come_from_the_folder(tmp_path: Path) -> None:
 
 def parsed(renderer: ChatRenderer, text: str, *, prompt: Any = None) -> Message:
     ids = renderer.render(QUESTION) if prompt is None else prompt
-    return renderer.parse(ids, np.array(renderer.tokenizer.encode(text)))
+    return renderer.parse(ids, np.array(renderer.tokenizer.encode(text)), [SEARCH])
 
 
 def test_calls_are_read_though_their_markers_are_no_tokens(tmp_path: Path) -> None:

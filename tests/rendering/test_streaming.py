@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,8 +109,14 @@ def meaning(message: Message) -> tuple[str, str, list[tuple[str, str]]]:
     return message.reasoning, message.content, [(c.name, c.arguments) for c in message.tool_calls]
 
 
-def check_stream(renderer: ChatRenderer, prompt: np.ndarray, ids: list[int], rng: random.Random) -> None:
-    stream, received = renderer.reply_stream(prompt, TOOLS), Received()
+def check_stream(
+    renderer: ChatRenderer,
+    prompt: np.ndarray,
+    ids: list[int],
+    rng: random.Random,
+    tools: Sequence[dict] = TOOLS,
+) -> None:
+    stream, received = renderer.reply_stream(prompt, tools), Received()
     position = 0
     while position < len(ids):
         size = rng.choice([1, 1, 1, 2, 5])
@@ -120,7 +126,8 @@ def check_stream(renderer: ChatRenderer, prompt: np.ndarray, ids: list[int], rng
     message = stream.message
     assert (received.reasoning, received.content) == (message.reasoning, message.content)
     assert tuple(received.calls) == message.tool_calls
-    assert meaning(message) == meaning(renderer.parse(prompt, np.array(ids, dtype=np.int32), TOOLS))
+    assert meaning(message) == meaning(renderer.parse(prompt, np.array(ids, dtype=np.int32), tools))
+    assert tools or not message.tool_calls
 
 
 @pytest.mark.parametrize("family", sorted(SPECIAL_TOKENS))
@@ -130,6 +137,15 @@ def test_a_stream_of_anything_joins_to_what_parse_reads(family: str) -> None:
     for seed in range(40):
         rng = random.Random(seed)
         check_stream(renderer, prompt, any_reply(renderer, prompt.tolist(), rng), rng)
+
+
+@pytest.mark.parametrize("family", sorted(SPECIAL_TOKENS))
+def test_a_stream_without_tools_joins_to_a_reply_without_calls(family: str) -> None:
+    renderer = family_renderer(family)
+    prompt = renderer.render(QUESTION)
+    for seed in range(20):
+        rng = random.Random(seed)
+        check_stream(renderer, prompt, any_reply(renderer, prompt.tolist(), rng), rng, tools=())
 
 
 @settings(max_examples=200, deadline=None)
