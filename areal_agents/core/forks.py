@@ -20,13 +20,37 @@ def explain(trajectories: Sequence[Trajectory], messages: Sequence[Message], too
         if common > shared:
             best, path, shared = turn, trajectory, common
     if best is None or (shared == 1 and messages[0].role == "system"):
-        path = max(trajectories, key=lambda trajectory: _overlap(trajectory, messages))
-        if (moved := _moved(path, messages, shared)) is None:
-            return Fork(None, "new conversation", shared)
-        return Fork(path.turns[0].id, moved, shared)
+        return _without_common_history(trajectories, messages, shared)
     if best.tools_id != tools_id:
         return Fork(best.id, "tools changed", shared)
     return Fork(best.id, _moved(path, messages, shared) or _changed(path, messages, shared), shared)
+
+
+def _without_common_history(
+    trajectories: Sequence[Trajectory], messages: Sequence[Message], shared: int
+) -> Fork:
+    """The fork of a conversation that shares at most a system prompt with the beginning of any path.
+
+    A reply that the client sends back shows that it continues a recorded conversation, whatever precedes the
+    reply. A user's message does not: auxiliary calls, for a title or a summary, have it too.
+    """
+    path = max(trajectories, key=lambda path: (_kept_replies(path, messages), _overlap(path, messages)))
+    moved = _moved(path, messages, shared)
+    if _kept_replies(path, messages):
+        return Fork(path.turns[0].id, moved or "edited", shared)
+    if shared and moved == "context compacted":
+        return Fork(path.turns[0].id, moved, shared)
+    return Fork(None, "new conversation", shared)
+
+
+def _kept_replies(path: Trajectory, messages: Sequence[Message]) -> int:
+    """The number of replies of a path that the conversation has, by their meaning or by their call ids."""
+    digests = {message.digest for message in messages if message.role == "assistant"}
+    ids = {call.id for message in messages for call in message.tool_calls}
+    replies = [turn.reply for turn in path.turns]
+    return sum(
+        reply.digest in digests or any(call.id in ids for call in reply.tool_calls) for reply in replies
+    )
 
 
 def _changed(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason:
@@ -40,19 +64,27 @@ def _changed(path: Trajectory, messages: Sequence[Message], shared: int) -> Fork
 def _moved(path: Trajectory, messages: Sequence[Message], shared: int) -> ForkReason | None:
     """How the rest of a recorded path was moved within a conversation; None if too little of it remains."""
     recorded = _digests(path)[shared:]
-    rest = [message.digest for message in messages[shared:]]
-    places = {digest: index for index, digest in enumerate(recorded)}
-    kept = [(places[digest], index) for index, digest in enumerate(rest) if digest in places]
+    kept = _kept(recorded, [message.digest for message in messages[shared:]])
     if not kept:
         return None
-    if len({place for place, _ in kept}) == len(recorded):
-        if len(recorded) == 1:
-            return None
-        in_order = all(before[0] < after[0] for before, after in pairwise(kept))
-        return "edited" if in_order else "reordered"  # messages were inserted, or all were reordered
+    if any(before[0] > after[0] for before, after in pairwise(kept)):
+        return "reordered"
+    if len(kept) == len(recorded):
+        return "edited" if len(kept) > 1 else None  # messages were inserted
     if all(place > index for place, index in kept):
         return "context compacted"  # later messages are in the place of dropped or summarised ones
     return "edited" if len(kept) > 1 else None
+
+
+def _kept(recorded: Sequence[bytes], rest: Sequence[bytes]) -> list[tuple[int, int]]:
+    """The messages that both have, as (index in `recorded`, index in `rest`), in the order of `rest`.
+
+    Of equal messages, the first in `rest` is the first in `recorded`, and so on.
+    """
+    places: dict[bytes, list[int]] = {}
+    for index in reversed(range(len(recorded))):
+        places.setdefault(recorded[index], []).append(index)
+    return [(places[digest].pop(), index) for index, digest in enumerate(rest) if places.get(digest)]
 
 
 def _overlap(path: Trajectory, messages: Sequence[Message]) -> int:

@@ -32,11 +32,14 @@ EXPLANATIONS: Mapping[ForkReason, Explanation] = {
     "edited": Explanation(
         "A message differs from the recorded one.",
         "Send earlier messages back unchanged, especially the model's own: do not strip, shorten or "
-        "rewrite them, and insert nothing between them.",
+        "rewrite them, and insert nothing between them. Where the framework does that by itself (smolagents "
+        "writes calls as text), nothing is wrong: each such call is trained as a branch of its own, only its "
+        "prompt is computed anew.",
     ),
     "reordered": Explanation(
         "The recorded messages were sent back in another order.",
-        "Only append to the history; do not sort or move its messages.",
+        "Only append to the history; do not sort or move its messages. Where the framework does that by "
+        "itself (camel-ai), each such call is trained as a branch of its own.",
     ),
     "template strips reasoning": Explanation(
         "The chat template drops earlier reasoning at a new user message, so recorded tokens cannot be "

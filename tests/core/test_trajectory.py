@@ -186,6 +186,52 @@ def test_a_shared_system_prompt_is_a_new_conversation() -> None:
     assert fork is not None and fork.reason == "new conversation"
 
 
+SYSTEM = Message("system", "Be brief.")
+CALL = ToolCall("call_1", "search", "{}")
+ASKED = Message("user", "Where is Lyon?")
+CALLED = Message("assistant", "I look.", tool_calls=(CALL,))
+FOUND = Message("tool", "In France.", tool_call_id="call_1")
+
+
+def test_a_changed_message_before_a_kept_reply_is_an_edit() -> None:
+    """The newest message had a reminder, which the next call moves on."""
+    reminded = Message("user", "Where is Lyon? (You have 3 turns left.)")
+    forest = Forest([make_turn("a", new_messages=(SYSTEM, reminded), reply=CALLED)])
+    assert forest.continuation([SYSTEM, ASKED, CALLED, FOUND]).fork == Fork("a", "edited", 1)
+    rewritten = Message("assistant", "", tool_calls=(ToolCall("call_1", "search", '{"q": 1}'),))
+    assert forest.continuation([SYSTEM, ASKED, rewritten, FOUND]).fork == Fork("a", "edited", 1)
+
+
+def test_an_auxiliary_call_about_the_same_question_shares_no_conversation() -> None:
+    """A call for a title has the user's message, too, and no reply."""
+    title = (Message("system", "Write titles."), Message("user", "Write a title for this:"), ASKED)
+    forest = Forest([make_turn("a", new_messages=title, reply=Message("assistant", "Lyon"))])
+    assert forest.continuation([SYSTEM, ASKED]).fork == Fork(None, "new conversation", 0)
+    forest = Forest([make_turn("a", new_messages=(SYSTEM, ASKED), reply=CALLED)])
+    assert forest.continuation(title).fork == Fork(None, "new conversation", 0)
+
+
+def test_messages_in_another_order_are_reordered_though_not_all_are_kept() -> None:
+    last = Message("assistant", "In France.")
+    turns = [
+        make_turn("a", new_messages=(SYSTEM, ASKED), reply=CALLED),
+        make_turn("b", "a", new_messages=(FOUND,), reply=last),
+    ]
+    sent = [SYSTEM, ASKED, FOUND, CALLED, Message("user", "And Rome?")]
+    assert Forest(turns).continuation(sent).fork == Fork("a", "reordered", 2)
+
+
+def test_equal_messages_are_not_reordered() -> None:
+    again = Message("user", "Go on.")
+    turns = [
+        make_turn("a", new_messages=(ASKED,), reply=Message("assistant", "one")),
+        make_turn("b", "a", new_messages=(again,), reply=Message("assistant", "two")),
+        make_turn("c", "b", new_messages=(again,), reply=Message("assistant", "three")),
+    ]
+    sent = [Message("user", "Hi"), Message("assistant", "one"), again, Message("assistant", "two"), again]
+    assert Forest(turns).continuation(sent).fork == Fork("a", "edited", 0)
+
+
 def test_a_fork_that_the_template_forces_starts_again() -> None:
     forest = Forest([make_turn("a")])
     messages = conversation("q a", "a a", "next")
