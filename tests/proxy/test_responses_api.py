@@ -185,7 +185,8 @@ def test_refusals_are_openais_errors(proxy: RunningProxy, stream: bool) -> None:
     missing = refused(previous_response_id="resp_" + "0" * 24)
     assert (missing.code, missing.param) == ("previous_response_not_found", "previous_response_id")
     assert "not found." in missing.message
-    assert refused(tools=[{"type": "web_search"}]).param == "tools[0]"
+    assert refused(tools=[{"type": "local_shell"}]).param == "tools[0]"
+    assert refused(tools=[{"type": "web_search"}], tool_choice="required").param == "tool_choice"
     assert refused(background=True).code == "unsupported_parameter"
     assert refused(input="Lyon " * 5000).code == "context_length_exceeded"
 
@@ -244,3 +245,49 @@ def test_an_engine_that_fails_in_the_middle_is_a_failed_response(proxy: RunningP
     assert any(event.type == "response.output_text.delta" for event in seen)
     assert seen[-1].type == "response.failed" and seen[-1].response.status == "failed"
     assert seen[-1].response.error.code == "server_error" and seen[-1].response.error.message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_of_a_namespace_is_called_and_replayed_by_both_names(
+    proxy: RunningProxy, stream: bool
+) -> None:
+    episode = proxy.open_episode()
+    client = proxy.openai(episode)
+    lookup = {"type": "function", "name": "lookup", "parameters": {"type": "object"}}
+    tools: list[Any] = [
+        {
+            "type": "namespace",
+            "name": "atlas",
+            "description": "Maps.",
+            "tools": [lookup, {"type": "custom", "name": "note"}],
+        },
+        {"type": "namespace", "name": "mcp__geo__", "description": "", "tools": [lookup]},
+        {"type": "web_search"},
+    ]
+    block = '<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'
+    calls = [
+        ("atlas__lookup", '{"query": "Lyon"}'),
+        ("atlas__note", '{"input": "x"}'),
+        ("mcp__geo__lookup", "{}"),
+    ]
+    proxy.engine.script = lambda call: "\n".join(block.format(*one) for one in calls)
+    body: dict[str, Any] = {"model": "policy", "tools": tools}
+    if stream:
+        with client.responses.stream(input=QUESTION, **body) as events:
+            first = events.until_done().get_final_response()
+    else:
+        first = client.responses.create(input=QUESTION, **body)
+    named = [(item.type, item.namespace, item.name) for item in first.output]
+    assert named == [
+        ("function_call", "atlas", "lookup"),
+        ("custom_tool_call", "atlas", "note"),
+        ("function_call", "mcp__geo__", "lookup"),
+    ]
+    results = [
+        {"type": item.type + "_output", "call_id": item.call_id, "output": "found"} for item in first.output
+    ]
+    replayed = [item.model_dump(exclude_none=True) for item in first.output]
+    proxy.engine.script = lambda call: "Done."
+    client.responses.create(input=[{"role": "user", "content": QUESTION}, *replayed, *results], **body)
+    turns = proxy.tokens(episode)["turns"]
+    assert turns[1]["parent"] == turns[0]["id"]

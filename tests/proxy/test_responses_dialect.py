@@ -18,6 +18,7 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall, canonical_key
 from areal_agents.core.trajectory import Turn
 from areal_agents.errors import RequestError
+from areal_agents.proxy.calls.fields import ignored_fields
 from areal_agents.proxy.calls.request import CompletedTurn, ModelRequest
 from areal_agents.proxy.dialects.base import Dialect, ReadContext, StreamWriter
 from areal_agents.proxy.dialects.responses.dialect import ResponsesDialect
@@ -256,7 +257,11 @@ def test_sampling_and_output_form() -> None:
         ({"input": [{"type": "custom_tool_call", "call_id": "1", "name": "x"}]}, "input[0].input"),
         ({"input": "q", "instructions": ["x"]}, "instructions"),
         ({"input": "q", "tools": {}}, "tools"),
-        ({"input": "q", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "q", "tools": [{"type": "local_shell"}]}, "tools[0]"),
+        ({"input": "q", "tools": [{"type": []}]}, "tools[0]"),
+        ({"input": "q", "tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+        ({"input": "q", "tools": [{"type": "namespace", "name": "n", "tools": [3]}]}, "tools[0].tools"),
+        ({"input": "q", "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"input": "q", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "q", "tool_choice": "required"}, "tool_choice"),
         ({"input": "q", "tool_choice": {"type": "function", "name": "x"}}, "tool_choice.name"),
@@ -276,6 +281,20 @@ def test_sampling_and_output_form() -> None:
 )
 def test_what_is_refused_names_its_field(body: dict[str, Any], param: str) -> None:
     assert refusal(body).param == param
+
+
+def test_tools_of_namespaces_are_functions_and_hosted_tools_are_left_out() -> None:
+    inner = {"type": "function", "name": "lookup", "description": "Looks it up."}
+    group = {"type": "namespace", "name": "atlas", "description": "Maps.", "tools": [inner]}
+    body = {"input": "q", "tools": [group, {"type": "web_search"}, SEARCH]}
+    request = read(body)
+    functions = [tool["function"] for tool in request.tools]
+    assert [function["name"] for function in functions] == ["atlas__lookup", "search"]
+    assert functions[0]["description"] == "Maps.\n\nLooks it up."
+    assert inner["name"] == "lookup"  # the answer repeats the tools as they were sent
+    assert ignored_fields("responses", body) == ("tools: web_search",)
+    chosen = {"type": "function", "name": "lookup", "namespace": "atlas"}
+    assert read({**body, "tool_choice": chosen}).named_tool == "atlas__lookup"
 
 
 def test_what_the_answer_cannot_repeat_is_refused() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from areal_agents.proxy.dialects.responses.tools import hosted_tools
+
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty"}
 _COMMON = {"model", "stream", "chat_template_kwargs", "enable_thinking", *_SAMPLING}
 _HONOURED: Mapping[str, frozenset[str]] = {
@@ -35,10 +37,14 @@ _HONOURED: Mapping[str, frozenset[str]] = {
 
 
 def ignored_fields(dialect: str, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the sorted names of the request fields that have no effect, except null and empty fields."""
+    """Return the sorted names of the request fields that have no effect, except null and empty fields.
+
+    A tool that is left out is listed with its type.
+    """
     honoured = _HONOURED[dialect]
-    return tuple(
-        sorted(
-            name for name, value in body.items() if name not in honoured and value not in (None, [], {}, "")
-        )
-    )
+    ignored = {
+        name for name, value in body.items() if name not in honoured and value not in (None, [], {}, "")
+    }
+    if dialect == "responses":
+        ignored.update(f"tools: {kind}" for kind in hosted_tools(body))
+    return tuple(sorted(ignored))

@@ -13,7 +13,7 @@ from areal_agents.core.completion import Completion
 from areal_agents.core.messages import ToolCall
 from areal_agents.proxy.calls.request import CompletedTurn
 from areal_agents.proxy.dialects.responses.items import ItemKind, item_id
-from areal_agents.proxy.dialects.responses.tools import custom_input, custom_names
+from areal_agents.proxy.dialects.responses.tools import ClientTool, client_tools, custom_input
 from areal_agents.proxy.dialects.turn_ids import handle_of, wire_id
 from areal_agents.proxy.dialects.writing import TokenTexts, model_name
 from areal_agents.rendering import Tokenizer
@@ -76,10 +76,13 @@ def message_item(turn_id: str, parts: list[Item], status: Status, piece: int = 0
     }
 
 
-def call_item(turn_id: str, index: int, call: ToolCall, custom: frozenset[str]) -> Item:
-    """Return the item of the `index`-th call of a reply; `custom` has the names of the custom tools."""
-    kind: ItemKind = "custom_tool_call" if call.name in custom else "function_call"
-    item = {"id": item_id(turn_id, kind, index), "type": kind, "call_id": call.id, "name": call.name}
+def call_item(turn_id: str, index: int, call: ToolCall, tools: Mapping[str, ClientTool]) -> Item:
+    """Return the item of the `index`-th call of a reply; `tools` are those of `client_tools`."""
+    tool = tools.get(call.name) or ClientTool(call.name)
+    kind: ItemKind = "custom_tool_call" if tool.is_custom else "function_call"
+    item = {"id": item_id(turn_id, kind, index), "type": kind, "call_id": call.id, "name": tool.name}
+    if tool.namespace is not None:
+        item["namespace"] = tool.namespace
     if kind == "custom_tool_call":
         return {**item, "input": custom_input(call.arguments), "status": "completed"}
     return {**item, "arguments": call.arguments, "status": "completed"}
@@ -99,8 +102,9 @@ def output_items(body: Mapping[str, Any], done: CompletedTurn, tokens: list[Item
         part = text_part(reply.content, tokens)
         cut = done.finish_reason == "length" and not reply.tool_calls
         out.append(message_item(turn_id, [part], "incomplete" if cut else "completed"))
-    custom = custom_names(body)
-    out += [call_item(turn_id, index, call, custom) for index, call in enumerate(reply.tool_calls)]
+    if reply.tool_calls:
+        tools = client_tools(body)
+        out += [call_item(turn_id, index, call, tools) for index, call in enumerate(reply.tool_calls)]
     return out
 
 

@@ -26,7 +26,7 @@ from areal_agents.proxy.dialects.responses.answers import (
     text_part,
 )
 from areal_agents.proxy.dialects.responses.items import ItemKind, item_id
-from areal_agents.proxy.dialects.responses.tools import custom_names
+from areal_agents.proxy.dialects.responses.tools import client_tools
 from areal_agents.proxy.dialects.writing import event
 from areal_agents.rendering import Tokenizer
 
@@ -43,7 +43,7 @@ class ResponsesStream:
         self._turn_id = turn_id
         self._created_at = created_at
         self._tokenizer = tokenizer
-        self._custom = custom_names(body)
+        self._tools = client_tools(body)
         self._sequence = 0
         self._output: list[Item] = []  # the finished items
         self._open: TextKind | None = None  # the kind of the item that is being filled
@@ -73,13 +73,13 @@ class ResponsesStream:
     def call(self, choice: int, call: ToolCall) -> bytes:
         closing = self._close("completed", [])
         index = sum(item["type"] not in ("reasoning", "message") for item in self._output)
-        item = call_item(self._turn_id, index, call, self._custom)
+        item = call_item(self._turn_id, index, call, self._tools)
         field = "input" if item["type"] == "custom_tool_call" else "arguments"
         name = "response.custom_tool_call_input" if field == "input" else "response.function_call_arguments"
         text = item[field]
         where = {"item_id": item["id"], "output_index": len(self._output)}
         # Some clients read the name from the last of these events.
-        named = {"name": call.name} if field == "arguments" else {}
+        named = {"name": item["name"]} if field == "arguments" else {}
         events = [
             self._added({**item, field: "", "status": "in_progress"}),
             self._event(f"{name}.delta", **where, delta=text) if text else b"",

@@ -16,7 +16,7 @@ from areal_agents.core.forest import Forest
 from areal_agents.core.messages import Message, ToolCall
 from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.dialects import reading
-from areal_agents.proxy.dialects.responses.tools import custom_arguments, custom_input
+from areal_agents.proxy.dialects.responses.tools import custom_arguments, custom_input, flat_name
 from areal_agents.proxy.dialects.turn_ids import turn_id_of, wire_id
 
 ItemKind = Literal["reasoning", "message", "function_call", "custom_tool_call"]
@@ -172,7 +172,8 @@ class _ItemReader:
             arguments = self._custom_arguments(call_id, item.get("input"), where)
         else:
             arguments = reading.arguments_text(item.get("arguments"))
-        self._add_call(kind, named_turn(item), ToolCall(call_id, name, arguments))
+        flat = flat_name(name, item.get("namespace"))
+        self._add_call(kind, named_turn(item), ToolCall(call_id, flat, arguments))
 
     def _add_call(self, kind: ItemKind, turn: str, call: ToolCall) -> None:
         self._reply(kind, turn).calls.append(call)

@@ -1,13 +1,15 @@
-"""Converts tools of the Responses API to chat function tools, and calls of custom tools back.
+"""Converts tools of the Responses API to chat function tools, and calls of them back.
 
 A custom tool takes free text. The model sees it as a function with one string argument, `input`, and the
-client receives the text of that argument. Tools that the server would have to run are refused.
+client receives the text of that argument. A tool of a namespace is a function whose name begins with the
+namespace. Tools that a server of OpenAI would run are left out, unless the request forces a call of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from areal_agents.errors import shown
@@ -15,15 +17,56 @@ from areal_agents.proxy.calls.request import CallPolicy
 from areal_agents.proxy.dialects import reading
 
 _INPUT = "input"
+# Tools that run on OpenAI's servers. Clients such as codex always offer some, and work without them.
+_HOSTED = {
+    "code_interpreter", "file_search", "image_generation", "mcp", "tool_search", "web_search",
+    "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """How the client knows a tool that the model calls by one flat name."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
 
 
 def read_tools(value: Any) -> tuple[dict[str, Any], ...]:
-    """Return `tools` as chat function tools. Raise RequestError 400 for a tool that the server would run."""
+    """Return `tools` as chat function tools, without the hosted ones.
+
+    Raises:
+        RequestError: 400; a tool is malformed or has an unknown type.
+    """
     if value is None:
         return ()
     if not isinstance(value, list):
         reading.refuse(f"tools must be a list, got {shown(value)}", "tools")
-    return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(value))
+    found: list[dict[str, Any]] = []
+    for index, tool in enumerate(value):
+        where = f"tools[{index}]"
+        if not isinstance(tool, dict):
+            reading.refuse(f"a tool must be an object, got {shown(tool)}", where)
+        if tool.get("type") == "namespace":
+            found += _namespace(tool, where)
+        elif not _is_hosted(tool):
+            found.append(_tool(tool, where))
+    return tuple(found)
+
+
+def hosted_tools(body: Mapping[str, Any]) -> list[str]:
+    """Return the types of the tools that are left out, because OpenAI's servers would run them."""
+    tools = body.get("tools")
+    found = tools if isinstance(tools, list) else []
+    return [tool["type"] for tool in found if isinstance(tool, dict) and _is_hosted(tool)]
+
+
+def flat_name(name: str, namespace: object) -> str:
+    """Return the name by which the model calls a tool."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
 
 
 def read_tool_choice(
@@ -48,17 +91,25 @@ def read_tool_choice(
         return _allowed(value, names, where)
     if kind not in ("function", "custom"):
         reading.unsupported(f"tool_choice of type {shown(kind)} is not supported; name a function", where)
-    if value.get("name") not in names:
+    named = flat_name(str(value.get("name")), value.get("namespace"))
+    if named not in names:
         reading.refuse(
             f"tool_choice names {shown(value.get('name'))}, which is not in tools: {shown(names)}",
             f"{where}.name",
         )
-    return "required", value["name"]
+    return "required", named
 
 
-def custom_names(body: Mapping[str, Any]) -> frozenset[str]:
-    """Return the names of the custom tools of a validated request."""
-    return frozenset(tool["name"] for tool in body.get("tools") or () if tool["type"] == "custom")
+def client_tools(body: Mapping[str, Any]) -> dict[str, ClientTool]:
+    """Return the tools of a validated request, by the names that the model uses."""
+    found: dict[str, ClientTool] = {}
+    for tool in body.get("tools") or ():
+        inner, namespace = (tool["tools"], tool["name"]) if tool["type"] == "namespace" else ([tool], None)
+        for one in inner:
+            if one["type"] in ("function", "custom"):
+                name = one["name"]
+                found[flat_name(name, namespace)] = ClientTool(name, namespace, one["type"] == "custom")
+    return found
 
 
 def custom_arguments(text: str) -> str:
@@ -77,14 +128,36 @@ def custom_input(arguments: str) -> str:
     return arguments
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    if not isinstance(tool, dict):
-        reading.refuse(f"a tool must be an object, got {shown(tool)}", where)
+def _is_hosted(tool: Mapping[str, Any]) -> bool:
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind in _HOSTED
+
+
+def _namespace(group: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return the tools of a namespace, whose description precedes the description of each of them."""
+    name, description, tools = group.get("name"), group.get("description") or "", group.get("tools")
+    if not isinstance(name, str) or not name:
+        reading.refuse("a namespace of tools must have a name", f"{where}.name")
+    if not isinstance(description, str):
+        reading.refuse("the description of a namespace must be a string", f"{where}.description")
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        reading.refuse("a namespace must have a list of tools", f"{where}.tools")
+    found = [_tool(tool, f"{where}.tools[{index}]") for index, tool in enumerate(tools)]
+    for tool in found:
+        function = tool["function"]
+        function["name"] = flat_name(function["name"], name)
+        told = [text for text in (description, function.get("description")) if text]
+        if told:
+            function["description"] = "\n\n".join(told)
+    return found
+
+
+def _tool(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = tool.get("type")
     if kind not in ("function", "custom"):
         reading.unsupported(
-            f"tools of type {shown(kind)} are not supported, because this server runs no tools; use function "
-            "or custom tools, which the client runs",
+            f"tools of type {shown(kind)} are not supported; use function or custom tools, which the client "
+            "runs",
             where,
         )
     if not isinstance(tool.get("name"), str) or not tool["name"]:
@@ -116,7 +189,9 @@ def _custom_function(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _allowed(value: Mapping[str, Any], names: list[str], where: str) -> tuple[CallPolicy, str | None]:
     listed = value.get("tools")
     tools = listed if isinstance(listed, list) else []
-    allowed = [tool.get("name") for tool in tools if isinstance(tool, dict)]
+    allowed = [
+        flat_name(str(tool.get("name")), tool.get("namespace")) for tool in tools if isinstance(tool, dict)
+    ]
     if len(allowed) != len(tools) or any(name not in allowed for name in names):
         reading.unsupported(
             "tool_choice of type allowed_tools must allow every tool; send only the tools that may be called",
