@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -286,3 +287,15 @@ async def test_a_broken_engine_still_rests_at_once(engines: dict[Form, tuple[Scr
         app.script = lambda call: TEXT
         assert isinstance(await outcome(pool, "good", "hello", "episode 9"), float)
         assert (replica.exclusions, replica.invalid_answers) == (0, [])
+
+
+async def test_a_size_that_nobody_reports_is_named(tmp_path: Path) -> None:
+    app = ScriptedApp.from_folder(MODEL, lambda call: TEXT)
+    app._model_path, app._vocab_size = str(tmp_path), None  # type: ignore[assignment]  # as SGLang reports
+    with running(app) as url:
+        async with SGLangEngine(url) as engine:
+            with pytest.raises(EngineError, match=r"config.json is not readable from here; start it on"):
+                await engine.model_info()
+            (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+            with pytest.raises(EngineError, match=r"config.json has no vocab_size; add it to the file"):
+                await engine.model_info()

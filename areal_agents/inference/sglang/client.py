@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -257,10 +257,8 @@ class SGLangEngine(SGLangControl):
             or config.get("max_position_embeddings")
         )
         if not isinstance(vocab_size, int) or not isinstance(context, int):
-            raise EngineError(
-                f"{self.base_url} does not report its vocabulary or context size, and {path}/config.json "
-                "is not readable from here: start it on a folder that this machine can read under that path"
-            )
+            sizes = {"vocab_size": vocab_size, "max_position_embeddings": context}
+            raise EngineError(_unreported(self.base_url, path, config, sizes))
         version = self._served = version_from_wire(info.get("weight_version", "default"))
         kernel = str(info.get("kernel", ""))
         workers = server.get("tp_size") or 1
@@ -372,3 +370,13 @@ def _local_config(path: str) -> dict[str, Any]:
         return read_object(Path(path) / "config.json")
     except ConfigError:
         return {}
+
+
+def _unreported(url: str, path: str, config: Mapping[str, Any], sizes: Mapping[str, object]) -> str:
+    """Say why the sizes of an engine's model are unknown; `config` is {} if its file is not readable."""
+    if config:
+        missing = " and ".join(name for name, value in sizes.items() if not isinstance(value, int))
+        reason = f"has no {missing}; add it to the file"
+    else:
+        reason = "is not readable from here; start it on a folder that this machine can read under that path"
+    return f"{url} does not report the size of its vocabulary or its context, and {path}/config.json {reason}"
