@@ -79,7 +79,7 @@ class RequestError(ArealAgentsError):
         code: a stable machine-readable code, for example ``context_length_exceeded``.
         param: the invalid field of the request, if there is one.
         retry_after_s: seconds after which the same request may succeed, if that is known.
-        details: numbers that a dialect's form of the message needs, for example the limit that was exceeded.
+        details: values that a dialect's form of the error needs, for example the limit that was exceeded.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RequestError(ArealAgentsError):
         code: str = "invalid_request",
         param: str | None = None,
         retry_after_s: float | None = None,
-        details: Mapping[str, int] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         message = _cut(message, _LONGEST_MESSAGE)
         super().__init__(message)

@@ -478,3 +478,52 @@ def test_a_missing_model_and_open_access_are_clear_errors(tmp_path: Path) -> Non
         serve("no/model", ProxyConfig(), store=tmp_path / "s.db")
     with pytest.raises(ConfigError, match="admin key"):
         serve("no/model", ProxyConfig(host="0.0.0.0"), store=tmp_path / "s.db")
+
+
+CALLS = [{"id": "call_1", "type": "function", "function": {"name": "search", "arguments": "{}"}}]
+TOOL_USE = {"type": "tool_use", "id": "call_1", "name": "search", "input": {}}
+FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "search", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "call"),
+    [
+        (
+            "/v1/chat/completions",
+            {"messages": [USER, {"role": "tool", "tool_call_id": "call_1", "content": "In France."}]},
+            {"role": "assistant", "tool_calls": CALLS},
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER, {"role": "tool", "content": "In France."}]},
+            {"role": "assistant", "tool_calls": CALLS},
+        ),
+        (
+            "/v1/responses",
+            {"input": [USER, {"type": "function_call_output", "call_id": "call_1", "output": "In France."}]},
+            FUNCTION_CALL,
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 9,
+                "messages": [
+                    USER,
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1"}]},
+                ],
+            },
+            {"role": "assistant", "content": [TOOL_USE]},
+        ),
+    ],
+    ids=["chat", "chat, without an id", "responses", "messages"],
+)
+def test_a_result_needs_its_call_in_the_conversation(
+    proxy: RunningProxy, path: str, body: dict[str, Any], call: dict[str, Any]
+) -> None:
+    url = f"{proxy.url}/e/{proxy.open_episode()['key']}{path}"
+    answer = proxy.http.post(url, json={"model": "policy", **body})
+    assert answer.status_code == 400 and "no message before it has this call" in message_of(answer)
+    assert not proxy.engine.calls
+    conversation = next(value for value in body.values() if isinstance(value, list))
+    conversation.insert(1, call)
+    assert proxy.http.post(url, json={"model": "policy", **body}).status_code == 200

@@ -281,3 +281,30 @@ def test_an_engine_that_fails_is_reported_in_the_stream(proxy: RunningProxy) -> 
         list(ask(client, stream=True))
     body: Any = caught.value.body
     assert body["type"] == "error" and body["error"]["type"] == "overloaded_error"
+
+
+def test_a_tool_runner_that_uses_threads_sends_the_whole_conversation(proxy: RunningProxy) -> None:
+    @anthropic.beta_tool
+    def search(query: str) -> str:
+        """Search the corpus."""
+        return "In France."
+
+    episode = proxy.open_episode()
+    texts = iter([THOUGHT_AND_CALL, "It is in France."])
+    proxy.engine.script = lambda call: next(texts)
+    runner = client_of(proxy, episode).beta.messages.tool_runner(
+        model="claude-x", max_tokens=200, tools=[search], messages=[USER]
+    )
+    last = runner.until_done()
+    assert last.content[-1].text == "It is in France."
+    assert_continued(proxy, episode)
+
+
+def test_a_thread_is_refused_in_the_words_that_the_sdk_knows(proxy: RunningProxy) -> None:
+    client = client_of(proxy, proxy.open_episode())
+    thread = {"type": "continue", "previous_message_id": "msg_1"}
+    with pytest.raises(anthropic.BadRequestError, match="send the whole conversation") as refused:
+        ask(client, extra_body={"thread": thread})
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert refused.value.body["error"]["details"] == details  # type: ignore[index]
+    assert not proxy.engine.calls

@@ -192,6 +192,23 @@ def test_a_call_is_one_json_line(renderer: ChatRenderer, tmp_path: Path) -> None
     assert "secret word" not in stream.getvalue()
 
 
+def test_a_call_that_is_refused_while_it_is_read_names_its_episode(
+    renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    stream = io.StringIO()
+    with (
+        logging_as("json", stream),
+        running_proxy(tmp_path / "store.db", ScriptedSampler(renderer), log_calls=True) as proxy,
+    ):
+        episode = proxy.open_episode()
+        with pytest.raises(openai.BadRequestError):
+            proxy.openai(episode).chat.completions.create(model="m", messages=HELLO, n=0)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    (line,) = (line for line in lines if "call" in line)
+    assert line["episode_id"] == episode["id"] and line["call"]["split"] == "train"
+    assert (line["call"]["status"], line["call"]["code"]) == (400, "invalid_value")
+
+
 @pytest.mark.parametrize("log_format", ["text", "json"])
 def test_no_key_is_ever_logged(renderer: ChatRenderer, tmp_path: Path, log_format: Any) -> None:
     stream = io.StringIO()

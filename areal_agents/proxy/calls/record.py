@@ -21,9 +21,9 @@ class CallRecord:
         repeated: whether the call was answered with the sample of an earlier attempt.
         label: label of the caller within the episode.
         ignored: request fields that have no effect.
-        episode_id: id of the episode; this and the following fields are empty if the call failed earlier.
+        episode_id: id of the episode, "" if the call failed before it was found.
         split: split of the episode.
-        turns: the recorded turns of the answer.
+        turns: the recorded turns of the answer; this and the counts of tokens are empty after a failure.
         prompt_tokens: length of the whole prompt.
         reused_tokens: number of prompt tokens that are recorded ids of earlier turns.
         upstream: name of the model if another server answered, "" for the policy.
@@ -53,6 +53,10 @@ class CallRecord:
     message: str = ""
     duration_s: float = 0.0
     first_piece_s: float | None = None
+
+    def belongs_to(self, episode_id: str, split: str) -> None:
+        """Set the episode of the call."""
+        self.episode_id, self.split = episode_id, split
 
 
 Observer = Callable[[CallRecord], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,6 +12,7 @@ import numpy as np
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message
 from areal_agents.core.trajectory import Turn
+from areal_agents.errors import RequestError, shown
 
 CallPolicy = Literal["auto", "none", "required"]
 RAW_TOOLS_ID = "raw prompt"  # represents the tools of a call that no chat template renders
@@ -105,6 +106,29 @@ def _digest(raw: str | tuple[int, ...] | None) -> tuple[str, bytes] | None:
         return None
     data = raw.encode(errors="surrogatepass") if isinstance(raw, str) else np.asarray(raw, np.int64).tobytes()
     return type(raw).__name__, hashlib.blake2b(data, digest_size=16).digest()
+
+
+def refuse_unknown_results(messages: Sequence[Message]) -> None:
+    """Raise RequestError 400 if a tool result answers a call that is nowhere before it in the conversation.
+
+    The model would read an answer to a question that it never asked: the client has dropped or replaced the
+    message with the call. A call without an id can be answered by any result.
+    """
+    known: set[str] = set()
+    for index, message in enumerate(messages):
+        if message.tool_calls:
+            known.update(call.id for call in message.tool_calls)
+        elif message.role == "tool" and not _may_answer(message.tool_call_id, known):
+            raise RequestError(
+                f"message {index} is the result of the tool call {shown(message.tool_call_id)}, but no "
+                "message before it has this call; send the assistant's message with the call, too",
+                code="invalid_conversation",
+                param="messages",
+            )
+
+
+def _may_answer(call_id: str | None, known: set[str]) -> bool:
+    return bool(known) if call_id is None else call_id in known or "" in known
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from areal_agents.proxy.calls.fields import ignored_fields
 from areal_agents.proxy.calls.labels import label_of, session_of, task_of
 from areal_agents.proxy.calls.passthrough import PassThrough
 from areal_agents.proxy.calls.record import CallRecord, Observer
-from areal_agents.proxy.calls.request import ModelRequest, Retry
+from areal_agents.proxy.calls.request import ModelRequest, Retry, refuse_unknown_results
 from areal_agents.proxy.calls.shared_reply import SharedReply
 from areal_agents.proxy.calls.streaming import EventStream, events_of, lists_many_tokens
 from areal_agents.proxy.config import ProxyConfig
@@ -201,13 +201,12 @@ class ModelCalls:
             self._report(record, started)
             return response
         headers = _plain_headers(request)
-        session, model_request = await self._read(request, dialect, headers, caller, body)
+        session, model_request = await self._read(request, dialect, headers, caller, body, record)
         if model_request.session:
             session.name_main_session(model_request.session)
         # Only `model_request` keeps the conversation, because hundreds of calls may wait for the engine.
         body = {name: value for name, value in body.items() if name not in _CONVERSATION}
         record.retry_count, record.label = model_request.retry.count, model_request.label
-        record.episode_id, record.split = session.id, session.row.split
         reply = self._completer.call(session, model_request, streamed=record.streamed)
         if session.opening is not None:
             reply.task.add_done_callback(lambda _: self._implicit.call_ended(session, model_request, reply))
@@ -283,19 +282,28 @@ class ModelCalls:
         headers: Mapping[str, str],
         caller: Caller,
         body: Mapping[str, Any],
+        record: CallRecord,
     ) -> tuple[Session, ModelRequest]:
-        """Return the episode that a request belongs to, and the canonical request."""
+        """Return the episode that a request belongs to, and the canonical request.
+
+        The episode is in the record as soon as it is known, so that a refused request names it.
+        """
         header, retry = session_of(headers), _retry(headers)
 
         def read(context: ReadContext) -> ModelRequest:
-            return replace(dialect.read(body, context), session=header, retry=retry)
+            found = dialect.read(body, context)
+            refuse_unknown_results(found.messages)
+            return replace(found, session=header, retry=retry)
 
         if caller.episode_key is not None:
             session = await self._sessions.by_key(caller.episode_key)
+            record.belongs_to(session.id, session.row.split)
             context = self._context(headers, session)
             return session, await self._bodies.off_loop(request, lambda: read(context))
         name, task = session_name(headers, body), task_of(headers)
         known = self._implicit.find(caller, name, dialect.referenced_turn(body))
+        if known is not None:
+            record.belongs_to(known.id, known.row.split)
         context = self._context(headers, known)
         model_request = await self._bodies.off_loop(request, lambda: read(context))
         if known is None:
@@ -303,6 +311,7 @@ class ModelCalls:
             known = await self._implicit.session(
                 caller, name, model_request, lambda session: retries.repeated(session, model_request), task
             )
+            record.belongs_to(known.id, known.row.split)
         return known, model_request
 
     def _context(self, headers: Mapping[str, str], session: Session | None) -> ReadContext:

@@ -73,7 +73,10 @@ class Messages:
     def error(self, refusal: RequestError) -> bytes:
         """See `Dialect.error`. Anthropic's errors have no field for the parameter; the message names it."""
         kind = _TYPES.get(refusal.status, "api_error" if refusal.status >= 500 else "invalid_request_error")
-        return orjson.dumps({"type": "error", "error": {"type": kind, "message": _message_of(refusal)}})
+        error: dict[str, Any] = {"type": kind, "message": _message_of(refusal)}
+        if "error_code" in refusal.details:
+            error["details"] = refusal.details
+        return orjson.dumps({"type": "error", "error": error})
 
 
 def read_for_counting(body: Mapping[str, Any], context: ReadContext) -> ModelRequest:

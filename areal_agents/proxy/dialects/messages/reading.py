@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_agents.core.completion import Grammar
 from areal_agents.core.messages import Message, ToolCall
-from areal_agents.errors import shown
+from areal_agents.errors import RequestError, shown
 from areal_agents.proxy.calls.request import CallPolicy, ModelRequest, SamplingWish
 from areal_agents.proxy.dialects import reading
 from areal_agents.proxy.dialects.base import ReadContext
@@ -56,6 +56,14 @@ def _canonical(body: Mapping[str, Any], context: ReadContext, counting: bool) ->
         refuse(f"a request may have at most {context.max_messages} messages, got {len(found)}", "messages")
     if not counting and body.get("max_tokens") is None:
         refuse("max_tokens: Field required", "max_tokens")
+    if body.get("thread") is not None:
+        # On exactly these details the SDK sends the conversation again, whole and without threads.
+        raise RequestError(
+            "threads are not supported; send the whole conversation in messages",
+            code="thread_unsupported_request",
+            param="thread",
+            details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+        )
     for name in ("container", "mcp_servers"):
         if body.get(name):
             unsupported(f"{name} is not supported; run the tools in the client", name)
