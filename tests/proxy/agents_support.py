@@ -93,12 +93,22 @@ class Agent:
         raise NotImplementedError
 
     def edit(self, index: int, text: str) -> None:
-        """Write something else where a unit of the conversation was."""
+        """Write something else where a unit of the conversation was; the results of its calls go, too."""
         self.history[index] = [{"role": "user", "content": text}]
+        if any(is_result(item) for unit in self.history[index + 1 : index + 2] for item in unit):
+            del self.history[index + 1]
 
     @property
     def items(self) -> list[Any]:
         return [item for unit in self.history for item in unit]
+
+
+def is_result(item: Any) -> bool:
+    """Whether an item, in any dialect, has the results of calls."""
+    if item.get("role") == "tool" or str(item.get("type")).endswith("_output"):
+        return True
+    content = item.get("content")
+    return isinstance(content, list) and any(block.get("type") == "tool_result" for block in content)
 
 
 class ChatAgent(Agent):

@@ -37,7 +37,10 @@ def converse(client: OpenAI, rng: random.Random, calls: int) -> None:
         if not reply.tool_calls or rng.random() < 0.1:
             longer.append({"role": "user", "content": f"and {rng.randrange(99)}?"})
         if rng.random() < 0.1:
-            longer[rng.randrange(len(longer))] = {"role": "user", "content": "edited"}
+            index = rng.randrange(len(longer))
+            longer[index] = {"role": "user", "content": "edited"}
+            while index + 1 < len(longer) and longer[index + 1]["role"] == "tool":
+                del longer[index + 1]  # the results of the calls that are gone
         histories.append(longer)
 
 
