@@ -124,6 +124,7 @@ def faults_between_parts(config: Config) -> Iterator[str]:
     yield from _model_faults(config)
     yield from _algorithm_faults(config)
     yield from _routing_faults(config)
+    yield from _publish_faults(config)
     yield from _loop_faults(config)
 
 
@@ -288,6 +289,44 @@ def _algorithm_faults(config: Config) -> Iterator[str]:
         }
         for part in (name for name, used in parts.items() if used):
             yield f"{alone}which algorithm.{part} needs; use at least 2, or {part.split(':')[0]}: batch"
+
+
+def _publish_faults(config: Config) -> Iterator[str]:
+    """Yield why new weights cannot reach the engines by the chosen transport."""
+    publish, engine, trainer = config.trainer.publish, config.engine, config.trainer
+    on_gpus = engine.device.startswith("cuda") or (engine.kind == "sglang" and engine.device == "auto")
+    if publish.transport == "delta" and engine.kind == "sglang" and not engine.urls:
+        yield (
+            "trainer.publish.transport: delta needs the embedded engine, because SGLang 0.5.21 takes no "
+            "changes of weights; use broadcast, or ipc with engine.colocate"
+        )
+    shares_gpus = on_gpus and engine.colocate != "none" and trainer.device != "cpu"
+    if publish.transport == "broadcast" and publish.backend != "gloo" and shares_gpus:
+        yield (
+            f"trainer.publish.transport: broadcast: engine.colocate: {engine.colocate} puts a rank of the "
+            "trainer and one of the engine on one GPU, which NCCL refuses; use transport: ipc"
+        )
+    if publish.transport == "ipc" and on_gpus and engine.colocate == "none":
+        yield (
+            "trainer.publish.transport: ipc hands over memory of GPUs that trainer and engine share; set "
+            "engine.colocate: split or sleep, or use broadcast"
+        )
+    if publish.transport == "ipc" and not on_gpus and trainer.device == "cuda":
+        yield (
+            f"trainer.publish.transport: ipc: an engine with device: {engine.device} cannot read a GPU's "
+            "memory; use disk or tensor"
+        )
+    if engine.quantization and publish.transport != "lora":
+        yield (
+            f"engine.arguments: --quantization {engine.quantization}: SGLang 0.5.21 quantises weights as it "
+            "starts, and cannot load new ones over them; leave it out, or train an adapter (trainer.lora), "
+            "which leaves the quantised weights as they are"
+        )
+    elif engine.quantization and publish.verify != "off":
+        yield (
+            f"trainer.publish.verify: {publish.verify}: weights that --quantization {engine.quantization} "
+            "changes cannot be compared with the model's; use verify: off"
+        )
 
 
 def _routing_faults(config: Config) -> Iterator[str]:

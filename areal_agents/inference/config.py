@@ -223,6 +223,11 @@ class EngineConfig(BaseModel):
         return self.memory_fraction or MEMORY_FRACTION[self.colocate]
 
     @property
+    def quantization(self) -> str:
+        """How a started SGLang quantises the weights, or "" if it does not."""
+        return _value_of(self.arguments, "--quantization")
+
+    @property
     def without_effect(self) -> tuple[str, ...]:
         """The given settings that have no effect on these engines, for example on servers already running."""
         unread = STARTED_WITH if self.urls else EMBEDDED_ONLY if self.kind == "sglang" else ()

@@ -18,6 +18,7 @@ from areal_agents.errors import EngineError
 from areal_agents.inference.expert_routing import ExpertLayout
 
 PauseMode = Literal["retract", "in_place", "abort"]
+TensorForm = Literal["named", "flattened_bucket", "delta"]
 MemoryKind = Literal["weights", "kv_cache"]
 GroupBackend = Literal["gloo", "nccl"]
 OnTokens = Callable[[TokenChunk], None]
@@ -315,10 +316,18 @@ class Engine(Sampler, Protocol):
         ...
 
     async def update_weights_from_tensors(
-        self, payloads: Sequence[str], version: int, *, last: bool = True
+        self, payloads: Sequence[str], version: int, *, last: bool = True, form: TensorForm = "named"
     ) -> None:
-        """Send some of the weights: one payload per tensor-parallel worker, each the base64 form of a pickled
-        list of (name, tensor). With `last`, `version` is what the engine serves from now on."""
+        """Send some of the weights: one payload per tensor-parallel worker, each the base64 form of a pickle.
+        With `last`, `version` is what the engine serves from now on.
+
+        Args:
+            form: what is pickled. named: a list of (name, tensor). flattened_bucket: a mapping of
+                flattened_tensor, uint8, and metadata, which tells name, shape, dtype and place of each
+                weight; the tensor may be a handle of shared memory. delta, for the embedded engine only: a
+                mapping of `before`, the version that the changes apply to, changes, a list of (name, indices,
+                values), and whole, a list of (name, tensor); a weight in neither stays as it is.
+        """
         ...
 
     async def join_weight_group(self, group: WeightGroup) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import httpx
@@ -26,6 +26,7 @@ from areal_agents.inference.sglang.server import (
     GpuPlacement,
     SGLangProcess,
     find_environment,
+    nccl_environment,
     numerics,
     place,
     server_command,
@@ -188,6 +189,50 @@ def check_running(config: Config, urls: Sequence[str] | None = None) -> None:
             # A server without the setting, such as the embedded engine, does not need the flag.
             if isinstance(info, dict) and info.get(field, True) in (False, None):
                 raise ConfigError(f"engine.urls: {url} was started without {flag}, which {why} needs")
+        if isinstance(info, dict) and (fault := _cannot_take_weights(config, info)):
+            raise ConfigError(f"engine.urls: {url} {fault}")
+
+
+def _cannot_take_weights(config: Config, info: Mapping[str, Any]) -> str:
+    """Say why a running server cannot take new weights by the run's transport; "" if nothing is known."""
+    publish = config.trainer.publish
+    if publish.transport == "delta" and info.get("stages_weights") is not True:
+        return "takes no changes of weights, only the embedded engine does; use another publish.transport"
+    if (quantization := info.get("quantization")) and publish.transport != "lora":
+        return (
+            f"was started with --quantization {quantization}: it quantises weights as it starts, and cannot "
+            "load new ones over them; start it without, or train an adapter (trainer.lora)"
+        )
+    ours = nccl_environment(config.engine)["NCCL_CUMEM_ENABLE"]
+    if publish.transport == "broadcast" and info.get("enable_symm_mem") and ours != "1":
+        return (
+            "was started with --enable-symm-mem, which sets NCCL_CUMEM_ENABLE=1, and the trainer has "
+            f"{ours}: NCCL cannot connect them; start it without, or set NCCL_CUMEM_ENABLE=1 for the run"
+        )
+    return ""
+
+
+def check_nccl(config: Config, own: str | None) -> None:
+    """Check that the trainer and the engines that it broadcasts weights to have the same NCCL.
+
+    Args:
+        own: the version of the trainer's NCCL; None if it has no GPU.
+
+    Raises:
+        ConfigError: they have not, and NCCL would refuse to connect them.
+    """
+    publish, engine = config.trainer.publish, config.engine
+    if own is None or publish.transport != "broadcast" or publish.backend == "gloo":
+        return
+    if engine.kind != "sglang" or engine.urls:
+        return
+    theirs = find_environment(engine.python).nccl
+    if theirs is not None and theirs != own:
+        raise ConfigError(
+            f"trainer.publish.transport: broadcast: the trainer has NCCL {own}, and {engine.python} has "
+            f"{theirs}, and NCCL does not connect different versions; install the same nvidia-nccl in both, "
+            "or use transport: disk, or ipc with engine.colocate"
+        )
 
 
 def _needs(config: Config) -> Iterator[tuple[str, str, str]]:

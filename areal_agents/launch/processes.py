@@ -138,16 +138,19 @@ def _vocab_size(model: Path) -> int | None:
 def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
     from areal_agents.inference import SGLangEngine
     from areal_agents.inference.sglang.server import nccl_environment
-    from areal_agents.launch.engines import memory_to_release, wait_for_engines
+    from areal_agents.launch.engines import check_nccl, memory_to_release, wait_for_engines
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
+    from areal_agents.training.distributed import own_nccl
     from areal_agents.training.run import run
 
     stop = _stop_event()
     if config.engine.kind == "sglang":
         os.environ.update(nccl_environment(config.engine))  # the trainer may form a group with the engines
     first = int(os.environ.get("RANK", "0")) == 0
+    if first:
+        check_nccl(config, own_nccl())
     store = recorded = None
     data_ended: Callable[[], bool] = _never
     engines: list[SGLangEngine] = []

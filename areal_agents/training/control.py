@@ -71,6 +71,13 @@ class Control:
                 work.wait()
         return parts[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on every rank, pickled."""
+        found: list[Any] = [None] * self._count
+        with self._operation():
+            dist.all_gather_object(found, value, group=self._group)
+        return found
+
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
         found = torch.tensor(int(flag), dtype=torch.int32)

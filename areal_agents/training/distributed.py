@@ -68,6 +68,10 @@ class Ranks:
             return parts[0]
         return self.control.scatter(parts)
 
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks on every rank, through the control group."""
+        return [value] if self.control is None else self.control.gather(value)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks."""
         if self.count > 1:
@@ -96,6 +100,13 @@ def use_threads(threads: int) -> None:
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if threads or ranks_here > 1:
         torch.set_num_threads(threads or max(1, torch.get_num_threads() // ranks_here))
+
+
+def own_nccl() -> str | None:
+    """Return the version of this process's NCCL, as 2.28.9; None without a GPU."""
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 @contextmanager

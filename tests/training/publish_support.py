@@ -25,7 +25,7 @@ from areal_agents.training.publish.publisher import Publisher
 
 PROMPT = as_token_ids([5, 9, 2, 40, 17, 33])
 LONG = SamplingParams(max_new_tokens=200, ignore_eos=True)
-WHOLE = ("disk", "tensor", "broadcast")  # transports of all weights
+WHOLE = ("disk", "tensor", "broadcast", "ipc")  # transports of all weights
 
 
 @contextmanager

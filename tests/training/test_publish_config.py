@@ -46,7 +46,7 @@ def test_a_bare_off_of_yaml_is_off() -> None:
             {"publish": {"transport": "broadcast", "backend": "nccl"}, "device": "cpu"},
             "needs a trainer on GPUs",
         ),
-        ({"publish": {"transport": "disc"}}, "'disk', 'tensor', 'broadcast' or 'lora'"),
+        ({"publish": {"transport": "disc"}}, "'broadcast', 'ipc', 'delta' or 'lora'"),
         ({"publish": {"bucket_mb": -1}}, "greater than or equal to 0"),
         ({"publish": {"folder_every": 0}}, "greater than or equal to 1"),
     ],

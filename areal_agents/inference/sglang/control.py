@@ -13,6 +13,7 @@ from areal_agents.errors import EngineError, EngineRejected
 from areal_agents.inference.engine import (
     MemoryKind,
     PauseMode,
+    TensorForm,
     WeightBucket,
     WeightGroup,
     WeightsChecksum,
@@ -83,10 +84,12 @@ class SGLangControl:
             await self._do("/begin_weight_update", body)
 
     async def update_weights_from_tensors(
-        self, payloads: Sequence[str], version: int, *, last: bool = True
+        self, payloads: Sequence[str], version: int, *, last: bool = True, form: TensorForm = "named"
     ) -> None:
         """See Engine.update_weights_from_tensors."""
         body = {"serialized_named_tensors": list(payloads), **self._part_of(version, last)}
+        if form != "named":
+            body["load_format"] = form
         await self._do("/update_weights_from_tensor", body)
 
     async def join_weight_group(self, group: WeightGroup) -> None:

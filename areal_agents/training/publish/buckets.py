@@ -23,11 +23,15 @@ class Packed:
         data: [header.nbytes] uint8, the concatenated bytes of the weights. The buffer is overwritten when the
             bucket after the next is filled.
         last: whether this is the last bucket.
+        changes: for each weight its difference from the version before; None if it is not known.
+        handles: for each rank a handle of its memory with the bucket; empty if they are not needed.
     """
 
     header: WeightBucket
     data: Tensor
     last: bool
+    changes: tuple[Change, ...] | None = None
+    handles: tuple[str, ...] = ()
 
     def tensors(self) -> list[tuple[str, Tensor]]:
         """Views of the bucket's weights."""
@@ -40,12 +44,37 @@ class Packed:
         return found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Change:
+    """The difference of one weight from the version before.
+
+    Attributes:
+        indices: [n] int32 or int64, the positions of the changed values in the flat weight, ascending.
+        values: [n] their new values, in the published type.
+    """
+
+    name: str
+    indices: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the indices and values."""
+        return self.indices.nbytes + self.values.nbytes
+
+
 MakeBuffer = Callable[[int, torch.device], Tensor]
 
 
 def plain_buffer(nbytes: int, device: torch.device) -> Tensor:
     """Return an uninitialised buffer of uint8."""
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def buffer_bytes(shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype, bucket_bytes: int) -> int:
+    """Return the size of each of the two buffers of `packed`."""
+    sizes = [prod(shape) * dtype.itemsize for shape in shapes.values()]
+    return max(min(bucket_bytes, sum(sizes)), *sizes)
 
 
 def packed(
@@ -64,8 +93,7 @@ def packed(
     Args:
         make_buffer: allocates a buffer of a number of bytes on a device.
     """
-    sizes = [prod(shape) * dtype.itemsize for shape in shapes.values()]
-    limit = min(bucket_bytes, sum(sizes))
+    nbytes = buffer_bytes(shapes, dtype=dtype, bucket_bytes=bucket_bytes)
     buffers: list[Tensor | None] = [None, None]
     turn, used, left = 0, 0, len(shapes)
     names: list[str] = []
@@ -80,13 +108,13 @@ def packed(
 
     for name, tensor in weights:
         data = tensor.to(dtype).contiguous().view(-1).view(torch.uint8)
-        if used and used + len(data) > limit:
+        if used and used + len(data) > bucket_bytes:
             yield bucket(_filled(buffers, turn, used))
             turn, used, names = 1 - turn, 0, []
         names.append(name)
         left -= 1
         if buffers[turn] is None:
-            buffers[turn] = make_buffer(max(limit, *sizes), data.device)
+            buffers[turn] = make_buffer(nbytes, data.device)
         _filled(buffers, turn, used + len(data))[used:].copy_(data)
         used += len(data)
     if used:

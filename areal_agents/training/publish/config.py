@@ -8,12 +8,17 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Transport = Literal["disk", "tensor", "broadcast", "lora"]
+Transport = Literal["disk", "tensor", "broadcast", "ipc", "delta", "lora"]
 Pause = Literal["retract", "in_place", "abort", "drain"]
 Verify = Literal["first", "every", "off"]
 Backend = Literal["auto", "gloo", "nccl"]
 
-_PIECEWISE = ("tensor", "broadcast")  # these transports overwrite the served weights bucket by bucket
+_PIECEWISE = (
+    "tensor",
+    "broadcast",
+    "ipc",
+    "delta",
+)  # these transports overwrite the served weights bucket by bucket
 
 
 class PublishConfig(BaseModel):
@@ -25,7 +30,9 @@ class PublishConfig(BaseModel):
         default="disk",
         description="disk: engines read the folder of the version. tensor: weights are sent in "
         "HTTP requests. "
-        "broadcast: weights are sent over gloo or NCCL. lora: engines read only the adapter's folder; the "
+        "broadcast: weights are sent over gloo or NCCL. ipc: engines on the trainer's GPUs read its memory, "
+        "on a CPU those on its machine. delta: only weights that changed are sent, in HTTP requests, to "
+        "embedded engines. lora: engines read only the adapter's folder; the "
         "default with trainer.lora.",
     )
     pause: Pause = Field(
@@ -43,13 +50,19 @@ class PublishConfig(BaseModel):
     folder_every: int = Field(
         default=1,
         ge=1,
-        description="With tensor and broadcast, which send the weights first: a folder is written of every "
-        "n-th version, in the background. An engine that starts late waits for a folder or the next version.",
+        description="With the transports that send the weights first (all but disk and lora): a folder is "
+        "written of every n-th version, in the background. An engine that starts late waits for it or "
+        "for the next version.",
+    )
+    delta_check_every: int = Field(
+        default=20,
+        ge=1,
+        description="With delta: at every n-th version all engines' checksums are compared with the whole.",
     )
     bucket_mb: int = Field(
         default=0,
         ge=0,
-        description="MB (10^6 bytes) of weights that tensor and broadcast send at a time. 0: on a GPU an "
+        description="MB (10^6 bytes) of weights that are sent at a time. 0: on a GPU an "
         "eighth of its free memory, from 64 to 1000; on a CPU 256.",
     )
     verify: Verify = Field(

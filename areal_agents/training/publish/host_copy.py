@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -16,32 +15,13 @@ import torch
 from torch import Tensor
 
 from areal_agents.errors import TrainingError
-from areal_agents.training.publish.buckets import Packed
+from areal_agents.training.publish.buckets import Change, Packed
 
 logger = logging.getLogger(__name__)
 
 _COMPARED_AT_ONCE = 1 << 22  # weights; the comparison then stays within a processor's cache
 _BITS = {2: torch.int16, 4: torch.int32}
 _MEMORY = Path("/proc/meminfo")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Change:
-    """The difference of one weight from the version before.
-
-    Attributes:
-        indices: [n] int32 or int64, the positions of the changed values in the flat weight, ascending.
-        values: [n] their new values, in the published type.
-    """
-
-    name: str
-    indices: Tensor
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the indices and values."""
-        return self.indices.nbytes + self.values.nbytes
 
 
 class HostCopy:
@@ -84,23 +64,25 @@ class HostCopy:
         self._left = len(self.shapes)
         self._changed = self._compared = 0
 
-    def take(self, bucket: Packed, *, compare: bool, changes: bool = False) -> tuple[Change, ...]:
+    def take(self, bucket: Packed, *, compare: bool, changes: bool = False) -> tuple[Change, ...] | None:
         """Copy a bucket, and compare it with the weights before it.
 
         Args:
-            compare: whether the density is measured. changes: whether the differences are returned, for each
-                weight of the bucket that there was before; it implies `compare`.
+            compare: whether the density is measured. changes: whether the difference of each weight is
+                returned, if there was a version before.
         """
         assert self._taking is not None, "no version is being taken"
         names = bucket.header.names
         start, end = self._places[names[0]][0], self._places[names[-1]][1]
-        old, found = self._data[start:end], []
+        old = self._data[start:end]
+        found: list[Change] | None = None
         if self._before is not None and (compare or changes):
+            found = [] if changes else None
             new = self._on_host(bucket.data)
             for name in names:
                 at, to = (place - start for place in self._places[name])
                 indices = self._differences(new[at:to], old[at:to], keep=changes)
-                if changes:
+                if found is not None:
                     values = new[at:to].view(self.dtype)[indices]
                     found.append(Change(name, _narrow(indices, to - at), values))
             old.copy_(new)
@@ -109,7 +91,7 @@ class HostCopy:
         self._left -= len(names)
         if not self._left:
             self.version, self._taking = self._taking, None
-        return tuple(found)
+        return None if found is None else tuple(found)
 
     def read(self, name: str) -> Tensor:
         """Return a weight, without copying it."""

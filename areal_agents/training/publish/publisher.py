@@ -112,6 +112,7 @@ class Publisher:
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
+        self._count = 0  # versions since the start
         weights = sum(map(prod, published_shapes(policy.model).values()))
         self._nbytes = weights * policy.saved_dtype.itemsize
         self._loop = EventLoopThread() if engines else None
@@ -149,6 +150,7 @@ class Publisher:
         """
         started = time.monotonic()
         path = version_folder(self._weights, version)
+        self._count += 1
         publish = self._from_folder if self._transport.folder_first else self._directly
         fleet, checks, delivered, size = publish(version, step, path)
         self._verified |= checks.compared if checks is not None else set()
@@ -223,7 +225,8 @@ class Publisher:
 
     def _directly(self, version: int, step: int, path: Path) -> _Outcome:
         """Record the row, send the weights to the engines, and start to write the folder."""
-        copy = self._on_every_rank(lambda: self._folders.begin(version, copied=self._is_compared()))
+        copied = self._config.transport == "delta" or self._is_compared()
+        copy = self._on_every_rank(lambda: self._folders.begin(version, copied=copied))
         checks = self._on_every_rank(lambda: self._comparison(copy) if copy is not None else None)
         self._on_every_rank(lambda: self._record(version, step, path, folder_pending=True))
         fleet, delivered = self._swapper.swap(version, path, checks, copy)
@@ -237,10 +240,19 @@ class Publisher:
             WrittenVersion(self._nbytes, copy.density if copy is not None else None),
         )
 
+    def _known(self) -> set[str]:
+        """The engines that need no comparison with the next version."""
+        is_due = self._config.transport == "delta" and self._count % self._config.delta_check_every == 0
+        if is_due or self._config.verify == "every":
+            return set()
+        return self._urls() if self._config.verify == "off" else self._verified
+
     def _is_compared(self) -> bool:
         """Whether an engine is to be compared with the next version."""
-        known = self._verified if self._config.verify == "first" else set()
-        return self._config.verify != "off" and bool({engine.base_url for engine in self._engines} - known)
+        return bool(self._urls() - self._known())
+
+    def _urls(self) -> set[str]:
+        return {engine.base_url for engine in self._engines}
 
     def _comparison(self, weights: Path | HostCopy) -> EngineComparison | None:
         """Return the comparison of all engines, or those not compared yet, with a version's folder or
@@ -251,7 +263,7 @@ class Publisher:
             # an engine's checksum covers the base weights, without adapters
             weights = self._model_path if self._config.transport == "lora" else weights
         published = FolderWeights(weights) if isinstance(weights, Path) else weights
-        return EngineComparison(published, known=self._verified if self._config.verify == "first" else ())
+        return EngineComparison(published, known=self._known())
 
     def _write(self, version: int) -> WrittenVersion | None:
         return write_version(

@@ -29,7 +29,7 @@ class TensorSender:
         self, engines: Sequence[Engine], bucket: Packed, version: int
     ) -> dict[Engine, EngineError]:
         """Send one bucket; return the failures by engine."""
-        payload = await asyncio.to_thread(_payload, bucket)
+        payload = await asyncio.to_thread(payload_of, bucket)
         results = await asyncio.gather(
             *(
                 engine.update_weights_from_tensors(
@@ -59,7 +59,7 @@ def failures_of(
     return failures
 
 
-def _payload(bucket: Packed) -> str:
+def payload_of(bucket: Packed) -> str:
     """Encode the bucket as engines expect it: a pickled list of (name, tensor) in base64."""
     # copied, because pickling a view would write the whole buffer
     named = [(name, tensor.to("cpu", copy=True)) for name, tensor in bucket.tensors()]

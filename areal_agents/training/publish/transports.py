@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -17,10 +17,11 @@ from areal_agents.errors import EngineError, EngineUnavailable, TrainingError
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.gathering import Shape, published_shapes, whole_weights
 from areal_agents.training.model.model import Policy
-from areal_agents.training.publish import adapters, disk
+from areal_agents.training.publish import adapters, disk, ipc
 from areal_agents.training.publish.broadcast import BroadcastSender
-from areal_agents.training.publish.buckets import MB, Packed, packed
+from areal_agents.training.publish.buckets import MB, Packed, buffer_bytes, packed, plain_buffer
 from areal_agents.training.publish.config import PublishConfig
+from areal_agents.training.publish.delta import DeltaSender
 from areal_agents.training.publish.direct_folders import DirectFolders
 from areal_agents.training.publish.disk import Check
 from areal_agents.training.publish.fleet import EventLoopThread, Fleet
@@ -196,9 +197,17 @@ class BucketTransport:
             delivery = Delivery(
                 self._loop, fleet, self._sender, infos=reachable.infos, pause=pause, check=check
             )
+        # the same on every rank, which hands over its buckets together with the others
+        bucket_bytes = self._ranks.broadcast(self._bucket_bytes())
+        buffers = on_every_rank(self._ranks, lambda: self._shared_buffers(shapes, bucket_bytes))
         on_every_rank(self._ranks, lambda: delivery.begin() if delivery else None)
         started = time.monotonic()
-        on_every_rank(self._ranks, lambda: self._gather(weights, shapes, delivery, copy, fleet.version))
+        on_every_rank(
+            self._ranks,
+            lambda: self._gather(
+                weights, shapes, delivery, copy, fleet.version, bucket_bytes=bucket_bytes, buffers=buffers
+            ),
+        )
         assemble_s = time.monotonic() - started
         on_every_rank(self._ranks, lambda: delivery.end() if delivery else None)
         if self._ranks.broadcast(delivery is not None and bool(delivery.broken)):
@@ -221,15 +230,29 @@ class BucketTransport:
         delivery: Delivery | None,
         copy: HostCopy | None,
         version: int,
+        *,
+        bucket_bytes: int,
+        buffers: list[Tensor],
     ) -> None:
         try:
+            buckets = packed(
+                weights,
+                shapes,
+                dtype=self._policy.saved_dtype,
+                bucket_bytes=bucket_bytes,
+                make_buffer=(lambda *_: buffers.pop()) if buffers else plain_buffer,
+            )
+            if buffers and self._ranks.device.type == "cuda":
+                buckets = ipc.handed(buckets, self._ranks)
             if delivery is not None:
-                dtype, bucket_bytes = self._policy.saved_dtype, self._bucket_bytes()
-                buckets = packed(weights, shapes, dtype=dtype, bucket_bytes=bucket_bytes)
                 # a copy that has the version already was taken before the engines were lost
                 if copy is not None and copy.version != version:
-                    buckets = _taken(buckets, copy, version)
+                    take = _compared if self._config.transport == "delta" else _taken
+                    buckets = take(buckets, copy, version)
                 delivery.send(buckets)
+            elif buffers and self._ranks.device.type == "cuda":
+                for _ in buckets:
+                    pass
         finally:
             exhaust(weights, None)
 
@@ -251,6 +274,14 @@ class BucketTransport:
         if self.folder_first:
             self.close()
 
+    def _shared_buffers(self, shapes: Mapping[str, Shape], bucket_bytes: int) -> list[Tensor]:
+        """Make this rank's buffers of `ipc`; none for other transports, and none that no engine reads."""
+        is_read = self._ranks.is_first or self._ranks.device.type == "cuda"
+        if self._config.transport != "ipc" or not is_read:
+            return []
+        nbytes = buffer_bytes(shapes, dtype=self._policy.saved_dtype, bucket_bytes=bucket_bytes)
+        return [ipc.shared_buffer(nbytes, self._ranks.device) for _ in range(2)]
+
     def _bucket_bytes(self) -> int:
         if self._config.bucket_mb:
             return self._config.bucket_mb * MB
@@ -269,6 +300,15 @@ def _taken(buckets: Iterator[Packed], copy: HostCopy, version: int) -> Iterator[
         copy.take(bucket, compare=copy.before == version - 1)
 
 
+def _compared(buckets: Iterator[Packed], copy: HostCopy, version: int) -> Iterator[Packed]:
+    """The buckets with their differences from the version before; the copy takes each before it is sent."""
+    copy.begin(version)
+    is_next = copy.before == version - 1
+    for bucket in buckets:
+        changes = copy.take(bucket, compare=is_next, changes=is_next)
+        yield replace(bucket, changes=changes)
+
+
 def _say_given_up(transport: str, error: EngineError, path: Path, seconds: float) -> None:
     nbytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     logger.error(
@@ -282,6 +322,10 @@ def _say_given_up(transport: str, error: EngineError, path: Path, seconds: float
 def _sender(config: PublishConfig, ranks: Ranks) -> Sender:
     if config.transport == "tensor":
         return TensorSender()
+    if config.transport == "ipc":
+        return ipc.IpcSender(ranks)
+    if config.transport == "delta":
+        return DeltaSender()
     backend = config.backend
     if backend == "auto":
         backend = "nccl" if ranks.device.type == "cuda" else "gloo"

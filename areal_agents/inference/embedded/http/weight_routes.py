@@ -42,9 +42,9 @@ class WeightRoutes:
         payloads = body.get("serialized_named_tensors")
         if not isinstance(payloads, list):
             raise RequestError("serialized_named_tensors must be a list of base64 strings")
-        if body.get("load_format") is not None:
-            raise RequestError(f"load_format {body['load_format']!r} is not supported; leave it out")
-        await self._updates.add_tensors(payloads, _version(body), flush_cache=_flush(body))
+        await self._updates.add_tensors(
+            payloads, _version(body), flush_cache=_flush(body), form=body.get("load_format")
+        )
         return _done("Success")
 
     async def update_from_distributed(self, body: Body) -> Answer:

@@ -28,6 +28,7 @@ from areal_agents.inference.embedded.updates.checksum import hash_weights
 from areal_agents.inference.engine import MemoryKind
 
 T = TypeVar("T")
+Make = Callable[[Weights | None], Weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,15 +91,24 @@ class ServedModels:
             await self._swap(prepared.weights, version, flush_cache=flush_cache)
             self.model_path = path
 
-    async def place(self, make: Callable[[], Weights]) -> Weights:
-        """Return the weights that `make` assembles, placed, for a later `update`."""
-        return await asyncio.to_thread(lambda: self._runner.place(make()))
+    async def place(self, make: Make, *, before: str | None) -> Weights:
+        """Return the weights that `make` assembles, placed, for a later `update`; see there."""
+        served = await self._served(before)
+        return await asyncio.to_thread(lambda: self._runner.place(make(served)))
 
-    async def update(self, make: Callable[[], Weights], version: str | None, *, flush_cache: bool) -> None:
-        """Serve the weights that `make` assembles, placed or not; it is called in a thread."""
+    async def update(
+        self, make: Make, version: str | None, *, flush_cache: bool, before: str | None = None
+    ) -> None:
+        """Serve the weights that `make` assembles, placed or not; it is called in a thread.
+
+        Args:
+            before: the version from whose weights, which it is given, `make` assembles the new ones; None:
+                it is given none. RequestError if another version is served.
+        """
         async with self._changing:
             self._prepared = None
-            weights = await asyncio.to_thread(lambda: self._runner.place(make()))
+            served = await self._served(before)
+            weights = await asyncio.to_thread(lambda: self._runner.place(make(served)))
             await self._swap(weights, version, flush_cache=flush_cache)
 
     async def load_adapter(self, name: str, path: str) -> None:
@@ -143,6 +153,14 @@ class ServedModels:
         """Allocate memory again. The next update brings the weights; nothing is sampled until then."""
         if "kv_cache" in kinds:
             await self._call(lambda scheduler: scheduler.models.allocate_cache())
+
+    async def _served(self, before: str | None) -> Weights | None:
+        if before is None:
+            return None
+        version = await self._call(lambda scheduler: scheduler.version)
+        if version != before:
+            raise RequestError(f"changes of version {before} cannot be applied to version {version}")
+        return self._base()
 
     def _base(self) -> Weights:
         if self._weights is None:

@@ -6,8 +6,8 @@ Invariant: `Weights` is complete and every tensor has the shape that the archite
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -143,6 +143,56 @@ def _read(path: Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"model: {path} cannot be read: {error}") from error
+
+
+def changed_weights(
+    weights: Weights,
+    whole: Mapping[str, Tensor],
+    changes: Mapping[str, tuple[Tensor, Tensor]],
+    arch: Architecture,
+) -> Weights:
+    """Return a copy of placed weights in which some tensors are replaced, and in others some values.
+
+    Args:
+        changes: by name of the checkpoint's tensor the flat indices [n] and the new values [n].
+    """
+    tensors = {name: getattr(weights, name) for name in Weights.__dataclass_fields__}
+    if arch.tied_embeddings:
+        tensors["lm_head"] = tensors["embedding"]
+    made = Weights(**{name: tensor.clone() for name, tensor in tensors.items()})
+    if arch.tied_embeddings:
+        made = replace(made, lm_head=made.embedding)
+    views = _views(made, arch)
+    for name, tensor in whole.items():
+        views[name].copy_(tensor)
+    for name, (indices, values) in changes.items():
+        view = views[name]
+        places = torch.unravel_index(indices.to(view.device), view.shape)
+        view[places] = values.to(view.device, view.dtype)
+    return made
+
+
+def _views(weights: Weights, arch: Architecture) -> dict[str, Tensor]:
+    """Return the tensors of the checkpoint, by name, as views of their parts of the stacked weights."""
+    q, kv, f = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim, arch.feed_forward
+    rows = {"q": slice(0, q), "k": slice(q, q + kv), "v": slice(q + kv, None)}
+    views = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.final_norm}
+    views["lm_head.weight"] = weights.lm_head
+    for i in range(arch.layers):
+        layer = f"model.layers.{i}."
+        views |= {
+            f"{layer}input_layernorm.weight": weights.attention_norm[i],
+            f"{layer}post_attention_layernorm.weight": weights.mlp_norm[i],
+            **{f"{layer}self_attn.{p}_proj.weight": weights.qkv[i, part] for p, part in rows.items()},
+            **{f"{layer}self_attn.{p}_proj.bias": weights.qkv_bias[i, part] for p, part in rows.items()},
+            f"{layer}self_attn.q_norm.weight": weights.q_norm[i],
+            f"{layer}self_attn.k_norm.weight": weights.k_norm[i],
+            f"{layer}self_attn.o_proj.weight": weights.output[i],
+            f"{layer}mlp.gate_proj.weight": weights.gate_up[i, :f],
+            f"{layer}mlp.up_proj.weight": weights.gate_up[i, f:],
+            f"{layer}mlp.down_proj.weight": weights.down[i],
+        }
+    return {name: views[name] for name in expected_shapes(arch)}
 
 
 def assemble(tensors: dict[str, Tensor], arch: Architecture) -> Weights:

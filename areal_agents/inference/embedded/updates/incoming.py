@@ -5,19 +5,22 @@ Invariant: what IncomingWeights holds are weights of the model in their shapes, 
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from math import prod
 
 import torch
 from torch import Tensor
 
 from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.model.architecture import Architecture
-from areal_agents.inference.embedded.model.weights import Weights, assemble, expected_shapes, is_derived
+from areal_agents.inference.embedded.model.weights import (
+    Weights,
+    assemble,
+    changed_weights,
+    expected_shapes,
+    is_derived,
+)
+from areal_agents.inference.embedded.updates.payloads import Piece
 from areal_agents.inference.engine import WeightBucket
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,21 +30,24 @@ class IncomingWeights:
     """One weight update, from its beginning to its end.
 
     `version` and `flush_cache` are those of the piece with a version; `is_used` tells whether any piece was
-    announced, even if it did not arrive.
+    announced, even if it did not arrive. `before` is the version that the pieces change; None if they replace
+    every weight.
     """
 
     def __init__(self, arch: Architecture) -> None:
         self.version: str | None = None
+        self.before: str | None = None
         self.flush_cache = True
         self.is_used = False
         self._arch = arch
         self._shapes = expected_shapes(arch)
         self._tensors: dict[str, Tensor] = {}
+        self._changes: dict[str, tuple[Tensor, Tensor]] = {}  # indices and values
 
     def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Raise RequestError if one of these is not a weight of the model, has another shape, or was sent
         before."""
-        seen = set(self._tensors)
+        seen = {*self._tensors, *self._changes}
         for name, shape in zip(names, shapes, strict=True):
             if is_derived(name, self._arch):
                 continue
@@ -53,43 +59,50 @@ class IncomingWeights:
                 raise RequestError(f"{name} was sent twice in one update")
             seen.add(name)
 
-    def add(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def add(self, piece: Piece) -> None:
         """Add a piece, completely or not at all; RequestError as for `check`, or for an unsupported dtype."""
-        self.check([name for name, _ in named], [tensor.shape for _, tensor in named])
-        for name, tensor in named:
+        if piece.before is not None and self.before not in (None, piece.before):
+            raise RequestError(f"the update applies to version {self.before}, and a piece to {piece.before}")
+        names = [name for name, _ in piece.whole] + [name for name, _, _ in piece.changes]
+        shapes = [tensor.shape for _, tensor in piece.whole]
+        shapes += [torch.Size(self._shapes.get(name, ())) for name, _, _ in piece.changes]
+        self.check(names, shapes)
+        values = [*piece.whole, *((name, values) for name, _, values in piece.changes)]
+        for name, tensor in values:
             if tensor.dtype not in DTYPES.values():
                 raise RequestError(f"{name} has dtype {tensor.dtype}, expected one of {sorted(DTYPES)}")
-        self._tensors |= {
-            name: tensor.detach().float() for name, tensor in named if not is_derived(name, self._arch)
-        }
+        for name, indices, _ in piece.changes:
+            if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < prod(self._shapes[name]):
+                raise RequestError(f"{name} has changes outside of its {prod(self._shapes[name])} values")
+        self.before = piece.before or self.before
+        for name, tensor in piece.whole:
+            if not is_derived(name, self._arch):
+                self._tensors[name] = _widened(tensor.detach(), copy=piece.is_shared)
+        for name, indices, changed in piece.changes:
+            if not is_derived(name, self._arch):
+                self._changes[name] = indices.long(), _widened(changed, copy=False)
 
     def note(self, version: str | None, *, flush_cache: bool) -> None:
         """Record the version and flags that a piece sets for the whole update."""
         if version is not None or self.version is None:
             self.version, self.flush_cache = version, flush_cache
 
-    def finish(self) -> Weights:
-        """Return the model's weights, once; RequestError if some are missing."""
-        if missing := sorted(self._shapes.keys() - self._tensors.keys()):
+    def finish(self, served: Weights | None) -> Weights:
+        """Return the model's weights, once; RequestError if some are missing.
+
+        Args:
+            served: the weights of the version `before`, placed, to which changes apply; None without it.
+        """
+        if self.before is None and (missing := sorted(self._shapes.keys() - self._tensors.keys())):
             raise RequestError(
                 f"the update lacks {len(missing)} of the model's {len(self._shapes)} weights, the first is "
                 f"{missing[0]}; the old weights are kept"
             )
         tensors, self._tensors = self._tensors, {}
-        return assemble(tensors, self._arch)
-
-
-def read_payload(payload: object) -> list[tuple[str, Tensor]]:
-    """Parse the base64 form of a pickled list of (name, tensor). Nothing but tensors is unpickled;
-    RequestError for anything else."""
-    try:
-        raw = base64.b64decode(payload, validate=True)  # type: ignore[arg-type]
-        named = _TensorUnpickler(io.BytesIO(raw)).load()
-    except Exception as error:  # unpickling invalid bytes can raise any exception
-        raise RequestError(f"serialized_named_tensors is not a base64 pickle of tensors: {error}") from error
-    if not isinstance(named, list) or not all(_is_named(item) for item in named):
-        raise RequestError("serialized_named_tensors must hold a list of (name, tensor)")
-    return named
+        if served is None:
+            return assemble(tensors, self._arch)
+        changes, self._changes = self._changes, {}
+        return changed_weights(served, tensors, changes, self._arch)
 
 
 def split_bucket(flat: Tensor, bucket: WeightBucket) -> list[tuple[str, Tensor]]:
@@ -102,30 +115,10 @@ def split_bucket(flat: Tensor, bucket: WeightBucket) -> list[tuple[str, Tensor]]
     return named
 
 
-def _is_named(item: object) -> bool:
-    return (
-        isinstance(item, tuple | list)
-        and len(item) == 2
-        and isinstance(item[0], str)
-        and isinstance(item[1], Tensor)
-    )
-
-
-def _load_storage(raw: bytes) -> Any:
-    return torch.load(io.BytesIO(raw), weights_only=True)
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Allows only the names in pickled CPU tensors, none of which can run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = {
-            ("collections", "OrderedDict"): OrderedDict,
-            ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-            ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
-            ("torch.storage", "_load_from_bytes"): _load_storage,
-        }
-        try:
-            return known[module, name]
-        except KeyError:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a pickle of tensors") from None
+def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
+    """The tensor as float32, the same bits for each value wherever it is in the tensor."""
+    wide = tensor.to(torch.float32, copy=copy)
+    if tensor.dtype == torch.float16:
+        # processors make NaNs of float16 quiet where they convert several at once, and otherwise not
+        wide.view(torch.int32)[torch.isnan(wide)] |= 1 << 22
+    return wide

@@ -9,8 +9,9 @@ from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.model.architecture import Architecture
 from areal_agents.inference.embedded.model.served import ServedModels
 from areal_agents.inference.embedded.model.weights import Weights
-from areal_agents.inference.embedded.updates.incoming import IncomingWeights, read_payload, split_bucket
+from areal_agents.inference.embedded.updates.incoming import IncomingWeights, split_bucket
 from areal_agents.inference.embedded.updates.joined_groups import WeightGroups
+from areal_agents.inference.embedded.updates.payloads import Piece, read_payload
 from areal_agents.inference.engine import WeightBucket
 
 NOT_OPEN = "no weight-update session is open; call begin_weight_update() first"
@@ -33,16 +34,15 @@ class WeightUpdates:
         self._open = IncomingWeights(self._arch)
 
     async def add_tensors(
-        self, payloads: Sequence[object], version: str | None, *, flush_cache: bool
+        self, payloads: Sequence[object], version: str | None, *, flush_cache: bool, form: object = None
     ) -> None:
-        """Add a piece to the open update; see incoming.read_payload."""
+        """Add a piece to the open update; see payloads.read_payload."""
         update = self._used()
         if len(payloads) != 1:
             raise RequestError(
                 f"expected one of serialized_named_tensors, for this engine's one worker, got {len(payloads)}"
             )
-        named = await asyncio.to_thread(read_payload, payloads[0])
-        update.add(named)
+        await asyncio.to_thread(lambda: update.add(read_payload(payloads[0], form)))
         update.note(version, flush_cache=flush_cache)
 
     async def receive(
@@ -52,14 +52,14 @@ class WeightUpdates:
         update = self._used()
         update.check(bucket.names, bucket.shapes)
         flat = await self._groups.receive(group, bucket)
-        update.add(split_bucket(flat, bucket))
+        update.add(Piece(split_bucket(flat, bucket)))
         update.note(version, flush_cache=flush_cache)
 
     async def prepare(self) -> None:
         """Place the weights that arrived, so that `end` only swaps; RequestError if some are missing."""
         update = self._current()
         if update.is_used and self._ready is None:
-            ready = await self._models.place(update.finish)
+            ready = await self._models.place(update.finish, before=update.before)
             if self._open is update:
                 self._ready = ready
 
@@ -70,8 +70,8 @@ class WeightUpdates:
         self._open = self._ready = None
         if not update.is_used:
             return
-        make = update.finish if ready is None else lambda: ready
-        await self._models.update(make, update.version, flush_cache=update.flush_cache)
+        make = update.finish if ready is None else lambda _: ready
+        await self._models.update(make, update.version, flush_cache=update.flush_cache, before=update.before)
 
     def _used(self) -> IncomingWeights:
         update = self._current()

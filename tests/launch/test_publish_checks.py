@@ -1,0 +1,95 @@
+"""What a run's transport of weights needs of its engines is checked before the run begins."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from test_engine_plan import config, server_that_says
+
+from areal_agents.errors import ConfigError
+from areal_agents.launch.engines import check_nccl, check_running
+
+TRANSPORT = "trainer.publish.transport="
+SGLANG = "engine.kind=sglang"
+PYTHON = ["engine.python=python3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([SGLANG, TRANSPORT + "delta"], "delta needs the embedded engine, because SGLang 0.5.21"),
+        (
+            [SGLANG, TRANSPORT + "broadcast", "engine.colocate=sleep"],
+            "one GPU, which NCCL refuses; use transport: ipc",
+        ),
+        ([SGLANG, TRANSPORT + "ipc"], "set engine.colocate"),
+        (
+            [SGLANG, TRANSPORT + "ipc", "engine.device=cpu", "trainer.device=cuda"],
+            "cannot read a GPU's memory",
+        ),
+        ([SGLANG, "engine.arguments=[--quantization,fp8]"], "--quantization fp8: .* cannot load new ones"),
+        ([SGLANG, "engine.arguments=[--quantization=fp8]", TRANSPORT + "broadcast"], "--quantization fp8"),
+        (
+            [SGLANG, "engine.arguments=[--quantization,fp8]", "trainer.lora.rank=4"],
+            "cannot be compared with the model's; use verify: off",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(settings: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        config(*settings, *(PYTHON if SGLANG in settings else []))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        [TRANSPORT + "delta"],
+        [TRANSPORT + "ipc"],
+        [SGLANG, TRANSPORT + "ipc", "engine.colocate=split"],
+        [SGLANG, TRANSPORT + "ipc", "engine.device=cpu", "trainer.device=cpu"],
+        [SGLANG, TRANSPORT + "broadcast"],
+        [
+            SGLANG,
+            "engine.arguments=[--quantization,fp8]",
+            "trainer.lora.rank=4",
+            "trainer.publish.verify=off",
+        ],
+    ],
+)
+def test_what_can_work_is_not(settings: list[str]) -> None:
+    config(*settings, *(PYTHON if SGLANG in settings else []))
+
+
+@pytest.mark.parametrize(
+    ("info", "setting", "says"),
+    [
+        ({"quantization": "fp8"}, TRANSPORT + "broadcast", "was started with --quantization fp8"),
+        ({"quantization": None}, TRANSPORT + "delta", "takes no changes of weights"),
+        ({"enable_symm_mem": True}, TRANSPORT + "broadcast", "NCCL_CUMEM_ENABLE=1, and the trainer has 0"),
+    ],
+)
+def test_a_running_server_that_cannot_take_the_weights_is_refused(
+    info: dict[str, object], setting: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    with server_that_says(info) as url:
+        with pytest.raises(ConfigError, match=f"{url} .*{says}"):
+            check_running(config(SGLANG, f"engine.urls=[{url}]", setting))
+        check_running(config(SGLANG, f"engine.urls=[{url}]", "trainer.lora.rank=4"))
+
+
+def test_trainer_and_engines_of_different_nccl_are_refused(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        """echo '{"sglang": "0.5.21", "gpus": 8, "nccl": "2.27.5", "settings": [], "error": null}'\n"""
+    )
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    run = config(SGLANG, f"engine.python={python}", TRANSPORT + "broadcast")
+    check_nccl(run, "2.27.5")
+    check_nccl(run, None)
+    with pytest.raises(ConfigError, match=r"NCCL 2\.28\.9, and .*python has 2\.27\.5"):
+        check_nccl(run, "2.28.9")
+    check_nccl(config(SGLANG, f"engine.python={python}"), "2.28.9")  # disk

@@ -1,0 +1,144 @@
+"""Buckets as handles of shared memory: from this process to an engine in another one."""
+
+from __future__ import annotations
+
+import base64
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from publish_support import assert_serves, disturb, publisher
+
+from areal_agents.errors import EngineRejected, RequestError, TrainingError
+from areal_agents.inference import SGLangEngine
+from areal_agents.inference.embedded.updates.payloads import read_payload
+from areal_agents.inference.engine import WeightBucket
+from areal_agents.store import Store
+from areal_agents.training.distributed import Ranks
+from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.publish import ipc
+from areal_agents.training.publish.buckets import Packed
+
+
+@pytest.fixture
+def policy(model_folder: Path, group: Ranks) -> Policy:
+    return load_policy(model_folder, group)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several buckets where there would be one."""
+    monkeypatch.setattr("areal_agents.training.publish.transports.MB", 100)
+
+
+def a_bucket(values: torch.Tensor) -> Packed:
+    data = ipc.shared_buffer(64, torch.device("cpu"))[: values.nbytes]
+    data.copy_(values.view(torch.uint8))
+    dtype = str(values.dtype).removeprefix("torch.")
+    return Packed(WeightBucket(("a", "b"), (dtype, dtype), ((2, 2), (values.numel() - 4,))), data, last=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
+    values = torch.arange(7).to(dtype)
+    payload = ipc.handle(a_bucket(values))
+    assert len(payload) < 2500  # the weights are not in it
+    piece = read_payload(payload, "flattened_bucket")
+    assert piece.is_shared
+    (a, first), (b, second) = piece.whole
+    assert (a, b, first.shape, second.shape) == ("a", "b", (2, 2), (3,))
+    assert torch.equal(first, values[:4].view(2, 2)) and torch.equal(second, values[4:])
+
+
+def test_no_byte_of_the_weights_is_in_the_request(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    sizes = []
+
+    class Measuring(SGLangEngine):
+        async def update_weights_from_tensors(
+            self, payloads: Sequence[str], version: int, **options: Any
+        ) -> None:
+            assert options["form"] == "flattened_bucket"
+            sizes.extend(map(len, payloads))
+            await super().update_weights_from_tensors(payloads, version, **options)
+
+    before = set(os.listdir(ipc.SHARED_MEMORY))
+    with publisher(
+        policy, group, store, [Measuring(engine_url)], run_dir, model_folder, transport="ipc", bucket_mb=400
+    ) as out:
+        for version in range(3):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == 0
+            assert published.sent_bytes == published.nbytes > sum(sizes[-2:])
+            assert_serves(engine_url, policy, version)
+    assert len(sizes) > 3 and max(sizes) < 12_000
+    assert {name for name in os.listdir(ipc.SHARED_MEMORY) if name.startswith("torch_")} <= before
+
+
+def test_an_engine_that_refuses_a_handle_loads_the_folder(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
+) -> None:
+    class Refusing(SGLangEngine):
+        async def update_weights_from_tensors(
+            self, payloads: Sequence[str], version: int, **options: Any
+        ) -> None:
+            if version == 1 and options["last"]:
+                raise EngineRejected(f"{self.base_url} does not see the GPU of the sender")
+            await super().update_weights_from_tensors(payloads, version, **options)
+
+    with publisher(
+        policy, group, store, [Refusing(engine_url)], run_dir, model_folder, transport="ipc"
+    ) as out:
+        for version, repaired in enumerate([0, 1, 0]):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and published.repaired == repaired
+            assert_serves(engine_url, policy, version)
+
+
+def test_full_shared_memory_is_said_with_what_to_do(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
+    with (
+        publisher(
+            policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder, transport="ipc",
+            bucket_mb=400,
+        ) as out,
+        pytest.raises(TrainingError, match=r"/dev/shm has no room for a bucket of .*--shm-size.*bucket_mb"),
+    ):  # fmt: skip
+        out.publish(version=1, step=1)
+    monkeypatch.undo()
+    with publisher(policy, group, store, [SGLangEngine(engine_url)], run_dir, model_folder) as out:
+        out.publish(version=2, step=1)  # the engine was neither paused nor left with an open update
+    assert_serves(engine_url, policy, 2)
+
+
+def payload_of(value: object) -> str:
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+@pytest.mark.parametrize(
+    ("payload", "form", "says"),
+    [
+        (payload_of(os.system), "flattened_bucket", "posix.system is not allowed"),
+        (payload_of([("a", torch.zeros(2))]), "flattened_bucket", "must hold flattened_tensor and metadata"),
+        (payload_of({"flattened_tensor": torch.zeros(2), "metadata": [3]}), "flattened_bucket", "metadata"),
+        ("no base64!", "flattened_bucket", "not a base64 pickle"),
+        (payload_of({"changes": []}), "delta", "must name the version"),
+        (payload_of({"before": "1", "changes": [("a", torch.zeros(2), torch.zeros(2))]}), "delta", "indices"),
+        (payload_of({"before": "1", "changes": [], "whole": 3}), "delta", "whole must hold a list"),
+        (payload_of([]), "direct", "'direct' is not supported"),
+    ],
+)
+def test_invalid_payloads_are_refused(payload: str, form: str, says: str) -> None:
+    with pytest.raises(RequestError, match=says):
+        read_payload(payload, form)
