@@ -119,6 +119,6 @@ def _widened(tensor: Tensor, *, copy: bool) -> Tensor:
     """The tensor as float32, the same bits for each value wherever it is in the tensor."""
     wide = tensor.to(torch.float32, copy=copy)
     if tensor.dtype == torch.float16:
-        # processors make NaNs of float16 quiet where they convert several at once, and otherwise not
-        wide.view(torch.int32)[torch.isnan(wide)] |= 1 << 22
+        # torch keeps the payload of a NaN where it converts several numbers at once, and otherwise does not
+        wide[torch.isnan(wide)] = torch.nan
     return wide
