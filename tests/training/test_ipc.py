@@ -15,11 +15,11 @@ import torch
 from publish_support import assert_serves, disturb, publisher
 
 from areal_agents.errors import EngineRejected, RequestError, TrainingError
-from areal_agents.inference import SGLangEngine
+from areal_agents.inference import SGLangEngine, running_engine
 from areal_agents.inference.embedded.updates.payloads import read_payload
 from areal_agents.inference.engine import WeightBucket
 from areal_agents.store import Store
-from areal_agents.training.distributed import Ranks
+from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.model import Policy, load_policy
 from areal_agents.training.publish import ipc
 from areal_agents.training.publish.buckets import Packed
@@ -142,3 +142,25 @@ def payload_of(value: object) -> str:
 def test_invalid_payloads_are_refused(payload: str, form: str, says: str) -> None:
     with pytest.raises(RequestError, match=says):
         read_payload(payload, form)
+
+
+@pytest.mark.gpu
+def test_a_gpu_hands_its_weights_to_an_engine_in_another_process(
+    store: Store, run_dir: Path, model_folder: Path
+) -> None:
+    """CUDA IPC handles, which nothing but a GPU can make."""
+    with (
+        ranks("cuda") as group,
+        running_engine(model_folder, kernel="torch", device="cuda", slots=4, max_context=256) as url,
+    ):
+        policy = load_policy(model_folder, group)
+        with publisher(
+            policy, group, store, [SGLangEngine(url)], run_dir, model_folder, transport="ipc", verify="every"
+        ) as out:
+            for version in range(3):
+                with torch.no_grad():
+                    for parameter in policy.parameters():
+                        parameter.to_local().mul_(1.01)
+                published = out.publish(version=version, step=version)
+                assert published is not None
+                assert (published.repaired, published.agreement) == (0, 1.0)
