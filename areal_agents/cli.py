@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -384,6 +385,8 @@ def init(
 
     missing = create_project(folder, framework).missing()
     lines = [f"wrote {folder}; next:", *([f"  {missing}"] if missing else [])]
+    if find_spec("torch") is None:
+        lines.append("  pip install 'areal-agents[train]'")
     lines += [f"  cd {shlex.quote(str(folder))}", "  areal-agents train config.yaml"]
     Console().print("\n".join(lines), soft_wrap=True, highlight=False, markup=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 import subprocess
@@ -104,7 +105,7 @@ def serve(
         key = f"admin-{secrets.token_urlsafe(24)}"
         command = [sys.executable, "-u", "-m", "areal_agents", "serve", "--model", str(model), "--port", "0"]
         command += ["--store", str(file), *(["--engine-url", engine_url] if engine_url else [])]
-        command += [f"admin_key={key}", *(f"{name}={value}" for name, value in settings.items())]
+        command += [f"admin_key={key}", *(f"{name}={json.dumps(value)}" for name, value in settings.items())]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )

@@ -164,6 +164,8 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             seed = config.seed if config.data.seed is None else config.data.seed
             split = config.data.split
             recorded = RecordedGroups.read(source, seed=seed, split="eval" if split == "eval" else "train")
+            if (fewer := recorded.fewer_than(config.rollout.groups)) is not None:
+                logging.getLogger(__name__).warning(fewer)
         elif first:
             urls, log = folder.read_endpoints().engine_urls, logging.getLogger(__name__)
             wait_for_engines(config, urls, check=lambda: _end_if(stop), say=log.info, warn=log.warning)

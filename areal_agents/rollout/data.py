@@ -74,6 +74,12 @@ def load_tasks(config: DataConfig, *, seed: int = 0) -> TaskSource:
     if names_a_function(config.path):
         rows = _from_function(config, seed)
     elif Path(config.path).suffix in _FILES:
+        for name in ("split", "subset"):
+            if getattr(config, name) is not None:
+                raise DataError(
+                    f"{config.path} is a file, which has no {name}; leave data.{name} out, or name the file "
+                    "that has these tasks"
+                )
         rows = _from_file(Path(config.path))
     else:
         rows = _from_datasets(config.path, config.path, config.subset, split=config.split or "train")
@@ -162,7 +168,8 @@ def _from_datasets(name: str, *arguments: Any, **options: Any) -> Iterable[Any]:
     except Exception as error:  # the library raises any error of its readers and the Hub
         raise DataError(
             f"cannot load {name!r} ({type(error).__name__}: {error}); expected a .jsonl, .json, "
-            ".parquet or .csv file, a data set of the Hugging Face Hub, module:function or file.py:function"
+            ".parquet or .csv file, a data set of the Hugging Face Hub, module:function or file.py:function. "
+            "Without a network, save the data set as a .parquet file where there is one, and name the file"
         ) from error
 
 

@@ -147,6 +147,13 @@ def test_what_a_function_may_get_wrong(functions: str, name: str, message: str) 
         load_tasks(DataConfig(path=f"{functions}:{name}"))
 
 
+@pytest.mark.parametrize("name", ["split", "subset"])
+def test_a_file_has_no_splits(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path / "tasks.jsonl", '{"id": 1}')
+    with pytest.raises(DataError, match=f"is a file, which has no {name}; leave data.{name} out"):
+        load_tasks(DataConfig(path=path, **{name: "dev"}))
+
+
 def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for path, message in [

@@ -43,6 +43,8 @@ def fill(store: Store) -> None:
 def test_every_group_comes_once_an_epoch_in_another_order(store: Store) -> None:
     fill(store)
     source = RecordedGroups.read(store, seed=3)
+    assert source.fewer_than(5) is None
+    assert "5 groups to train on, fewer than rollout.groups (6)" in str(source.fewer_than(6))
     epochs = [[source.group_at(5 * epoch + place).id for place in range(5)] for epoch in range(8)]
     assert all(sorted(names) == ["alone", "g0", "g1", "g2", "g3"] for names in epochs)
     assert len({tuple(names) for names in epochs}) > 1

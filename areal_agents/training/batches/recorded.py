@@ -93,6 +93,15 @@ class RecordedGroups:
             raise TrainingError(f"{store.url} holds nothing to train on: {_why_nothing(store, split)}")
         return cls(store, groups, seed, split)
 
+    def fewer_than(self, groups: int) -> str | None:
+        """Say that there are fewer groups than a batch of `groups` has; None if there are enough."""
+        if len(self.groups) >= groups:
+            return None
+        return (
+            f"{self.store.url} has {len(self.groups)} groups to train on, fewer than rollout.groups "
+            f"({groups}): each batch has at most {len(self.groups)}"
+        )
+
     def group_at(self, position: int) -> RecordedGroup:
         """Return the group at a position; each epoch is a different permutation."""
         epoch, index = divmod(position, len(self.groups))
