@@ -16,8 +16,9 @@ CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "areal-agents needs Python 3.11 or newer; call make PYTHON=/path/to/python3.11"; exit 1; }
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 SGLANG_PINS := tools/sglang_cpu
+GPU_SITE := .gpu-site
 
-.PHONY: help setup demo test test-all test-sglang check static bench litellm sglang chaos attack clean
+.PHONY: help setup demo test test-all test-sglang test-gpu gpu-wheels check static bench litellm sglang chaos attack clean
 
 help: ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -47,6 +48,30 @@ static: setup ## Lint and type-check.
 
 test-sglang: setup sglang ## Run the tests that need a real SGLang, on a CPU.
 	$(BIN)/python -m pytest -m sglang --sglang=$(SGLANG)/bin/python
+
+# The Python that holds torch may be one of an environment, which an environment made from it would not see;
+# so the wheels are unpacked into a folder.
+ifdef WHEELS
+GPU_PYTHON := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) $(PYTHON)
+test-gpu: $(GPU_SITE)/.installed
+else
+GPU_PYTHON := PYTHONPATH=$(CURDIR) $(BIN)/python
+test-gpu: setup
+endif
+
+test-gpu: ## Test and measure on one GPU, in ten minutes (WHEELS=folder: without network, with PYTHON's torch).
+	@$(GPU_PYTHON) -m pytest -m gpu -rs $$(grep -rl --include='test_*.py' 'mark\.gpu' tests); tests=$$?; \
+	$(GPU_PYTHON) -m benchmarks gpu && exit $$tests
+
+$(GPU_SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
+	@ls $(WHEELS)/*.whl >/dev/null || { echo "there are no wheels in $(WHEELS); see make gpu-wheels"; exit 1; }
+	rm -rf $(GPU_SITE)
+	$(PYTHON) $(PIP_INSTALL) --no-index --no-deps --no-compile --target $(GPU_SITE) $(WHEELS)/*.whl
+	@touch $@
+
+gpu-wheels: setup ## Download what a GPU machine without network lacks (WHEELS=folder, HAVE=its pip list).
+	@test -n "$(WHEELS)" || { echo "call make gpu-wheels WHEELS=folder HAVE=pip-list.txt"; exit 1; }
+	$(BIN)/python tools/gpu_wheels.py $(WHEELS) $(HAVE)
 
 check: static test ## Lint, type-check and test.
 
@@ -86,4 +111,4 @@ attack: setup ## Send attacks to a real proxy and print which defences held (abo
 	$(BIN)/python tests/attack/run_attack.py --json
 
 clean: ## Remove the environment and caches; runs/ stays.
-	rm -rf $(VENV) $(LITELLM) $(SGLANG) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(LITELLM) $(SGLANG) $(GPU_SITE) .mypy_cache .ruff_cache .pytest_cache

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from areal_agents.cli import run_app
+from areal_agents.errors import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object on the last line.")]
 
@@ -56,6 +57,23 @@ def trainer(
     from benchmarks.trainer.run import run
 
     run(json=as_json, quick=quick)
+
+
+@app.command("gpu")
+def gpu(
+    out: Annotated[Path, typer.Option(help="The folder of gpu.json and gpu.md.")] = Path("runs/gpu"),
+    part: Annotated[list[str] | None, typer.Option(help="A part to measure, instead of all.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a miniature of the code.")] = "cuda",
+) -> None:
+    """Everything that one GPU can show, in ten minutes: kernels, speed, memory, and whole runs."""
+    from benchmarks.gpu.parts import PARTS
+    from benchmarks.gpu.run import run
+
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"--device: expected cuda or cpu, got {device}")
+    if unknown := sorted(set(part or ()) - set(PARTS)):
+        raise ConfigError(f"--part: there is no {unknown[0]}; expected one of {', '.join(PARTS)}")
+    raise typer.Exit(run(out, device="cuda" if device == "cuda" else "cpu", parts=tuple(part or ())))
 
 
 @app.command("async")

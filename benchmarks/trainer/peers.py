@@ -8,7 +8,7 @@ the samples and the new weights, padding or packing included.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -65,6 +65,10 @@ class Ours:
         )
         self.policy = load_policy(setting.folder, setting.ranks, options=ModelOptions(dtype=setting.dtype))
         self._optimizer = make_optimizer(self.policy, OPTIMIZER)
+
+    def share_prefixes(self, shared: bool) -> None:
+        """Set whether the next steps compute common prefixes once."""
+        self._options = replace(self._options, share_prefixes=shared)
 
     def step(self, data: TrainingData) -> StepResult:
         return train_batch(

@@ -94,6 +94,7 @@ NOT_RUN = {
     ): "minutes",
     ("docs/benchmarks.md", "python -m benchmarks engine"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "make litellm"): "minutes; tests/benchmarks",
+    ("docs/benchmarks.md", "make test-gpu"): "tests/benchmarks/test_bench_gpu.py",
     ("docs/benchmarks.md", "python -m benchmarks trainer"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks async --json"): "minutes; tests/benchmarks",
     ("docs/benchmarks.md", "python -m benchmarks async --table"): "hours",

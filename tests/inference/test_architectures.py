@@ -242,3 +242,20 @@ def test_numba_by_name_is_refused_where_it_cannot_compute(
     config = EmbeddedEngineConfig(model=str(model_folder), kernel="numba")
     with pytest.raises(ConfigError, match="numba is not installed"):
         choose_runner(config, read_architecture(model_folder), max_context=64, threads=1)
+
+
+def test_tied_embeddings_are_placed_once_and_memory_of_a_gpu_is_returned(
+    make_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model("qwen3", tie_word_embeddings=True)
+    arch = read_architecture(folder)
+    runner = TorchRunner(arch, slots=1, max_context=256, device=torch.device("cpu"), dtype=torch.bfloat16)
+    placed = runner.place(load_weights(folder, arch))
+    assert placed.embedding.dtype == torch.bfloat16 and placed.lm_head is placed.embedding
+    returned: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: returned.append("once"))
+    runner.return_memory()
+    assert not returned
+    monkeypatch.setattr(runner, "_device", torch.device("cuda"))
+    runner.return_memory()
+    assert returned == ["once"]

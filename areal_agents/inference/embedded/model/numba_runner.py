@@ -88,6 +88,9 @@ class NumbaRunner:
         """See ModelRunner.free_cache."""
         self._keys = self._values = np.zeros((0,) * 6, np.float32)
 
+    def return_memory(self) -> None:
+        """See ModelRunner.return_memory. The allocator of the host does it alone."""
+
     def make_cache(self) -> None:
         """See ModelRunner.make_cache."""
         of_keys, of_values = self._tile_shapes

@@ -65,6 +65,10 @@ class ModelRunner(Protocol):
         """Allocate memory for keys and values."""
         ...
 
+    def return_memory(self) -> None:
+        """Return freed memory of the device to other processes. Any thread may call it."""
+        ...
+
     def forward(self, rows: Rows) -> Tensor:
         """Store the rows' keys and values and return logits [M, V], float32, valid until the next call."""
         ...

@@ -148,6 +148,7 @@ class ServedModels:
                 )
             if "weights" in kinds:
                 self._weights = self._prepared = None
+            await asyncio.to_thread(self._runner.return_memory)
 
     async def resume_memory(self, kinds: set[MemoryKind]) -> None:
         """Allocate memory again. The next update brings the weights; nothing is sampled until then."""

@@ -39,8 +39,12 @@ class TorchRunner:
 
     def place(self, weights: Weights) -> Weights:
         """See ModelRunner.place."""
+        placed: dict[int, Tensor] = {}  # by the original's id: a tied head remains one with the embedding
+        for tensor in weights.tensors():
+            if id(tensor) not in placed:
+                placed[id(tensor)] = tensor.to(self._device, self._dtype)
         names = Weights.__dataclass_fields__
-        return Weights(**{name: getattr(weights, name).to(self._device, self._dtype) for name in names})
+        return Weights(**{name: placed[id(getattr(weights, name))] for name in names})
 
     def load(self, weights: Weights) -> None:
         """See ModelRunner.load."""
@@ -58,6 +62,11 @@ class TorchRunner:
         """See ModelRunner.make_cache."""
         self._keys = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
         self._values = torch.zeros(self._cache_shape, device=self._device, dtype=self._dtype)
+
+    def return_memory(self) -> None:
+        """See ModelRunner.return_memory."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # torch keeps what is freed for itself
 
     @torch.inference_mode()
     def forward(self, rows: Rows) -> Tensor:

@@ -1,0 +1,71 @@
+"""The parts of the measurement, by name. Each runs in a process of its own: `python -m benchmarks.gpu`.
+
+A part returns its figures, raises `Skipped` with the reason if it does not apply here, and raises any other
+error if what it checks does not hold.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.scale import Scale
+
+Device = Literal["cuda", "cpu"]
+
+
+class Skipped(Exception):
+    """A part does not apply here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """Where and at which size a part runs.
+
+    Attributes:
+        scratch: a folder that is deleted at the end of the part.
+    """
+
+    device: Device
+    scale: Scale
+    scratch: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part.
+
+    Attributes:
+        module, function: where its function is: `function(here) -> figures`.
+        limit_s: seconds after which it counts as failed, the compilation of kernels included.
+    """
+
+    what: str
+    module: str
+    function: str
+    limit_s: float
+
+
+PARTS: dict[str, Part] = {
+    "attention": Part("attention kernels against dense masks", "kernels", "attention", 150),
+    "head": Part("float32 logits of a bfloat16 head", "kernels", "head", 60),
+    "step": Part("one step of a 1.7B model", "training", "step", 150),
+    "prefixes": Part("shared prefixes against flat samples", "training", "prefixes", 120),
+    "engine": Part("the embedded engine, asleep and awake", "engine", "engine", 90),
+    "loop": Part("a whole run on the embedded engine", "runs", "loop", 120),
+    "sleep": Part("a run whose engine sleeps while a step is trained", "runs", "sleep", 120),
+    "lora": Part("a run that trains an adapter", "runs", "lora", 120),
+    "quickstart": Part("the quick start, end to end", "runs", "quick_start", 300),
+}
+
+
+def measure(name: str, here: Here) -> dict[str, Any]:
+    """Run a part in this process and return its figures. Raises what the part raises."""
+    part = PARTS[name]
+    function: Callable[[Here], dict[str, Any]] = getattr(
+        importlib.import_module(f"benchmarks.gpu.{part.module}"), part.function
+    )
+    return function(here)

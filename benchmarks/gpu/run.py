@@ -1,0 +1,146 @@
+"""Runs the parts one after the other, each in a process of its own, and writes the figures.
+
+A part that fails, hangs or takes the GPU down does not prevent the others, until the time is used up.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks.gpu.parts import PARTS, Device
+
+ROOT = Path(__file__).parents[2]
+WHOLE_S = 480.0  # of all parts together
+_SHOWN = 1500  # characters of the output of a failed part
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a part. `reason` says why it was skipped or how it failed."""
+
+    part: str
+    status: Literal["passed", "failed", "skipped"]
+    seconds: float
+    figures: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+def run_parts(names: Sequence[str], device: Device, *, within_s: float = WHOLE_S) -> list[Outcome]:
+    """Run the parts in order, and print each outcome when it is known."""
+    began, outcomes = time.monotonic(), []
+    for name in names:
+        left_s = within_s - (time.monotonic() - began)
+        if left_s < 10:
+            outcome = Outcome(name, "skipped", 0.0, reason=f"the {within_s:g} s of all parts were used up")
+        else:
+            outcome = _run_part(name, device, min(left_s, PARTS[name].limit_s))
+        outcomes.append(outcome)
+        told = json.dumps(outcome.figures) if outcome.status == "passed" else outcome.reason
+        print(f"{name:11} {outcome.status:8} {outcome.seconds:6.1f} s  {told}", flush=True)
+    return outcomes
+
+
+def _run_part(name: str, device: Device, limit_s: float) -> Outcome:
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu", name, device],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": _path()}, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # with the engines and trainers that it has started
+        output, errors = process.communicate()
+        told = f"was not done after {limit_s:.0f} s: {errors[-_SHOWN:].strip()}"
+        return Outcome(name, "failed", time.monotonic() - started, reason=told)
+    seconds = round(time.monotonic() - started, 1)
+    if process.returncode:
+        return Outcome(name, "failed", seconds, reason=errors[-_SHOWN:].strip())
+    return Outcome(name, seconds=seconds, **json.loads(output.splitlines()[-1]))
+
+
+def _path() -> str:
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def machine(device: Device) -> dict[str, Any]:
+    """Return the names and versions of what the figures depend on."""
+    import platform
+
+    import torch
+    import transformers
+
+    found: dict[str, Any] = {
+        "device": "CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cores": len(os.sched_getaffinity(0)),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        found |= {
+            "device": properties.name,
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "cuda": torch.version.cuda,
+        }
+    return found
+
+
+def write(outcomes: Sequence[Outcome], machine: dict[str, Any], folder: Path) -> None:
+    """Write gpu.json and gpu.md, the table for docs/benchmarks.md, to a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (
+        ("gpu.json", json.dumps({"machine": machine, "parts": [asdict(o) for o in outcomes]}, indent=2)),
+        ("gpu.md", as_markdown(outcomes, machine)),
+    ):
+        temporary = folder / f".{name}.tmp"
+        temporary.write_text(text + "\n")
+        temporary.replace(folder / name)
+
+
+def as_markdown(outcomes: Sequence[Outcome], machine: dict[str, Any]) -> str:
+    """The figures as a section of docs/benchmarks.md."""
+    about = ", ".join(f"{name} {value}" for name, value in machine.items() if name != "device")
+    lines = [f"{machine['device']} ({about}).", "", "| part | outcome | figures |", "| --- | --- | --- |"]
+    for outcome in outcomes:
+        figures = "; ".join(f"{name} {_shown(value)}" for name, value in outcome.figures.items())
+        told = figures or " ".join(outcome.reason.split())[-300:].replace("|", "\\|")
+        lines.append(f"| {PARTS[outcome.part].what} | {outcome.status} | {told} |")
+    return "\n".join(lines)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "(" + ", ".join(f"{name}: {_shown(inner)}" for name, inner in value.items()) + ")"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def run(folder: Path, *, device: Device = "cuda", parts: Sequence[str] = ()) -> int:
+    """Measure, write the figures to the folder, and return the exit status: 1 if a part failed.
+
+    Without a GPU nothing is measured or written, and the status is 0.
+    """
+    from benchmarks.gpu.device import why_no_gpu
+
+    reason = why_no_gpu() if device == "cuda" else None
+    if reason is not None:
+        print(f"Nothing was measured on a GPU: {reason}. No figures were written.")
+        return 0
+    outcomes = run_parts(parts or tuple(PARTS), device)
+    write(outcomes, machine(device), folder)
+    failed = [outcome.part for outcome in outcomes if outcome.status == "failed"]
+    print(f"The figures are in {folder}/gpu.json and {folder}/gpu.md.")
+    if failed:
+        print(f"Failed: {', '.join(failed)}.")
+    return 1 if failed else 0

@@ -1,0 +1,153 @@
+"""The measurement on a GPU, as a miniature on the CPU: the same functions and processes at tiny sizes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.gpu import kernels, run, runs
+from benchmarks.gpu.device import why_no_gpu
+from benchmarks.gpu.parts import PARTS, Here, Skipped, measure
+from benchmarks.gpu.run import Outcome, run_parts, write
+from benchmarks.gpu.scale import MINIATURE
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here("cpu", MINIATURE, tmp_path)
+
+
+def test_every_part_has_its_function_and_the_limits_leave_time_for_all_that_is_quick() -> None:
+    for part in PARTS.values():
+        module = importlib.import_module(f"benchmarks.gpu.{part.module}")
+        assert callable(getattr(module, part.function)) and part.limit_s <= run.WHOLE_S
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_attention_is_compared_with_dense_masks_and_timed(here: Here) -> None:
+    figures = measure("attention", here)
+    assert figures["error_documents_float32"] < 2e-4 and figures["error_tree_float32"] < 2e-4
+    assert figures["documents_ms"] > 0 and figures["tree_tflops"] >= 0
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_attention_that_differs_from_dense_masks_fails(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.gpu_attention
+    monkeypatch.setattr(kernels, "gpu_attention", lambda *a, **k: right(*a, **k) * 1.01)
+    with pytest.raises(AssertionError, match="differs from dense masks by"):
+        measure("attention", here)
+
+
+def test_a_head_of_bfloat16_is_compared_with_float64(here: Here) -> None:
+    assert measure("head", here)["logprob_error"] < 1e-3
+
+
+def test_a_step_is_timed_and_profiled(here: Here) -> None:
+    figures = measure("step", here)
+    assert figures["tokens_per_s"] > 0 and figures["mfu"] is None and figures["peak_gib"] is None
+    shares = list(figures["profile"].values())
+    assert shares == sorted(shares, reverse=True) and 0.2 < sum(shares) <= 1.01
+
+
+def test_shared_prefixes_are_compared_with_their_bound(here: Here) -> None:
+    figures = measure("prefixes", here)
+    assert figures["bound"] > 2 and figures["speed_up"] > 0
+    assert figures["share_of_bound"] == pytest.approx(figures["speed_up"] / figures["bound"], abs=0.01)
+
+
+def test_an_engine_sleeps_and_samples_the_same_tokens_afterwards(here: Here) -> None:
+    figures = measure("engine", here)
+    assert figures["tokens_per_s"] > 0 and "released_gib" not in figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["loop", "lora", "quickstart"])
+def test_whole_runs_are_measured(name: str, here: Here) -> None:
+    figures = measure(name, here)
+    assert figures["steps"] == 1 and figures["step_s"] > 0
+    assert figures["engine_against_trainer"] < 0.02
+
+
+def row(**changed: Any) -> str:
+    """A line of metrics.jsonl."""
+    times = {"step_s": 2.0, "train_s": 1.0, "publish_s": 0.5, "pause_s": 0.25}
+    return json.dumps(
+        {"tokens": 9, "grad_norm": 1.0, "logprob_diff_on_policy_mean": 0.01, **times, **changed}
+    )
+
+
+def test_a_run_fails_if_engine_and_trainer_differ_or_nothing_was_trained(tmp_path: Path) -> None:
+    def summary(*rows: str, dtype: str = "bfloat16") -> dict[str, Any]:
+        (tmp_path / "metrics.jsonl").write_text("\n".join(rows))
+        return runs._summary(tmp_path, dtype)
+
+    found = summary(row(), row(logprob_diff_on_policy_mean=None, step_s=3.0))
+    assert found == {
+        "steps": 2, "step_s": 3.0, "train_s": 1.0, "publish_s": 0.5, "pause_s": 0.25,
+        "engine_against_trainer": 0.01,
+    }  # fmt: skip
+    with pytest.raises(AssertionError, match=r"differ by 1\.0e-02 nats a token in float32"):
+        summary(row(), dtype="float32")
+    with pytest.raises(AssertionError, match="no token was trained"):
+        summary(row(tokens=0))
+    with pytest.raises(AssertionError, match="gradient norms are"):
+        summary(row(grad_norm=None))
+
+
+def test_an_engine_on_a_cpu_has_no_part_that_sleeps(here: Here) -> None:
+    with pytest.raises(Skipped, match="shares no memory"):
+        measure("sleep", here)
+
+
+def test_a_part_that_fails_or_hangs_does_not_prevent_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "if sys.argv[1:2] == ['head']: raise SystemExit('the head is broken')\n"
+        "if sys.argv[1:2] == ['step']: time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run, "_path", lambda: f"{tmp_path}:{run.ROOT}")
+    monkeypatch.setitem(PARTS, "step", replace(PARTS["step"], limit_s=5))
+    failed, hanging, skipped = run_parts(["head", "step", "sleep"], "cpu")
+    assert failed.status == "failed" and "the head is broken" in failed.reason
+    assert hanging.status == "failed" and "was not done after 5 s" in hanging.reason
+    assert skipped.status == "skipped" and "shares no memory" in skipped.reason
+    (late,) = run_parts(["head"], "cpu", within_s=5)
+    assert late.status == "skipped" and "used up" in late.reason
+
+
+def test_the_figures_are_written_as_json_and_as_a_table(tmp_path: Path) -> None:
+    outcomes = [
+        Outcome("step", "passed", 12.5, {"tokens_per_s": 31_000, "mfu": 0.47, "profile": {"gemm": 0.5}}),
+        Outcome("sleep", "skipped", 0.0, reason="it does | not apply"),
+    ]
+    write(outcomes, {"device": "NVIDIA H100", "torch": "2.11.0+cu130"}, tmp_path / "gpu")
+    found: dict[str, Any] = json.loads((tmp_path / "gpu" / "gpu.json").read_text())
+    assert found["machine"]["device"] == "NVIDIA H100"
+    assert found["parts"][0]["figures"]["mfu"] == 0.47 and found["parts"][1]["status"] == "skipped"
+    assert (tmp_path / "gpu" / "gpu.md").read_text().splitlines() == [
+        "NVIDIA H100 (torch 2.11.0+cu130).",
+        "",
+        "| part | outcome | figures |",
+        "| --- | --- | --- |",
+        "| one step of a 1.7B model | passed | tokens_per_s 31,000; mfu 0.47; profile (gemm: 0.5) |",
+        "| a run whose engine sleeps while a step is trained | skipped | it does \\| not apply |",
+    ]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_without_a_gpu_nothing_is_measured_and_the_status_is_0(tmp_path: Path) -> None:
+    assert why_no_gpu() is not None
+    result = CliRunner().invoke(app, ["gpu", "--out", str(tmp_path / "gpu")])
+    assert result.exit_code == 0 and not (tmp_path / "gpu").exists()
+    assert result.output.startswith(f"Nothing was measured on a GPU: {why_no_gpu()}")
