@@ -69,6 +69,11 @@ class TrainerConfig(BaseModel):
     dtype: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Compute type; master weights are always float32."
     )
+    router_dtype: Literal["auto", "float32"] = Field(
+        default="auto",
+        description="Type in which routers of experts compute. auto: that of `dtype`, as in engines, so that "
+        "the same experts are chosen; float32: more precise than engines.",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one.")
     ranks: int = Field(default=1, ge=1, description="Processes that share the training, under torchrun.")
     replicas: int = Field(

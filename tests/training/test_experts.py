@@ -72,8 +72,11 @@ def test_a_missing_expert_is_named(folder: Path, tmp_path: Path, group: Ranks) -
         load_policy(tmp_path, group)
 
 
-def test_routers_compute_in_float32_beside_bfloat16(folder: Path, group: Ranks) -> None:
-    options = ModelOptions(dtype=torch.bfloat16, activation_checkpointing="full")
+@pytest.mark.parametrize(("router_dtype", "computed"), [(None, torch.bfloat16), (torch.float32,) * 2])
+def test_routers_compute_as_in_engines_or_in_float32(
+    router_dtype: torch.dtype | None, computed: torch.dtype, folder: Path, group: Ranks
+) -> None:
+    options = ModelOptions(torch.bfloat16, activation_checkpointing="full", router_dtype=router_dtype)
     policy = load_policy(folder, group, options=options)
     seen: dict[str, set[torch.dtype]] = {"weight": set(), "logits": set()}
     for name, module in policy.named_modules():
@@ -81,7 +84,7 @@ def test_routers_compute_in_float32_beside_bfloat16(folder: Path, group: Ranks) 
             module.register_forward_pre_hook(lambda m, _: seen["weight"].add(m.weight.dtype))
             module.register_forward_hook(lambda _, __, out: seen["logits"].add(out[0].dtype))
     logprobs, gradients = packed(policy, samples())
-    assert seen == {"weight": {torch.float32}, "logits": {torch.float32}}
+    assert seen == {"weight": {computed}, "logits": {computed}}
     want = torch.cat(reference(folder, samples())[0])
     assert 0 < (torch.cat(logprobs) - want).abs().mean() < 0.1
     assert {g.dtype for g in gradients.values()} == {torch.float32}

@@ -54,6 +54,8 @@ def policy_loss(
     penalty: Tensor | None = None,
     trained: Tensor | None = None,
     divergence: Tensor | None = None,
+    positions: Tensor | None = None,
+    replayed: Tensor | None = None,
 ) -> tuple[Tensor, LossStatistics]:
     """Compute these tokens' share of the loss.
 
@@ -83,6 +85,8 @@ def policy_loss(
         trained: [N] bool; the others belong to the path and enter the ratios of sequences, but another
             sample trains them. By default all are trained.
         divergence: [N] of the current policy from a teacher, with a gradient; for distillation.
+        positions: [N] int64, where each token is in its sequence; replayed: [N] bool, tokens whose experts
+            the engine recorded; both for the statistics.
 
     Returns:
         The loss, a scalar (float32 for half and single precision), and its statistics.
@@ -91,9 +95,8 @@ def policy_loss(
         ValueError: the shapes differ, or a reference or entropy that the settings need is missing.
     """
     turn_ids = sequence_ids if turn_ids is None else turn_ids
-    optional = [
-        t for t in (reference, entropy, on_policy, keep, penalty, trained, divergence) if t is not None
-    ]
+    several = (reference, entropy, on_policy, keep, penalty, trained, divergence, positions, replayed)
+    optional = [tensor for tensor in several if tensor is not None]
     _check_shapes(current, proximal, behavior, advantages, loss_weights, sequence_ids, turn_ids, *optional)
     if isinstance(objective.kl, KlInLoss) and reference is None:
         raise ValueError("a KL in the loss needs `reference`, the reference policy's logprobs, got None")
@@ -132,7 +135,7 @@ def policy_loss(
     with torch.no_grad():
         statistics = measure(
             weighted, tokens.log_ratio, log_weight, correction, policy, sequences, trained=trained,
-            kl=kl, entropy=entropy, on_policy=on_policy,
+            kl=kl, entropy=entropy, on_policy=on_policy, positions=positions, replayed=replayed,
         )  # fmt: skip
     return loss, statistics
 

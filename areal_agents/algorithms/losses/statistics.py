@@ -11,6 +11,9 @@ from areal_agents.algorithms.losses.correction import CorrectionWeights
 from areal_agents.algorithms.losses.loss import TokenLosses
 from areal_agents.algorithms.losses.ratios import Sequences
 
+# Positions in the sequence at which engine and trainer are compared apart: longer contexts sum more terms.
+POSITIONS = {"0-255": 0, "256-1023": 256, "1024-4095": 1024, "4096-16383": 4096, "16384+": 16_384}
+
 SUMS = (
     "tokens",
     "sequences",
@@ -34,6 +37,10 @@ SUMS = (
     "on_policy_tokens",
     "on_policy_abs_diff",
     "entropy",
+    "replayed_tokens",
+    "replayed_abs_diff",
+    *(f"tokens_at_{name}" for name in POSITIONS),
+    *(f"abs_diff_at_{name}" for name in POSITIONS),
 )
 MAXIMA = ("abs_diff_max", "on_policy_abs_diff_max", "abs_log_ratio_max", "weight_raw_max")
 
@@ -54,7 +61,9 @@ class LossStatistics:
             applied (0 where rejected), w², w before cap and mask, and how often it was capped; tokens
             rejected, sequences of which every token was, and sequences vetoed; |proximal − behavior|
             logprob, and the same on tokens of the trainer's own version (there it is the numerical
-            difference between engine and trainer); entropy.
+            difference between engine and trainer); entropy; tokens of the trainer's own version whose
+            experts the engine recorded, and the difference on them; and for each range of `POSITIONS` the
+            tokens of the own version there, and the difference on them.
         maxima: [len(MAXIMA)] float64, in the order of `MAXIMA`.
     """
 
@@ -90,6 +99,8 @@ def measure(
     kl: Tensor | None = None,
     entropy: Tensor | None = None,
     on_policy: Tensor | None = None,
+    positions: Tensor | None = None,
+    replayed: Tensor | None = None,
 ) -> LossStatistics:
     """Compute the statistics of N tokens from the parts of their loss.
 
@@ -99,6 +110,8 @@ def measure(
         trained: [N] bool, kept tokens that carry a gradient; the others are measured elsewhere.
         kl: [N] estimates of KL(current, reference); None counts as 0.
         entropy: [N]; None counts as 0. on_policy: [N] bool; None means all tokens.
+        positions: [N] int64, where each token is in its sequence; None counts as 0.
+        replayed: [N] bool, tokens whose experts the engine recorded; None means no token.
     """
     own = trained if on_policy is None else trained & on_policy
     rejected = correction.rejected & trained
@@ -139,7 +152,10 @@ def measure(
         "on_policy_tokens": total(own),
         "on_policy_abs_diff": total(log_weight.abs(), own),
         "entropy": total(entropy),
+        **_by_position(log_weight.abs(), own, positions),
     }
+    by_engine = torch.zeros_like(own) if replayed is None else own & replayed
+    sums |= {"replayed_tokens": total(by_engine), "replayed_abs_diff": total(log_weight.abs(), by_engine)}
     maxima = {
         "abs_diff_max": largest(log_weight.abs()),
         "on_policy_abs_diff_max": largest(log_weight.abs(), own),
@@ -149,3 +165,16 @@ def measure(
     return LossStatistics(
         torch.stack([sums[name] for name in SUMS]), torch.stack([maxima[name] for name in MAXIMA])
     )
+
+
+def _by_position(difference: Tensor, own: Tensor, positions: Tensor | None) -> dict[str, Tensor]:
+    """Number of the own tokens, and sum of their differences, in each range of `POSITIONS`."""
+    starts = torch.tensor([*POSITIONS.values()][1:], device=own.device)
+    places = torch.zeros_like(own, dtype=torch.long)
+    if positions is not None:
+        places = torch.bucketize(positions, starts, right=True)
+    counts = difference.new_zeros(len(POSITIONS), dtype=torch.float64).index_add(0, places, own.double())
+    inside = torch.where(own, difference.double(), 0.0)
+    sums = torch.zeros_like(counts).index_add(0, places, inside)
+    named = {f"tokens_at_{name}": count for name, count in zip(POSITIONS, counts, strict=True)}
+    return named | {f"abs_diff_at_{name}": total for name, total in zip(POSITIONS, sums, strict=True)}

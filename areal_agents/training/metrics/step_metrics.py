@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_agents.algorithms.losses.statistics import POSITIONS
 from areal_agents.algorithms.samples import BatchReport
 from areal_agents.algorithms.staleness import StalenessReport
 from areal_agents.errors import TrainingError
@@ -33,6 +34,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "kl_behavior_k1", "kl_behavior_k3", "kl_reference",
         "logprob_diff_mean", "logprob_diff_max",
         "on_policy_tokens", "logprob_diff_on_policy_mean", "logprob_diff_on_policy_max",
+        "logprob_diff_on_policy_by_position", "logprob_diff_on_policy_by_routing",
         "weight_mean", "weight_raw_mean", "weight_raw_max", "weight_capped", "ess",
         "rejected_tokens", "rejected_sequences", "vetoed_sequences",
         "value_loss", "value_clipped", "explained_variance", "critic_grad_norm", "critic_skipped_steps",
@@ -191,6 +193,12 @@ def policy_metrics(result: StepResult) -> dict[str, Any]:
         "on_policy_tokens": int(own),
         "logprob_diff_on_policy_mean": values["on_policy_abs_diff"] / own if own else None,
         "logprob_diff_on_policy_max": values["on_policy_abs_diff_max"] if own else None,
+        "logprob_diff_on_policy_by_position": {
+            name: values[f"abs_diff_at_{name}"] / values[f"tokens_at_{name}"]
+            for name in POSITIONS
+            if values[f"tokens_at_{name}"]
+        },
+        "logprob_diff_on_policy_by_routing": _by_routing(values),
         "weight_mean": mean["weight"],
         "weight_raw_mean": mean["weight_raw"],
         "weight_raw_max": values["weight_raw_max"],
@@ -204,6 +212,19 @@ def policy_metrics(result: StepResult) -> dict[str, Any]:
         **_dpo_metrics(result.dpo),
         **_observation_metrics(result.observation),
     }
+
+
+def _by_routing(values: Mapping[str, float]) -> dict[str, float]:
+    """Mean difference of the tokens whose experts are those of the engine, and of those that the trainer
+    routed; empty if no routing was recorded."""
+    replayed = values["replayed_tokens"]
+    routed = values["on_policy_tokens"] - replayed
+    if not replayed:
+        return {}
+    means = {"replayed": values["replayed_abs_diff"] / replayed}
+    if routed:
+        means["routed"] = (values["on_policy_abs_diff"] - values["replayed_abs_diff"]) / routed
+    return means
 
 
 def _critic_metrics(critic: CriticResult | None) -> dict[str, Any]:

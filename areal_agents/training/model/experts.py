@@ -1,4 +1,4 @@
-"""Mixture-of-experts models: routing in float32, and replay of the routing that the engine chose.
+"""Mixture-of-experts models: the routers of the blocks, and replay of the routing that the engine chose.
 
 If the engine routed a token to other experts than the trainer does, the token's behavior policy differs from
 the one that the trainer computes. If the engine returned its choice, the policy uses it, with the policy's

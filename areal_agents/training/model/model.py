@@ -46,11 +46,14 @@ class ModelOptions:
         activation_checkpointing: which blocks keep only their input for the backward pass: none, all, or
             every n-th.
         lora: the adapter to train instead of the weights.
+        router_dtype: the type in which the routers of experts compute; None: `dtype`, in which engines hold
+            them. With another one near ties are decided otherwise than in the engine.
     """
 
     dtype: torch.dtype = torch.float32
     activation_checkpointing: Checkpointing = "off"
     lora: LoraOptions | None = None
+    router_dtype: torch.dtype | None = None
 
 
 class PolicyOutput(NamedTuple):
@@ -238,7 +241,7 @@ def load_sharded(
     checkpoint_blocks(model, options.activation_checkpointing)
     with torch.device("meta"):
         module = root(model, saved_dtype)
-    shard(module, model, ranks, dtype=options.dtype)
+    shard(module, model, ranks, dtype=options.dtype, router_dtype=options.router_dtype)
     materialize(module, model, ranks.device)
     error: TrainingError | None = None
     try:

@@ -5,7 +5,7 @@ The reference policy is a frozen model that the policy is kept close to; it is n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,9 +65,10 @@ def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: P
         dtype=DTYPES[config.dtype],
         activation_checkpointing=config.activation_checkpointing,
         lora=lora_options(config.lora),
+        router_dtype=torch.float32 if config.router_dtype == "float32" else None,
     )
-    frozen = ModelOptions(dtype=options.dtype)
-    whole = ModelOptions(dtype=options.dtype, activation_checkpointing=config.activation_checkpointing)
+    whole = replace(options, lora=None)
+    frozen = replace(whole, activation_checkpointing="off")
     policy = load_policy(model_path, ranks, options=options)
     critic = reference = None
     if algorithm.needs_critic:

@@ -46,21 +46,28 @@ def checkpoint_blocks(model: PreTrainedModel, setting: Checkpointing) -> None:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
 
 
-def shard(root: nn.Module, model: PreTrainedModel, ranks: Ranks, *, dtype: torch.dtype) -> None:
+def shard(
+    root: nn.Module,
+    model: PreTrainedModel,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    router_dtype: torch.dtype | None = None,
+) -> None:
     """Divide `root`, which contains `model` and calls its head, into FSDP units, in place.
 
-    Each block is a unit, and so is a router of experts within it, which computes in float32. The embedding is
-    a unit unless it is tied to the head, since tied weights must be in the same unit. The root contains the
-    rest: the final norm and the head, whose matrix is used once per chunk, and again in the backward pass.
+    Each block is a unit, and so is a router of experts within it that computes in a type of its own
+    (`router_dtype`; None: in the type of the rest). The embedding is a unit unless it is tied to the head,
+    since tied weights must be in the same unit. The root contains the rest: the final norm and the head,
+    whose matrix is used once per chunk, and again in the backward pass.
     The head stays gathered from the forward pass to the end of the backward pass.
     """
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    routing = MixedPrecisionPolicy(param_dtype=router_dtype, reduce_dtype=torch.float32)
     for block in blocks(model):
         router = router_of(block)
-        if router is not None and dtype != torch.float32:
-            # rounding could change the chosen experts at near ties
-            fully_shard(router, mesh=ranks.mesh, mp_policy=exact)
+        if router is not None and router_dtype not in (None, dtype):
+            fully_shard(router, mesh=ranks.mesh, mp_policy=routing)
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)
     for block in vision_blocks(model):
         fully_shard(block, mesh=ranks.mesh, mp_policy=precision)

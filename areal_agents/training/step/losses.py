@@ -65,6 +65,9 @@ def policy_share(
         return None if whole is None else of_policy(whole[work.indices])
 
     proximal = share(scores.proximal)
+    replayed = None
+    if batch.routed_experts is not None:  # -1 where the engine returned no experts
+        replayed = (batch.routed_experts[batch.predictor_rows] >= 0).flatten(1).any(1)
     loss, statistics = policy_loss(
         of_policy(current),
         Objective.of(algorithm),
@@ -81,6 +84,8 @@ def policy_share(
         penalty=share(scores.penalty),
         trained=of_policy(batch.trained),
         divergence=None if divergence is None else of_policy(divergence),
+        positions=of_policy(batch.position_ids[batch.predictor_rows] + 1),
+        replayed=None if replayed is None else of_policy(replayed),
     )
     if batch.observed is None:
         return loss, statistics, None
