@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from importlib.util import find_spec
 from pathlib import Path
@@ -84,19 +85,37 @@ def train(
         return
     require("torch", "training")
     from areal_agents.config import load_config
+    from areal_agents.launch.joining import join
+    from areal_agents.launch.nodes import nodes_of
     from areal_agents.launch.run_folder import RunFolder
     from areal_agents.launch.train import train as run
 
     console = Console()
     loaded = load_config(config, overrides or ())
+    nodes = nodes_of(loaded.trainer, os.environ)
     try:
-        run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool)
+        if nodes.rank:
+            join(loaded, nodes, console=console, fresh=fresh)
+        else:
+            run(loaded, console=console, fresh=fresh, ablate_tool=ablate_tool)
     except Interrupted:
         has_checkpoint = RunFolder(Path(loaded.run_dir)).has_checkpoint
         since = " from the last checkpoint" if has_checkpoint else ""
         command = shlex.join(["areal-agents", "train", str(config), *(overrides or ())])
         console.print(f"to continue{since}: {command}", soft_wrap=True, highlight=False)
         raise
+
+
+@app.command()
+def processes(
+    role: Annotated[Literal["trainer"], typer.Argument(help="The part of the run: trainer.")],
+    folder: Annotated[Path, typer.Option(help="The folder of the run, which all machines share.")],
+) -> None:
+    """Run one rank of a trainer, as torchrun, srun or Ray start it, with the run folder's configuration."""
+    require("torch", "training")
+    from areal_agents.launch.processes import main as run
+
+    raise typer.Exit(run([role, "--folder", str(folder)]))
 
 
 @app.command("eval")

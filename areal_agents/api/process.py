@@ -16,8 +16,8 @@ from rich.console import Console
 from areal_agents.config import load_config
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch import train as programs
-from areal_agents.launch.processes import end_with_supervisor
 from areal_agents.launch.signals import Interrupted
+from areal_agents.launch.supervision import end_with_supervisor
 
 
 def main() -> int:

@@ -26,11 +26,13 @@ from areal_agents.inspection.export import row_of, write_jsonl, write_parquet
 from areal_agents.inspection.sources import matching, opened, read_json, store_of_run
 from areal_agents.launch.progress import MetricsFile, read_held_out
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.stopping import stop_timeout_s
+from areal_agents.launch.supervision import GRACE_S, SUPERVISED
 
 if TYPE_CHECKING:
     from areal_agents.direct_http import OpenAI
 
-STOP_S = 120.0  # longest wait for a run to end after it was told to; then it is killed
+STOP_S = 60.0  # longest wait for a run that was told to end, besides its trainer; then it is killed
 KEPT_LINES = 40  # of a run's output, for the message of RunFailed
 _COLOR_FORCED = ("FORCE_COLOR", "CLICOLOR_FORCE")  # Jupyter sets them; the output of a run is read as lines
 
@@ -282,6 +284,7 @@ class _Process:
     def __init__(
         self, program: str, config: Path, *options: str, show: bool, view: NotebookView | None = None
     ) -> None:
+        self._config = config
         self._error = config.parent / "error.txt"
         self._error.unlink(missing_ok=True)
         self._lines: deque[str] = deque(maxlen=KEPT_LINES)
@@ -294,7 +297,10 @@ class _Process:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={name: value for name, value in os.environ.items() if name not in _COLOR_FORCED},
+            env={
+                **{name: value for name, value in os.environ.items() if name not in _COLOR_FORCED},
+                SUPERVISED: f"{GRACE_S:g}",
+            },
             start_new_session=True,  # Ctrl-C of the terminal goes to the caller, who ends the run
         )
         self._reader = threading.Thread(target=self._read, name="run output", daemon=True)
@@ -327,7 +333,7 @@ class _Process:
             self._was_stopped = True
             self._child.send_signal(signal.SIGTERM)
             try:
-                self._child.wait(STOP_S)
+                self._child.wait(STOP_S + stop_timeout_s(load_config(self._config)))
             except subprocess.TimeoutExpired:
                 self._child.kill()
                 self._child.wait(STOP_S)

@@ -20,6 +20,7 @@ from types import TracebackType
 
 from areal_agents.errors import ArealAgentsError
 from areal_agents.launch.signals import uninterrupted
+from areal_agents.launch.supervision import GRACE_S, SUPERVISED
 from areal_agents.process_control import KILL_S, RUN_MARK, end_leftovers, signal_group, warn_unkillable
 
 TAIL_LINES = 15
@@ -29,6 +30,7 @@ MOST_RESTARTS = 5  # the most restarts of one child within RESTARTS_WITHIN_S
 RESTARTS_WITHIN_S = 600.0
 FIRST_PAUSE_S = 0.5  # pause before the first restart; each further restart doubles it
 EXIT_REFUSED = 4  # of a process whose inputs or machine cannot be used, so that a restart would not help
+SOON_S, POLL_S = 5.0, 0.05
 STABLE_AFTER_S = 60.0  # a failure after this run time is not caused by the configuration
 _ENDED_ON_REQUEST = (-signal.SIGTERM, -signal.SIGINT)  # exit codes of a child that a signal told to end
 
@@ -45,6 +47,7 @@ class Child:
         restart: starts the process again; None if its death ends the run.
         restarted: the times of the latest restarts.
         due: the time of the next restart; None if none is due.
+        stop_timeout_s: longest time from SIGTERM until it is killed.
         log_start: the size of the log before this run, in bytes; earlier runs in the folder wrote it.
     """
 
@@ -55,6 +58,7 @@ class Child:
     started: float = field(default_factory=time.monotonic)
     restarted: deque[float] = field(default_factory=deque)
     due: float | None = None
+    stop_timeout_s: float = 60.0
     log_start: int = 0
 
     def tail(self) -> str:
@@ -91,19 +95,18 @@ class Children:
         *,
         log: Path,
         environment: Mapping[str, str],
-        ranks: int = 1,
+        module: str = "",
         restarts: bool = False,
+        stop_timeout_s: float | None = None,
     ) -> Child:
-        """Start `python -m areal_agents.launch.processes ARGUMENTS` with its output in `log`.
+        """Start `python -m MODULE ARGUMENTS` with its output in `log`; the default module is `self.module`.
 
-        With more than one rank, torchrun starts that many processes. With `restarts`, the process is
-        restarted when it was killed, or failed after running for `STABLE_AFTER_S`.
+        With `restarts`, the process is restarted when it was killed, or failed after running for
+        `STABLE_AFTER_S`. It may take `stop_timeout_s` to end; the default is that of all children.
         """
-        torchrun = (
-            ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        )
-        command = [*torchrun, "-m", self.module, *arguments]
+        command = ["-m", module or self.module, *arguments]
         mark = str(log)
+        of_the_run = {RUN_MARK: mark, SUPERVISED: f"{stop_timeout_s or GRACE_S:g}"}
 
         def launch() -> subprocess.Popen[bytes]:
             if restarts:  # a trainer that is ending may still write its checkpoint
@@ -114,13 +117,17 @@ class Children:
                     stdin=subprocess.PIPE,  # closes when this process ends in any way
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment, RUN_MARK: mark},
+                    env={**os.environ, **environment, **of_the_run},
                     start_new_session=True,
                 )
 
         log_start = log.stat().st_size if log.exists() else 0
-        self._children[name] = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
-        return self._children[name]
+        child = Child(name, launch(), log, launch if restarts else None, log_start=log_start)
+        child.stop_timeout_s = stop_timeout_s or (
+            SERVER_STOP_TIMEOUT_S if _is_server(child) else self._stop_timeout_s
+        )
+        self._children[name] = child
+        return child
 
     def check(self, *, may_finish: Sequence[str] = ()) -> None:
         """Restart processes that are due. Raises ChildDied if one ended that cannot be restarted (again)."""
@@ -156,12 +163,24 @@ class Children:
         """
         servers = [child for child in self._children.values() if _is_server(child)]
         callers = [child for child in self._children.values() if not _is_server(child)]
-        for children, timeout_s in ((callers, self._stop_timeout_s), (servers, SERVER_STOP_TIMEOUT_S)):
+        for children in (callers, servers):
             for child in children:
                 signal_group(child.process.pid, signal.SIGTERM)
-            deadline = time.monotonic() + timeout_s
-            for child in children:
-                _wait_or_kill(child, deadline)
+            began = time.monotonic()
+            self._report_slow(children)
+            for child in sorted(children, key=lambda child: child.stop_timeout_s):
+                _wait_or_kill(child, began + child.stop_timeout_s)
+
+    def _report_slow(self, children: Sequence[Child]) -> None:
+        """Say for how long the run waits, if a process does not end soon."""
+        deadline = time.monotonic() + SOON_S
+        while time.monotonic() < deadline:
+            if all(child.process.poll() is not None for child in children):
+                return
+            time.sleep(POLL_S)
+        for child in children:
+            if child.process.poll() is None:
+                self._say(f"waiting for {child.name} to end, for at most {child.stop_timeout_s:.0f} s")
 
 
 def _is_server(child: Child) -> bool:

@@ -2,7 +2,8 @@
 
     python -m areal_agents.launch.processes engine|proxy|trainer|rollout|trial --folder DIR
 
-SIGTERM ends each process cleanly, and so does the death of the supervisor.
+SIGTERM ends each process cleanly, and so does the death of the supervisor that started it. Without a
+supervisor, torchrun, srun or Ray can start each rank of the trainer.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,12 +23,11 @@ from areal_agents.config import Config, load_config
 from areal_agents.errors import AgentError, ArealAgentsError, ConfigError, DataError, RewardError
 from areal_agents.launch.children import EXIT_REFUSED
 from areal_agents.launch.disk_space import disk_space_of
+from areal_agents.launch.nodes import rank_variables
 from areal_agents.launch.run_folder import RunFolder
+from areal_agents.launch.supervision import EXIT_STOPPED, end_with_supervisor
 from areal_agents.model_folder import text_config
 from areal_agents.sockets import allow_many_connections
-
-EXIT_STOPPED = 3  # the process was told to end before its work was complete
-GRACE_S = 20.0  # from the supervisor's death until this process exits at once
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="areal_agents.launch.processes")
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("--folder", dest="run", type=Path, required=True)
+    parser.add_argument(
+        "--config", type=Path, help="the configuration; default: config.yaml in the run folder"
+    )
     parser.add_argument(
         "--first-version", type=int, default=0, help="rollout: the version that the trainer starts with"
     )
@@ -57,28 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING)
     folder = RunFolder(options.run)
     try:
-        ROLES[options.role](load_config(folder.config), folder, options)
+        ROLES[options.role](load_config(options.config or folder.config), folder, options)
     except ArealAgentsError as error:
         logging.getLogger(__name__).error("%s: %s", type(error).__name__, error)
         return EXIT_REFUSED if isinstance(error, AgentError | DataError | ConfigError | RewardError) else 1
     return 0
-
-
-def end_with_supervisor() -> None:
-    """Send this process SIGTERM when the supervisor has ended in any way, and exit at once if that has no
-    effect.
-
-    Standard input is a pipe whose other end only the supervisor holds.
-    """
-
-    def watch() -> None:
-        while os.read(0, 4096):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(GRACE_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
 
 
 def _engine(config: Config, folder: RunFolder, options: argparse.Namespace) -> None:
@@ -146,6 +131,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.training.run import run
 
     stop = _stop_event()
+    os.environ.update(rank_variables(config.trainer, os.environ))  # torch reads them
     if config.engine.kind == "sglang":
         os.environ.update(nccl_environment(config.engine))  # the trainer may form a group with the engines
     first = int(os.environ.get("RANK", "0")) == 0

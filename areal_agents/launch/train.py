@@ -7,6 +7,7 @@ that is stopped at any time resumes from the last checkpoint when it is started 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import shutil
 import time
@@ -24,10 +25,12 @@ from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
 from areal_agents.launch.live_view import LiveView
+from areal_agents.launch.nodes import Nodes, nodes_of
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
 from areal_agents.launch.ready import wait_until_ready
 from areal_agents.launch.run_folder import Endpoints, RunFolder
 from areal_agents.launch.signals import interruptible
+from areal_agents.launch.stopping import stop_timeout_s
 from areal_agents.launch.summary import Summary, complete_evaluations, plot_rewards
 from areal_agents.launch.trial import run_trial
 from areal_agents.proxy.config import available_cores
@@ -60,7 +63,13 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     if ablate_tool:
         _check_evaluation(config, ablate_tool)
     check_trackers(config.trainer.trackers)
+    nodes = nodes_of(config.trainer, os.environ)
+    if nodes.rank:
+        raise ConfigError(
+            f"this is node {nodes.rank}; the run is started on node 0, and joined on the others"
+        )
     plan = None if config.data.episodes else _plan(config)
+    config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
@@ -74,7 +83,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         _report_resume(folder, console)
         save_config(config, folder.config)
-        _report_plan(config, folder, console, plan)
+        _report_plan(config, folder, console, plan, nodes)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
             console,
@@ -89,10 +98,10 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
             try:
                 with view:
                     if plan is None:
-                        _run_recorded(config, folder, children, view)
+                        _run_recorded(config, folder, children, view, nodes)
                         idle = None
                     else:
-                        idle = _run(config, endpoints, folder, children, view, plan)
+                        idle = _run(config, endpoints, folder, children, view, plan, nodes)
             finally:
                 wall_s = folder.add_wall_s(time.monotonic() - begun)
             without_tool = None
@@ -100,6 +109,12 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
                 console.print("evaluating with the agent's tool switched off")
                 without_tool = _evaluate_once(config, folder, children, WITHOUT_TOOL, ablate_tool=True)
         return _finish(config, folder, console, wall_s=wall_s, engine_idle=idle, without_tool=without_tool)
+
+
+def without_place(config: Config) -> Config:
+    """Return the configuration without what differs between the nodes, or between two starts of a run."""
+    anywhere = config.trainer.model_copy(update={"nodes": 0, "node_rank": None, "master": ""})
+    return config.model_copy(update={"trainer": anywhere})
 
 
 def has_ended(config: Config, folder: RunFolder) -> bool:
@@ -178,7 +193,9 @@ def _report_resume(folder: RunFolder, console: Console) -> None:
         console.print(message, soft_wrap=True)
 
 
-def _report_plan(config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None) -> None:
+def _report_plan(
+    config: Config, folder: RunFolder, console: Console, plan: EnginePlan | None, nodes: Nodes
+) -> None:
     if plan is not None:
         console.print(plan.describe(folder), soft_wrap=True)
         proxy = config.proxy.for_engines(config.engine.sequences)
@@ -186,6 +203,10 @@ def _report_plan(config: Config, folder: RunFolder, console: Console, plan: Engi
             console.print(f"proxy: {proxy.workers} workers", soft_wrap=True)
     ranks = config.trainer.ranks
     trainer = f"trainer: {ranks} rank{'s' if ranks > 1 else ''}"
+    if not config.trainer.start:
+        trainer += f", started elsewhere: areal-agents processes trainer --folder {folder.root}"
+    if nodes.count > 1:
+        trainer += f" on {nodes.count} nodes, which meet at {nodes.host}:{nodes.port}"
     colocated = (
         "" if config.engine.colocate == "none" else f", colocated with the engines ({config.engine.colocate})"
     )
@@ -206,7 +227,8 @@ def chosen_endpoints(config: Config) -> Iterator[Endpoints]:
 def threads_for(role: str, *, alone: bool = False, engines: int = 1, given: int = 0) -> dict[str, str]:
     """Return environment variables that give a process its share of the cores.
 
-    The engines together get half of the cores, and the trainer the other half.
+    The engines together get half of the cores, and the trainer the other half, which its ranks on this
+    machine divide (`training.distributed.use_threads`).
 
     Args:
         role: the role of the process.
@@ -265,6 +287,7 @@ def _run(
     children: Children,
     view: LiveView,
     plan: EnginePlan,
+    nodes: Nodes,
 ) -> float | None:
     """Run rollouts and training side by side; return the engines' idle share."""
     folder.write_endpoints(endpoints)
@@ -275,14 +298,15 @@ def _run(
     if config.engine.colocate != "none":  # an engine measures the memory that is left for it before it serves
         wait_until_serving(config, endpoints, children, view.stage)
     # Each process waits for those that it needs, so all of them load at the same time.
-    _start(children, folder, "trainer", ranks=config.trainer.ranks)
+    _start_trainer(config, folder, children, nodes)
     _start(children, folder, "rollout", "--first-version", str(first))
     wait_until_serving(config, endpoints, children, view.stage, view.event)
     view.stage("waiting for the trainer's first version")
     metrics = MetricsFile(folder.metrics)
     disk_space = disk_space_of(config, folder)
     with Store.open(folder.store_at(config.store.url)) as store:
-        while not (children.finished("rollout") and children.finished("trainer")):
+        ended = _trainer_ended(config, folder, children, store)
+        while not (children.finished("rollout") and ended()):
             children.check(may_finish=("rollout", "trainer"))
             metrics.update()
             busy.follow(len(metrics.rows), config.trainer.steps)
@@ -295,13 +319,16 @@ def _run(
     return busy.idle_share()
 
 
-def _run_recorded(config: Config, folder: RunFolder, children: Children, view: LiveView) -> None:
+def _run_recorded(
+    config: Config, folder: RunFolder, children: Children, view: LiveView, nodes: Nodes
+) -> None:
     """Train on recorded episodes: run the trainer alone, with all cores."""
     view.stage("reading the recorded episodes")
-    _start(children, folder, "trainer", ranks=config.trainer.ranks, alone=True)
+    _start_trainer(config, folder, children, nodes, alone=True)
     metrics = MetricsFile(folder.metrics)
     with Store.open(folder.store_at(config.store.url)) as store:
-        while not children.finished("trainer"):
+        ended = _trainer_ended(config, folder, children, store)
+        while not ended():
             children.check(may_finish=("trainer",))
             metrics.update()
             view.update(metrics.rows, read_progress(store))
@@ -309,6 +336,28 @@ def _run_recorded(config: Config, folder: RunFolder, children: Children, view: L
         children.check(may_finish=("trainer",))
         metrics.update()
         view.update(metrics.rows, read_progress(store))
+
+
+def _trainer_ended(config: Config, folder: RunFolder, children: Children, store: Store) -> Callable[[], bool]:
+    """Return a function that says whether the trainer has ended.
+
+    One that is started elsewhere has ended when the last step's version is published and the final weights
+    are written; if it dies before that, it can be started again while this process waits.
+    """
+    if config.trainer.start:
+        return lambda: children.finished("trainer")
+
+    def written() -> int:
+        return folder.final_model.stat().st_mtime_ns if folder.final_model.exists() else 0
+
+    earlier = written()
+
+    def ended() -> bool:
+        latest = store.latest_version()
+        trained = config.data.episodes or (latest is not None and latest.step >= config.trainer.steps)
+        return bool(trained) and written() not in (0, earlier)
+
+    return ended
 
 
 def _check_evaluation(config: Config, ablate_tool: bool) -> None:
@@ -346,16 +395,34 @@ def _start(
     *arguments: str,
     name: str = "",
     environment: Mapping[str, str] | None = None,
-    ranks: int = 1,
-    alone: bool = False,
 ) -> None:
     children.start(
         name or role,
         [role, "--folder", str(folder.root), *arguments],
         log=folder.log(name or role),
-        environment=threads_for(role, alone=alone) if environment is None else environment,
-        ranks=ranks,
-        restarts=role != "trainer",  # its death loses steps, so the run ends with an error
+        environment=threads_for(role) if environment is None else environment,
+        restarts=True,
+    )
+
+
+def _start_trainer(
+    config: Config, folder: RunFolder, children: Children, nodes: Nodes, *, alone: bool = False
+) -> None:
+    """Start this node's ranks of the trainer. They are not restarted: their death loses steps."""
+    if not config.trainer.start:
+        return
+    ranks = config.trainer.ranks
+    role, place = ["trainer", "--folder", str(folder.root)], []
+    if ranks > 1:
+        place = ["--ranks", str(ranks), "--nodes", str(nodes.count), "--node-rank", str(nodes.rank)]
+        place += ["--master", f"{nodes.host}:{nodes.port}", "--"]
+    children.start(
+        "trainer",
+        [*place, *role],
+        log=folder.log("trainer"),
+        environment=threads_for("trainer", alone=alone),
+        module="areal_agents.launch.local_ranks" if ranks > 1 else "",
+        stop_timeout_s=stop_timeout_s(config),
     )
 
 

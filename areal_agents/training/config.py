@@ -75,7 +75,40 @@ class TrainerConfig(BaseModel):
         "the same experts are chosen; float32: more precise than engines.",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="auto: cuda if there is one.")
-    ranks: int = Field(default=1, ge=1, description="Processes that share the training, under torchrun.")
+    ranks: int = Field(
+        default=1, ge=1, description="Processes that share the training, on all nodes together; one per GPU."
+    )
+    start: bool = Field(
+        default=True,
+        description="false: train starts no trainer; torchrun, srun or Ray start its ranks, as areal-agents "
+        "processes trainer.",
+    )
+    nodes: int = Field(
+        default=0,
+        ge=0,
+        description="Machines that share the ranks evenly; the same command is started on each. 0: as many "
+        "as srun, torchrun or Ray started it on, else 1.",
+    )
+    node_rank: int | None = Field(
+        default=None,
+        ge=0,
+        description="Number of this machine, from 0. Engines, proxy and rollout run on machine 0. Absent: as "
+        "srun, torchrun or Ray say.",
+    )
+    master: str = Field(
+        default="",
+        pattern=r"^(.+:\d+)?$",
+        description="host:port of machine 0, where the ranks meet. Empty: as srun, torchrun or Ray say.",
+    )
+    join_timeout_s: float = Field(
+        default=600.0, gt=0, description="Longest wait until all ranks have been started."
+    )
+    stop_timeout_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="Longest time that a stopped trainer may take for its checkpoint before it is killed. 0: "
+        "one minute, and the time to write its bytes at 200 MB/s.",
+    )
     replicas: int = Field(
         default=1, ge=1, description="Copies of the sharded weights (HSDP); ranks is a multiple of it."
     )
@@ -159,6 +192,10 @@ class TrainerConfig(BaseModel):
                 f"ranks must be a multiple of replicas × context_parallel, got {self.ranks} and "
                 f"{self.replicas} × {self.context_parallel}"
             )
+        if self.nodes and self.ranks % self.nodes:
+            raise ValueError(f"ranks must be a multiple of nodes, got {self.ranks} on {self.nodes}")
+        if self.nodes and self.node_rank is not None and self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank must be from 0 to {self.nodes - 1}, got {self.node_rank}")
         if isinstance(self.activation_checkpointing, int) and self.activation_checkpointing < 1:
             raise ValueError(
                 "activation_checkpointing must be off, full or a number of blocks of at least 1, got "

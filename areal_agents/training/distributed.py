@@ -9,10 +9,10 @@ on the CPU; only tensors of the model and of the loss go through the group of th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
+from importlib.metadata import version
 from typing import TypeVar
 
 import torch
@@ -20,11 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from areal_agents.training.control import Control
+from areal_agents.errors import TrainingError
+from areal_agents.training.control import Control, RanksLost
+from areal_agents.training.process_group import process_group
 
 T = TypeVar("T")
 
 _TIMEOUT_S = 1800.0
+_NEWS_S = 5.0  # how long after a failed collective the news that a rank is lost may arrive
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +114,13 @@ def own_nccl() -> str | None:
 
 @contextmanager
 def ranks(
-    device: str = "auto", *, timeout_s: float = _TIMEOUT_S, replicas: int = 1, context: int = 1
+    device: str = "auto",
+    *,
+    timeout_s: float = _TIMEOUT_S,
+    join_timeout_s: float = 600.0,
+    facts: Mapping[str, str] | None = None,
+    replicas: int = 1,
+    context: int = 1,
 ) -> Iterator[Ranks]:
     """Join the process group described by torchrun's environment, or create a group of one rank.
 
@@ -120,36 +129,54 @@ def ranks(
     Args:
         timeout_s: the longest that a rank waits for the others in a collective, and the first rank in the
             control group.
+        join_timeout_s: the longest wait until all ranks have come.
+        facts: what must be the same on every rank, by name; versions of software are added.
         replicas: copies of the weights; each is sharded over count / replicas neighbouring ranks.
         context: neighbouring ranks that share the tokens of a micro-batch.
 
     Raises:
         ValueError: the ranks do not divide into that many replicas, or into groups of `context`.
-        RanksLost: within the block, a collective failed because another rank ended or did not come in time.
+        TrainingError: a rank did not come in time, or differs from the first one in its facts.
+        RanksLost: within the block, another rank ended or did not come to a collective in time.
     """
     kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     here = torch.device(kind)
     if kind == "cuda":
-        here = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+        index, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if index >= gpus:
+            raise TrainingError(
+                f"local rank {index} needs a GPU of its own, and this machine has {gpus}; start at most one "
+                "rank per GPU (trainer.ranks, trainer.nodes)"
+            )
+        here = torch.device(kind, index)
         torch.cuda.set_device(here)
-    made = not dist.is_initialized()
-    if made:
-        backend = "nccl" if kind == "cuda" else "gloo"
-        if "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    joined: Ranks | None = None
-    try:
-        joined = _divide(here, replicas=replicas, context=context, timeout_s=timeout_s)
-        yield joined
-    except RuntimeError as error:
-        if joined is None or joined.control is None or not _is_collective_failure(error):
-            raise
-        raise joined.control.lost(error) from error
-    finally:
-        if made:
-            dist.destroy_process_group()
+    with process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        timeout_s=timeout_s,
+        join_timeout_s=join_timeout_s,
+        facts={**(facts or {}), **_software(kind)},
+    ) as watch:
+        joined: Ranks | None = None
+        try:
+            joined = _divide(here, replicas=replicas, context=context, timeout_s=timeout_s)
+            yield joined
+        except (RuntimeError, RanksLost) as error:
+            if isinstance(error, RuntimeError) and not _is_collective_failure(error):
+                raise
+            if watch is not None and (news := watch.news(_NEWS_S)) is not None:
+                raise RanksLost(
+                    f"{news}. The run can be resumed from its last checkpoint. The failure on this rank: "
+                    f"{error}"
+                ) from error
+            if isinstance(error, RanksLost) or joined is None or joined.control is None:
+                raise
+            raise joined.control.lost(error) from error
+
+
+def _software(kind: str) -> dict[str, str]:
+    """Return the versions that must be the same on all ranks."""
+    nccl = {"NCCL": ".".join(map(str, torch.cuda.nccl.version()))} if kind == "cuda" else {}
+    return {"areal-agents": version("areal-agents"), "PyTorch": torch.__version__, "device": kind, **nccl}
 
 
 def _is_collective_failure(error: RuntimeError) -> bool:

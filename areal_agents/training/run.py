@@ -6,6 +6,7 @@ under a version above every earlier one.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -110,6 +111,8 @@ def run(
         join_ranks(
             config.device,
             timeout_s=config.rank_timeout_s,
+            join_timeout_s=config.join_timeout_s,
+            facts=_facts(config, algorithm, seed),
             replicas=config.replicas,
             context=config.context_parallel,
         ) as group,
@@ -172,6 +175,14 @@ def run(
         if finished:
             write_final(models.policy, run_dir, like=model_path, writes=group.is_first)
         return RunResult(loop.progress.step, loop.progress.version, finished)
+
+
+def _facts(config: TrainerConfig, algorithm: AlgorithmConfig, seed: int) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks, by key."""
+    trainer = config.model_dump(mode="json", exclude={"start", "nodes", "node_rank", "master"})
+    settings = {"trainer": trainer, "algorithm": algorithm.model_dump(mode="json")}
+    flat = {f"{part}.{key}": value for part, keys in settings.items() for key, value in keys.items()}
+    return {key: json.dumps(value) for key, value in {**flat, "seed": seed}.items()}
 
 
 def _checkpoints(

@@ -122,6 +122,32 @@ def test_a_late_failure_is_repaired(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert "ended with exit code 1 and will be restarted" in run.said[0]
 
 
+def test_each_process_has_its_own_time_to_end(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that writes a checkpoint is waited for, while a rollout process that hangs is killed."""
+    monkeypatch.setattr(launch_children, "SOON_S", 0.0)
+    (run.folder / "ending.py").write_text(
+        "import os, signal, sys, time\n"
+        "def end(*_):\n    time.sleep(float(sys.argv[2]))\n    open(sys.argv[1] + '.ended', 'w').close()\n"
+        "    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
+        "open(sys.argv[1], 'w').write(os.environ['AREAL_AGENTS_SUPERVISED_S'])\n"
+        "time.sleep(600)\n"
+    )
+    run._stop_timeout_s = 1
+    for name, ending_s, limit_s in (("trainer", "3", 120.0), ("rollout", "600", None)):
+        mark = str(run.folder / name)
+        run.start(
+            name, [mark, ending_s], log=run.folder / f"{name}.log", environment={}, module="ending",
+            stop_timeout_s=limit_s,
+        )  # fmt: skip
+    marks = [run.folder / name for name in ("trainer", "rollout")]
+    wait_for(lambda: all(mark.exists() and mark.read_text() for mark in marks), run.check)
+    assert [mark.read_text() for mark in marks] == ["120", "20"]
+    run.stop()
+    assert (run.folder / "trainer.ended").exists() and not (run.folder / "rollout.ended").exists()
+    assert "waiting for trainer to end, for at most 120 s" in run.said
+
+
 def test_the_trainers_death_ends_the_run(run: Run) -> None:
     run.begin("trainer", restarts=False)
     os.kill(run.lives("trainer")[0][0], signal.SIGKILL)
