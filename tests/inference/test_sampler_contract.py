@@ -94,6 +94,17 @@ async def test_the_pieces_of_a_stream_are_the_completion(sampler: Sampler) -> No
     np.testing.assert_allclose([p for piece in pieces for p in piece.logprobs], done.logprobs)
 
 
+async def test_the_pieces_of_a_stream_have_the_size_that_was_asked_for(sampler: Sampler) -> None:
+    pieces: list[TokenChunk] = []
+    params, interval = SamplingParams(300, ignore_eos=True), 32
+    done = await sampler.generate("i", prompt_of(20), params, pieces.append, stream_interval=interval)
+    sizes = [len(piece.token_ids) for piece in pieces]
+    assert [i for piece in pieces for i in piece.token_ids] == done.token_ids.tolist()
+    assert sum(sizes) == 300
+    # The first piece does not wait, and the last one is the rest. On a busy machine there may be no others.
+    assert min(sizes[1:-1], default=interval) >= interval
+
+
 async def test_what_a_listener_raises_ends_the_call_and_the_sampler_serves_on(sampler: Sampler) -> None:
     def refuse(piece: TokenChunk) -> None:
         raise LookupError("enough")
