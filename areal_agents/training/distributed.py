@@ -59,6 +59,11 @@ class Ranks:
         """Whether this rank uses the store and the engines."""
         return self.rank == 0
 
+    @property
+    def shards(self) -> int:
+        """The number of ranks over which each copy of the weights is divided."""
+        return int(self.mesh.shape[-1])
+
     def broadcast(self, value: T) -> T:
         """Return the first rank's value on every rank, pickled, through the control group."""
         return value if self.control is None else self.control.broadcast(value)

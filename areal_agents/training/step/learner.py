@@ -20,15 +20,29 @@ from areal_agents.training.config import TrainerConfig
 
 @dataclass(slots=True)
 class Learner:
-    """A module and its optimizer; `norms` has the norm of the gradient at each step, None where skipped."""
+    """A module and its optimizer.
+
+    Attributes:
+        shards: the number of ranks over which each copy of the weights is divided.
+        norms: the norm of the gradient at each step, None where skipped.
+    """
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    shards: int
     norms: list[float | None] = field(default_factory=list)
 
-    def backward(self, loss: Tensor, *, sync: bool) -> None:
-        """Add to the gradient; it is exchanged between the ranks only if `sync`."""
-        cast(FSDPModule, self.module).set_requires_gradient_sync(sync)
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of a micro-batch, of which every rank keeps only its shard. Collective.
+
+        A whole gradient exists for one block at a time. Copies of the weights (HSDP) add up their shards
+        after the `last` micro-batch of an optimizer step.
+        """
+        module = cast(FSDPModule, self.module)
+        if self.shards == 1:
+            module.set_requires_gradient_sync(last)  # the shard is the whole gradient: nothing to scatter
+        else:
+            module.set_requires_all_reduce(last)
         loss.backward()
 
     def step(self, grad_clip: float) -> None:

@@ -161,9 +161,10 @@ class _BatchState:
     def __post_init__(self) -> None:
         device = self.ranks.device
         self.clock = Clock(device)
-        self.learners = [Learner(self.policy, self.optimizer)]
+        self.learners = [Learner(self.policy, self.optimizer, self.ranks.shards)]
         if self.critic is not None:
-            self.learners.append(Learner(self.critic.critic, self.critic.optimizer))
+            critic = self.critic
+            self.learners.append(Learner(critic.critic, critic.optimizer, self.ranks.shards))
         self.statistics = LossStatistics.zero(device)
         self.value_sums = torch.zeros(2, dtype=torch.float64, device=device)
         self.observation_sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -195,7 +196,7 @@ class _BatchState:
         return advantages
 
     def accumulate(self, minibatch: Minibatch, scores: Scores, advantages: Tensor) -> None:
-        """Accumulate the gradients of a minibatch; ranks reduce them once, after the last micro-batch."""
+        """Accumulate the gradients of a minibatch."""
         scale = self.ranks.count  # FSDP averages over the ranks, but the loss is a sum
         for index, work in enumerate(minibatch.work):
             self.check_stop()
@@ -209,14 +210,14 @@ class _BatchState:
                 version=self.version,
                 teacher=self.teacher,
             )
-            self.learners[0].backward(loss * scale, sync=last)
+            self.learners[0].backward(loss * scale, last=last)
             self.statistics += statistics
             if observed is not None:
                 self.observation_sums += observed
             if self.critic is not None:
                 assert isinstance(self.algorithm.estimator, GaeEstimator)
                 loss, sums = value_share(self.critic.critic, work, scores, self.algorithm.estimator)
-                self.learners[1].backward(loss * scale, sync=last)
+                self.learners[1].backward(loss * scale, last=last)
                 self.value_sums += sums
 
     def result(self, plan: BatchPlan, scores: Scores) -> StepResult:
