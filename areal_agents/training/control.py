@@ -61,14 +61,9 @@ class Control:
         with self._operation():
             if parts is None:
                 return self._receive()
-            works: list[Any] = []
-            kept = []  # the memory that is being sent
             for rank in range(1, self._count):
                 for tensor in _message(parts[rank]):
-                    kept.append(tensor)
-                    works.append(dist.isend(tensor, dst=rank, group=self._group))
-            for work in works:
-                work.wait()
+                    dist.send(tensor, dst=rank, group=self._group)
         return parts[0]
 
     def gather(self, value: T) -> list[T]:

@@ -9,11 +9,11 @@ on the CPU; only tensors of the model and of the loss go through the group of th
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -79,6 +79,23 @@ class Ranks:
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks on every rank, through the control group."""
         return [value] if self.control is None else self.control.gather(value)
+
+    def from_first(self, call: Callable[[], T]) -> T:
+        """Return on every rank what `call` returns on the first, where alone it is made.
+
+        Raises:
+            TrainingError, ValueError: on every rank, if the call raises one.
+        """
+        result: T | TrainingError | ValueError | None = None
+        if self.is_first:
+            try:
+                result = call()
+            except (TrainingError, ValueError) as error:
+                result = error
+        told = self.broadcast(result)
+        if isinstance(told, TrainingError | ValueError):
+            raise told
+        return cast(T, told)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum over ranks."""

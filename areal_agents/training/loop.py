@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +23,7 @@ from areal_agents.training.batches.source import BatchSource
 from areal_agents.training.checkpoint.best import BestMetric
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress
 from areal_agents.training.config import TrainerConfig
+from areal_agents.training.control import RanksLost
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.mfu import peak_flops
 from areal_agents.training.metrics.step_metrics import (
@@ -39,6 +40,19 @@ from areal_agents.training.step.step import StepOptions, StepResult, Stopped, tr
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """What every rank is told of the batch that the first rank has.
+
+    Attributes:
+        position: see `Batch.position`.
+        has_samples: whether there are samples to train on.
+    """
+
+    position: int
+    has_samples: bool
+
+
 @dataclass(eq=False)
 class TrainingLoop:
     """A training run on one rank: its components and its progress.
@@ -49,7 +63,7 @@ class TrainingLoop:
         released: the kinds of memory that the engines release while a step is trained.
         progress: the last step, whose version is published.
         saved_step: the step of the newest checkpoint, or the initial step.
-        last: metrics of the last step of this process run.
+        last: metrics of the last step of this process run, on the first rank.
     """
 
     config: TrainerConfig
@@ -91,11 +105,11 @@ class TrainingLoop:
     def _step(self) -> bool:
         """Train one batch; return False if a stop is requested before it was trained."""
         began = time.monotonic()
-        batch = self._next_batch()
-        if batch is None:
+        batch, announced = self._next_batch()
+        if announced is None:
             return False
         try:
-            self.last = self._train(batch, began)
+            self.last = self._train(batch, announced, began)
         except Stopped:
             return False
         except TeacherError as error:
@@ -103,25 +117,30 @@ class TrainingLoop:
         if self.metrics is not None:
             self.metrics.write({**self.last, "time": time.time()})
         if self.config.keep_best:
-            self.best.check(self.last)
+            self.ranks.from_first(lambda: self.best.check(self.last))
         self.checkpoints.check()
         if self.progress.step % self.config.checkpoint_every == 0:
             self._save()  # after the step's line in the metrics: a resume drops the lines of later steps
         return True
 
-    def _next_batch(self) -> Batch | None:
-        """Return the first rank's batch on every rank. If there is none, all ranks save and raise the
-        error."""
-        found: Batch | TrainingError | None = None
-        if self.source is not None:
-            try:
-                found = self.source.next(self.progress)
-            except TrainingError as error:
-                found = error
-        found = self.ranks.broadcast(found)
-        if isinstance(found, TrainingError):
-            self._end_with(found)
-        return found
+    def _next_batch(self) -> tuple[Batch | None, Announced | None]:
+        """Return the batch, on the first rank, and what every rank is told of it; None if there is none
+        because a stop is requested. If it cannot be had, all ranks save and raise the error."""
+        batch = None
+
+        def announce() -> Announced | None:
+            nonlocal batch
+            assert self.source is not None
+            batch = self.source.next(self.progress)
+            return None if batch is None else Announced(batch.position, bool(batch.samples))
+
+        try:
+            announced = self.ranks.from_first(announce)
+        except RanksLost:
+            raise
+        except TrainingError as error:
+            self._end_with(error)
+        return batch, announced
 
     def _end_with(self, error: TrainingError) -> NoReturn:
         """Save a checkpoint, then raise the error that ends the run on every rank. Collective."""
@@ -130,20 +149,24 @@ class TrainingLoop:
         self.checkpoints.finish()
         raise error
 
-    def _train(self, batch: Batch, began: float) -> dict[str, Any]:
-        """Train one step on a batch that was requested at `began`, and return its metrics."""
+    def _train(self, batch: Batch | None, announced: Announced, began: float) -> dict[str, Any]:
+        """Train one step on a batch that was requested at `began`, and return its metrics on the first
+        rank."""
         rate = self.models.set_rate(self.progress.step, self.config)
         started, started_cpu = time.monotonic(), time.process_time()
-        result = self._optimize(batch)
+        result = self._optimize(batch, announced)
         train_s, train_cpu_s = time.monotonic() - started, time.process_time() - started_cpu
-        batch = self._wait_for_swap(batch)
-        progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, batch.position)
+        swap_wait_s = self._wait_for_swap()
+        progress = TrainingProgress(self.progress.step + 1, self.progress.version + 1, announced.position)
         published = None
         if self.publisher is not None:
             published = self.publisher.publish(version=progress.version, step=progress.step)
-        if self.source is not None:
-            self.source.mark_trained(batch, progress)
         self.progress = progress
+        if batch is None:
+            return {}
+        assert self.source is not None
+        self.source.mark_trained(batch, progress)
+        wait_s = batch.wait_s + swap_wait_s
         values = {
             "step": progress.step,
             "version": progress.version,
@@ -155,7 +178,7 @@ class TrainingLoop:
                 result,
                 sampled_tokens=batch.report.sampled_tokens,
                 step_s=time.monotonic() - began,
-                wait_s=batch.wait_s,
+                wait_s=wait_s,
                 train_s=train_s,
                 train_cpu_s=train_cpu_s,
                 published=published,
@@ -165,19 +188,19 @@ class TrainingLoop:
         }
         logger.info(
             "step %d: reward %.3f, %d tokens, waited %.1f s, trained %.1f s, paused %.2f s",
-            progress.step, values["reward_mean"], values["tokens"], batch.wait_s, train_s, values["pause_s"],
+            progress.step, values["reward_mean"], values["tokens"], wait_s, train_s, values["pause_s"],
         )  # fmt: skip
         return values
 
-    def _optimize(self, batch: Batch) -> StepResult:
+    def _optimize(self, batch: Batch | None, announced: Announced) -> StepResult:
         """Train on the samples of a batch, if it has any. Raises Stopped as `train_batch` does."""
-        if not batch.samples:
+        if not announced.has_samples:
             return StepResult.nothing()
         with self._engines_asleep():
             return train_batch(
                 self.models.policy,
                 self.models.optimizer,
-                batch.data,
+                None if batch is None else batch.data,
                 self.algorithm,
                 self.options,
                 ranks=self.ranks,
@@ -202,12 +225,12 @@ class TrainingLoop:
                 if self.ranks.device.type == "cuda":
                     torch.cuda.empty_cache()  # free cached memory for the engines
 
-    def _wait_for_swap(self, batch: Batch) -> Batch:
-        """Wait until the batch's weights may be swapped in; return it with its waiting time updated."""
+    def _wait_for_swap(self) -> float:
+        """Wait until the batch's weights may be swapped in; return how long that took, in seconds."""
         started = time.monotonic()
         if self.source is not None and self.progress.step + 1 < self.config.steps:
             self.source.wait_for_swap()
-        return replace(batch, wait_s=batch.wait_s + time.monotonic() - started)
+        return time.monotonic() - started
 
     def _save(self) -> None:
         if self.saved_step != self.progress.step:

@@ -43,7 +43,8 @@ def build(folder: Path, group: Ranks) -> Parts:
 def step(parts: Parts, group: Ranks, seed: int) -> None:
     """A step of the policy on samples, and one of the critic on a made-up gradient."""
     policy, optimizer = parts["policy"]
-    data = training_data(random_group(np.random.default_rng(seed), group_id=str(seed)))
+    samples = random_group(np.random.default_rng(seed), group_id=str(seed))
+    data = training_data(samples) if group.is_first else None
     train_batch(policy, optimizer, data, AlgorithmConfig(), OPTIONS, ranks=group, version=0, seed=seed)  # type: ignore[arg-type]
     critic, optimizer = parts["critic"]
     for parameter in critic.parameters():

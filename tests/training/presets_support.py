@@ -67,7 +67,7 @@ def train_once(
     result = train_batch(
         policy,
         torch.optim.SGD(policy.parameters(), lr=lr),
-        data or build_training_data(groups(), algorithm),
+        (data or build_training_data(groups(), algorithm)) if ranks.is_first else None,
         algorithm,
         options,
         ranks=ranks,

@@ -69,8 +69,8 @@ def samples() -> list[TrainingSample]:
     return [s for g in "abc" for s in random_group(rng, group_id=g)]
 
 
-def batch(count: int | None = None) -> TrainingData:
-    return training_data(samples()[:count])
+def batch(group: Ranks, count: int | None = None) -> TrainingData | None:
+    return training_data(samples()[:count]) if group.is_first else None
 
 
 def train_preset(
@@ -102,11 +102,11 @@ def train(folder: Path, group: Ranks) -> tuple[dict, dict[str, torch.Tensor]]:
     optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
     for seed in range(3):
         result = train_batch(
-            policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=seed
+            policy, optimizer, batch(group), ALGORITHM, OPTIONS, ranks=group, version=0, seed=seed
         )
     # one sample: the other rank has nothing of its own, and takes part all the same
     alone = AlgorithmConfig()
-    train_batch(policy, optimizer, batch(1), alone, OPTIONS, ranks=group, version=0, seed=3)
+    train_batch(policy, optimizer, batch(group, 1), alone, OPTIONS, ranks=group, version=0, seed=3)
     return {**result.statistics.as_dict(), "grad_norm": result.grad_norm}, policy.full_state_dict()
 
 
@@ -209,13 +209,13 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         statistics, weights = train(Path(model), group)
         policy = load_policy(Path(model), group)
         optimizer = make_optimizer(policy, TrainerConfig(lr=1e-2))
-        train_batch(policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0)
+        train_batch(policy, optimizer, batch(group), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0)
         checkpoints = Checkpoints(folder / "checkpoints", group, wait=True)
         checkpoints.save({"policy": (policy, optimizer)}, TrainingProgress(1, 1))
         after_one = policy.full_state_dict()
         try:
             train_batch(
-                policy, optimizer, batch(), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0,
+                policy, optimizer, batch(group), ALGORITHM, OPTIONS, ranks=group, version=0, seed=0,
                 stopping=lambda: rank == 1,  # one rank's signal stops both
             )  # fmt: skip
             stopped = False

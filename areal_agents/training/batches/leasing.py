@@ -1,4 +1,4 @@
-"""Builds the batch of a step: the first rank leases groups from the store and sends them to all ranks.
+"""Builds the batch of a step: the first rank leases groups from the store.
 
 Groups are leased, prepared, and assembled to a batch, in which their samples are checked. A group that cannot
 be trained on (a reward that is not a number, misaligned arrays, a sample longer than a micro-batch) is

@@ -39,15 +39,13 @@ def local_share(
             f"context_parallel: expected the process group of {context_count} ranks, got {group}"
         )
     padded = _pad(batch, -len(batch.input_ids) % context_count)
-    size = len(padded.input_ids) // context_count
-    start = context_rank * size
-    rows = slice(start, start + size)
-    mine = (batch.predictor_rows >= start) & (batch.predictor_rows < start + size)
+    rows = _rows(batch, context_rank, context_count)
+    mine = predicted_here(batch, context_rank, context_count)
     return replace(
         padded,
         input_ids=padded.input_ids[rows],
         position_ids=padded.position_ids[rows],
-        predictor_rows=batch.predictor_rows[mine] - start,
+        predictor_rows=batch.predictor_rows[mine] - rows.start,
         target_ids=batch.target_ids[mine],
         trained=batch.trained[mine],
         behavior_logprobs=batch.behavior_logprobs[mine],
@@ -60,6 +58,18 @@ def local_share(
         observed=None if batch.observed is None else batch.observed[mine],
         context_group=group,
     )
+
+
+def predicted_here(batch: MicroBatch, context_rank: int, context_count: int) -> Tensor:
+    """Return [N] bool, the scored tokens that the rows of one rank predict."""
+    rows = _rows(batch, context_rank, context_count)
+    return (batch.predictor_rows >= rows.start) & (batch.predictor_rows < rows.stop)
+
+
+def _rows(batch: MicroBatch, context_rank: int, context_count: int) -> slice:
+    """Return the rows of one rank; the last ones may be padding."""
+    size = -(-len(batch.input_ids) // context_count)
+    return slice(context_rank * size, (context_rank + 1) * size)
 
 
 def _pad(batch: MicroBatch, count: int) -> MicroBatch:

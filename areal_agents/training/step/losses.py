@@ -135,20 +135,27 @@ def pair_pass(
     current = score(
         lambda batch: policy(batch)[0], minibatch.work, tokens=plan.tokens, ranks=ranks, check_stop=check_stop
     )
-    here = {sample.episode_id for sample in minibatch.samples}
-    coefficients = dpo_coefficients(
-        _episode_sums(minibatch, current),
-        _episode_sums(minibatch, scores.reference),
-        [pair for pair in plan.data.pairs if here.intersection(pair)],
-        beta=beta,
-    )
-    per_sample = [
-        coefficients.by_episode.get(sample.episode_id, 0.0)
-        * sample.loss_mask[sample.scored_mask].astype(np.float32)
-        for sample in minibatch.samples
-    ]
+    reference = scores.reference
+
+    def coefficients_of_pairs() -> tuple[Tensor, DpoCoefficients]:
+        assert plan.data is not None
+        here = {sample.episode_id for sample in minibatch.samples}
+        coefficients = dpo_coefficients(
+            _episode_sums(minibatch, current),
+            _episode_sums(minibatch, reference),
+            [pair for pair in plan.data.pairs if here.intersection(pair)],
+            beta=beta,
+        )
+        per_sample = [
+            coefficients.by_episode.get(sample.episode_id, 0.0)
+            * sample.loss_mask[sample.scored_mask].astype(np.float32)
+            for sample in minibatch.samples
+        ]
+        return torch.from_numpy(np.concatenate(per_sample)), coefficients
+
+    of_tokens, coefficients = ranks.from_first(coefficients_of_pairs)
     advantages = torch.zeros_like(current)
-    advantages[minibatch.tokens] = torch.from_numpy(np.concatenate(per_sample)).to(current.device)
+    advantages[minibatch.tokens] = of_tokens.to(current.device)
     return advantages, coefficients
 
 

@@ -1,5 +1,7 @@
 """Lays out a batch for its passes: minibatches, this rank's micro-batches, and the position of each token.
 
+The first rank has the batch, packs it, and sends each rank its micro-batches and no others.
+
 The scored tokens of a batch are numbered 0 … M − 1, minibatch after minibatch, sample after sample. They are
 the trained tokens, those that are only needed for the ratios of whole paths (`TrainingSample.prefix_mask`),
 and the observations (`TrainingSample.observation_mask`).
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +31,9 @@ from areal_agents.algorithms.packing.minibatches import split_minibatches
 from areal_agents.algorithms.samples import TrainingData
 from areal_agents.algorithms.staleness import age_weights
 from areal_agents.core.sample import TrainingSample
+from areal_agents.errors import TrainingError
 from areal_agents.training.distributed import Ranks
+from areal_agents.training.step.wire import WireBatch, from_wire, narrow, to_wire
 
 Floats = npt.NDArray[np.float32]
 
@@ -40,13 +45,16 @@ class PlannedMicroBatch:
     batch: MicroBatch
     indices: Tensor
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpacked, (to_wire(self.batch), narrow(self.indices))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
     """The data of one optimizer step.
 
     Attributes:
-        samples: the number of samples over all ranks.
+        samples: its samples over all ranks, on the first rank; empty on the others.
         tokens: the indices of its scored tokens.
         work: this rank's micro-batches; every rank has the same number.
     """
@@ -83,15 +91,17 @@ class Load:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
-    """The layout of a batch. `data.samples` are in the order of the minibatches.
+    """The layout of a batch.
 
     Attributes:
+        data: the batch, on the first rank, with the samples in the order of the minibatches; None on the
+            others.
         tokens: M, the number of scored tokens.
         with_demonstrations: this rank's micro-batches of the same tokens, each sample after its
             demonstration; empty without self-distillation.
     """
 
-    data: TrainingData
+    data: TrainingData | None
     minibatches: tuple[Minibatch, ...]
     tokens: int
     load: Load
@@ -102,6 +112,12 @@ class BatchPlan:
         """This rank's micro-batches of all minibatches."""
         return [work for minibatch in self.minibatches for work in minibatch.work]
 
+    @property
+    def samples(self) -> tuple[TrainingSample, ...]:
+        """The samples of the batch, in the order of the minibatches. On the first rank only."""
+        assert self.data is not None, "only the first rank has the samples"
+        return self.data.samples
+
 
 def by_sample(values: Tensor, samples: Sequence[TrainingSample]) -> list[Floats]:
     """Split values of the scored tokens of consecutive samples into an array [N_s] per sample."""
@@ -110,7 +126,7 @@ def by_sample(values: Tensor, samples: Sequence[TrainingSample]) -> list[Floats]
 
 
 def lay_out(
-    data: TrainingData,
+    data: TrainingData | None,
     algorithm: AlgorithmConfig,
     *,
     ranks: Ranks,
@@ -120,9 +136,10 @@ def lay_out(
     seed: int,
     downweight_at: int | None = None,
 ) -> BatchPlan:
-    """Cut a batch into minibatches, pack each, and take this rank's part.
+    """Cut a batch into minibatches, pack each, and return this rank's part. Collective.
 
     Args:
+        data: the batch, on the first rank; None on the others.
         seed: seed of the order of the minibatches.
         downweight_at: the trainer's version if older tokens count less (`staleness.age_weights`), else None.
 
@@ -130,6 +147,55 @@ def lay_out(
         TrainingError: a sample does not fit a micro-batch.
         ValueError: there are no samples.
     """
+    packing = _Packing(ranks.data_count, shape, token_budget, share_prefixes)
+    shares: Sequence[BatchPlan | Exception] | None = None
+    if data is not None:
+        try:
+            shares = _shares(data, algorithm, packing, seed=seed, downweight_at=downweight_at)
+        except (TrainingError, ValueError) as error:
+            shares = [error] * ranks.data_count
+        shares = [shares[rank // ranks.context_count] for rank in range(ranks.count)]
+    share = ranks.scatter(shares)
+    if isinstance(share, Exception):
+        raise share
+    return replace(
+        share,
+        minibatches=tuple(replace(one, work=_placed(one.work, ranks)) for one in share.minibatches),
+        with_demonstrations=_placed(share.with_demonstrations, ranks),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """How samples are packed, see `pack`."""
+
+    ranks: int
+    shape: ModelShape
+    token_budget: int
+    share_prefixes: bool
+
+    def __call__(
+        self, samples: Sequence[TrainingSample], *, weights: Sequence[Floats] | None = None
+    ) -> list[MicroBatch]:
+        return pack(
+            samples,
+            token_budget=self.token_budget,
+            ranks=self.ranks,
+            share_prefixes=self.share_prefixes,
+            weights=weights,
+            shape=self.shape,
+        )
+
+
+def _shares(
+    data: TrainingData,
+    algorithm: AlgorithmConfig,
+    packing: _Packing,
+    *,
+    seed: int,
+    downweight_at: int | None,
+) -> list[BatchPlan]:
+    """Return the plan of each data rank, on the CPU. That of rank 0 keeps the whole batch."""
     if not data.samples:
         raise ValueError("expected at least one sample to train on, got none")
     count = algorithm.minibatches
@@ -137,40 +203,28 @@ def lay_out(
     if isinstance(algorithm.policy_loss, DpoLoss):
         count = min(count, len({sample.group_id for sample in data.samples}))
     parts = split_minibatches(data.samples, count, seed=seed)
-    packed = [
-        pack(
-            part,
-            token_budget=token_budget,
-            ranks=ranks.data_count,
-            share_prefixes=share_prefixes,
-            weights=[
-                policy + observation
-                for policy, observation in zip(
-                    _loss_weights(part, algorithm, downweight_at), observation_weights(part), strict=True
-                )
-            ],
-            shape=shape,
-        )
-        for part in parts
-    ]
-    minibatches, start = [], 0
+    packed = []
+    for part in parts:
+        losses = zip(_loss_weights(part, algorithm, downweight_at), observation_weights(part), strict=True)
+        packed.append(packing(part, weights=[policy + observation for policy, observation in losses]))
+    minibatches: list[list[Minibatch]] = [[] for _ in range(packing.ranks)]
+    start = 0
     for part, batches in zip(parts, packed, strict=True):
-        minibatches.append(_minibatch(part, batches, start, ranks))
-        start = minibatches[-1].tokens.stop
+        work = _by_rank(part, batches, start, packing.ranks)
+        tokens = slice(start, start + sum(int(sample.scored_mask.sum()) for sample in part))
+        for rank, own in enumerate(work):
+            minibatches[rank].append(Minibatch(() if rank else tuple(part), tokens, own))
+        start = tokens.stop
     ordered = replace(data, samples=tuple(sample for part in parts for sample in part))
-    load = _load(packed, ranks=ranks.data_count, shape=shape, token_budget=token_budget)
-    demonstrated: tuple[PlannedMicroBatch, ...] = ()
+    load = _load(packed, ranks=packing.ranks, shape=packing.shape, token_budget=packing.token_budget)
+    demonstrated: list[tuple[PlannedMicroBatch, ...]] = [()] * packing.ranks
     if ordered.demonstrations:
         prefixed = with_demonstrations(ordered.samples, ordered.demonstrations)
-        batches = pack(
-            prefixed,
-            token_budget=token_budget,
-            ranks=ranks.data_count,
-            share_prefixes=share_prefixes,
-            shape=shape,
-        )
-        demonstrated = _minibatch(prefixed, batches, 0, ranks).work
-    return BatchPlan(ordered, tuple(minibatches), start, load, demonstrated)
+        demonstrated = _by_rank(prefixed, packing(prefixed), 0, packing.ranks)
+    return [
+        BatchPlan(None if rank else ordered, tuple(minibatches[rank]), start, load, demonstrated[rank])
+        for rank in range(packing.ranks)
+    ]
 
 
 def _loss_weights(
@@ -188,20 +242,35 @@ def _loss_weights(
     ]
 
 
-def _minibatch(
-    part: Sequence[TrainingSample], batches: Sequence[MicroBatch], start: int, ranks: Ranks
-) -> Minibatch:
+def _by_rank(
+    part: Sequence[TrainingSample], batches: Sequence[MicroBatch], start: int, ranks: int
+) -> list[tuple[PlannedMicroBatch, ...]]:
+    """Return the micro-batches of each data rank, with the indices of their tokens; those of `part` begin at
+    `start`."""
     counts = [int(sample.scored_mask.sum()) for sample in part]
     starts = start + np.cumsum([0, *counts[:-1]])
-    work = []
-    for batch in batches[ranks.data_rank :: ranks.data_count]:
-        if ranks.context_count > 1:
-            from areal_agents.training.model.context_parallel import local_share
+    work = [
+        PlannedMicroBatch(batch, torch.from_numpy(_token_indices(batch, part, starts))) for batch in batches
+    ]
+    return [tuple(work[rank::ranks]) for rank in range(ranks)]
 
+
+def _placed(work: Sequence[PlannedMicroBatch], ranks: Ranks) -> tuple[PlannedMicroBatch, ...]:
+    """Return the micro-batches on this rank's device; within a context, its part of each."""
+    placed = []
+    for one in work:
+        batch, indices = one.batch, one.indices
+        if ranks.context_count > 1:
+            from areal_agents.training.model.context_parallel import local_share, predicted_here
+
+            indices = indices[predicted_here(batch, ranks.context_rank, ranks.context_count)]
             batch = local_share(batch, ranks.context_rank, ranks.context_count, ranks.context_group)
-        indices = torch.from_numpy(_token_indices(batch, part, starts))
-        work.append(PlannedMicroBatch(batch.to(ranks.device), indices.to(ranks.device)))
-    return Minibatch(tuple(part), slice(start, start + sum(counts)), tuple(work))
+        placed.append(PlannedMicroBatch(batch.to(ranks.device), indices.to(ranks.device)))
+    return tuple(placed)
+
+
+def _unpacked(wire: WireBatch, indices: npt.NDArray[Any]) -> PlannedMicroBatch:
+    return PlannedMicroBatch(from_wire(wire), torch.from_numpy(indices.astype(np.int64)))
 
 
 def _token_indices(

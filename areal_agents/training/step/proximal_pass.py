@@ -1,8 +1,8 @@
 """Passes without gradients over a whole batch, before its first optimizer step, and their results.
 
 Proximal and reference logprobs and values are computed only where the algorithm needs them. Every result is
-complete and equal on every rank, so advantages and masks computed over the whole batch are the same
-everywhere.
+complete and equal on every rank. What needs the samples (credit by token, the choices of a trust region) is
+computed on the first rank, which has them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from areal_agents.algorithms.config import AlgorithmConfig
 from areal_agents.algorithms.credit.tokens import token_advantages
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.losses.kl import KlInReward, kl_estimate
-from areal_agents.algorithms.losses.trust_region import NoTrustRegion, TokenChoice
+from areal_agents.algorithms.losses.trust_region import NoTrustRegion
 from areal_agents.algorithms.packing.flops import TRAINING
 from areal_agents.algorithms.packing.microbatches import MicroBatch
 from areal_agents.core.sample import TrainingSample
@@ -104,6 +104,16 @@ def score(
     return ranks.sum(scores)  # exactly one rank has the value of each index; the others have 0
 
 
+def gathered(plan: BatchPlan, name: str, ranks: Ranks) -> Tensor:
+    """Return [M] float32, the micro-batches' array `name` at the scored tokens of the batch. Collective."""
+
+    def own(batch: MicroBatch) -> Tensor:
+        values: Tensor = getattr(batch, name)
+        return values
+
+    return score(own, plan.work, tokens=plan.tokens, ranks=ranks, check_stop=lambda: None)
+
+
 def score_batch(
     plan: BatchPlan,
     policy: Policy,
@@ -134,7 +144,7 @@ def score_batch(
         with clock.part("proximal"):
             proximal = over(lambda batch: policy(batch)[0])
     elif algorithm.proximal == "behavior":
-        proximal = scored(plan.data.samples, "behavior_logprobs", ranks.device)
+        proximal = gathered(plan, "behavior_logprobs", ranks)
     if reference is not None:
         with clock.part("reference"):
             reference_logprobs = over(lambda batch: reference(batch)[0])
@@ -149,18 +159,17 @@ def score_batch(
                 plan, policy, teacher, ranks=ranks, check_stop=check_stop, stopping=stopping
             )
     with clock.part("credit"):
-        advantages, targets = _credit(plan, algorithm, proximal, reference_logprobs, values, ranks.device)
-        choice = _choice(plan, algorithm, proximal, advantages, seed)
-    return Scores(
-        advantages,
-        proximal,
-        reference_logprobs,
-        values,
-        targets,
-        choice.keep,
-        choice.penalty,
-        teacher_targets,
-    )
+        targets = None
+        if algorithm.needs_token_credit:
+            credit = ranks.from_first(lambda: _credit(plan, algorithm, proximal, reference_logprobs, values))
+            advantages, targets = credit[0].to(ranks.device), _on_device(credit[1], ranks)
+        else:
+            advantages = gathered(plan, "advantages", ranks)
+        keep = penalty = None
+        if not isinstance(algorithm.trust_region, NoTrustRegion):
+            keep, penalty = ranks.from_first(lambda: _choice(plan, algorithm, proximal, advantages, seed))
+            keep, penalty = _on_device(keep, ranks), _on_device(penalty, ranks)
+    return Scores(advantages, proximal, reference_logprobs, values, targets, keep, penalty, teacher_targets)
 
 
 def _teacher_targets(
@@ -174,7 +183,7 @@ def _teacher_targets(
 ) -> TopTargets:
     """The teacher's most likely tokens at the M scored tokens of the batch. Collective."""
     if isinstance(teacher, EngineTeacher):
-        targets = teacher.score(plan.data.samples, stopping=stopping)
+        targets = teacher.score(plan.samples if ranks.is_first else None, stopping=stopping)
         if targets is None:
             check_stop()
             raise AssertionError("a stop was requested on the first rank, but check_stop() did not raise")
@@ -207,39 +216,36 @@ def _credit(
     proximal: Tensor | None,
     reference: Tensor | None,
     values: Tensor | None,
-    device: torch.device,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return advantages [M] and value targets [M]."""
-    if not algorithm.needs_token_credit:
-        return scored(plan.data.samples, "advantages", device), None
+    """Return advantages [M] and value targets [M], on the CPU."""
+    assert plan.data is not None
     penalties = None
     if isinstance(algorithm.kl_in, KlInReward):
         assert proximal is not None and reference is not None
         estimates = kl_estimate(proximal, reference, estimator=algorithm.kl_in.kl_estimator)
-        penalties = by_sample(estimates, plan.data.samples)
+        penalties = by_sample(estimates, plan.samples)
     credit = token_advantages(
         plan.data,
-        values=None if values is None else by_sample(values, plan.data.samples),
+        values=None if values is None else by_sample(values, plan.samples),
         penalties=penalties,
         config=algorithm,
     )
 
     def whole(arrays: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+        return torch.from_numpy(np.concatenate(arrays).astype(np.float32))
 
     return whole(credit.advantages), None if credit.value_targets is None else whole(credit.value_targets)
 
 
 def _choice(
     plan: BatchPlan, algorithm: AlgorithmConfig, proximal: Tensor | None, advantages: Tensor, seed: int
-) -> TokenChoice:
-    """Return the choice of a trust region for the M tokens, made per minibatch over its trained tokens."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return what a trust region keeps of the M tokens, and its penalty, see `Scores`, on the CPU; made per
+    minibatch over its trained tokens."""
     region = algorithm.trust_region
-    if isinstance(region, NoTrustRegion):
-        return TokenChoice()
-    assert proximal is not None
-    behavior = scored(plan.data.samples, "behavior_logprobs", proximal.device)
-    trained = scored(plan.data.samples, "loss_mask", proximal.device).bool()
+    assert proximal is not None and not isinstance(region, NoTrustRegion)
+    behavior = scored(plan.samples, "behavior_logprobs", proximal.device)
+    trained = scored(plan.samples, "loss_mask", proximal.device).bool()
     rng = np.random.default_rng(seed)
     keep = penalty = None
     for part in plan.minibatches:
@@ -251,4 +257,8 @@ def _choice(
         if choice.penalty is not None:
             penalty = torch.zeros_like(proximal) if penalty is None else penalty
             penalty[at] = choice.penalty
-    return TokenChoice(keep, penalty)
+    return None if keep is None else keep.cpu(), None if penalty is None else penalty.cpu()
+
+
+def _on_device(tensor: Tensor | None, ranks: Ranks) -> Tensor | None:
+    return None if tensor is None else tensor.to(ranks.device)

@@ -25,7 +25,7 @@ from areal_agents.training.model.model import Policy
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
-from areal_agents.training.step.proximal_pass import Scores, passes, score_batch, scored
+from areal_agents.training.step.proximal_pass import Scores, gathered, passes, score_batch
 from areal_agents.training.step.results import (
     CriticResult,
     DpoResult,
@@ -59,7 +59,7 @@ class StepOptions:
 def train_batch(
     policy: Policy,
     optimizer: torch.optim.Optimizer,
-    data: TrainingData,
+    data: TrainingData | None,
     algorithm: AlgorithmConfig,
     options: StepOptions,
     *,
@@ -71,9 +71,10 @@ def train_batch(
     teacher: Teacher | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
-    """Train on a batch; every rank passes the whole batch.
+    """Train on a batch. Collective.
 
     Args:
+        data: the batch, on the first rank, which sends each rank its micro-batches; None on the others.
         version: the version of the current weights.
         seed: seed of the order of the minibatches and of a trust region's random choices.
         critic, reference, teacher: given if and only if the algorithm needs them.
@@ -87,6 +88,8 @@ def train_batch(
         TeacherError: the teacher's engine cannot be used; the weights are unchanged.
         ValueError: there are no samples, or a critic, reference or teacher is missing or given without need.
     """
+    if (data is not None) != ranks.is_first:
+        raise ValueError("expected the batch on the first rank, and on no other rank")
     _check(algorithm, ranks, critic, reference, teacher)
     batch = _BatchState(policy, optimizer, critic, teacher, algorithm, ranks, version, stopping)
     with batch.clock.part("pack"):
@@ -225,7 +228,7 @@ class _BatchState:
         policy, load = self.learners[0], plan.load
         critic = observation = None
         if self.critic is not None:
-            trained = scored(plan.data.samples, "loss_mask", self.ranks.device).bool()
+            trained = gathered(plan, "trained", self.ranks).bool()
             critic = critic_result(self.learners[1], self.ranks.sum(self.value_sums), scores, trained)
         if self.algorithm.observation_coefficient:
             entropies, tokens = self.ranks.sum(self.observation_sums).tolist()

@@ -109,11 +109,12 @@ class EngineTeacher:
         )
 
     def score(
-        self, samples: Sequence[TrainingSample], *, stopping: Callable[[], bool] = lambda: False
+        self, samples: Sequence[TrainingSample] | None, *, stopping: Callable[[], bool] = lambda: False
     ) -> TopTargets | None:
         """The teacher's most likely tokens at the M scored tokens of the samples, in order. Collective.
 
         Args:
+            samples: given on the first rank; None on the others.
             stopping: called on the first rank while it waits for the engine.
 
         Returns:
@@ -124,10 +125,11 @@ class EngineTeacher:
             TeacherError: the engine has another vocabulary than the policy, refuses a sequence, or does not
                 answer in time, or a token was not sampled at temperature 1.
         """
+        asked = samples or ()
         answered = self._collectively(
-            lambda: self._ask(samples),
+            lambda: self._ask(asked),
             stopping,
-            late=f"the teacher's engine (trainer.teacher_url) did not score {len(samples)} sequences "
+            late=f"the teacher's engine (trainer.teacher_url) did not score {len(asked)} sequences "
             f"within {self.timeout_s:g} s (trainer.teacher_timeout_s)",
         )
         if answered is None:
