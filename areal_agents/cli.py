@@ -118,6 +118,34 @@ def processes(
     raise typer.Exit(run([role, "--folder", str(folder)]))
 
 
+@app.command()
+def plan(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of GPUs of a machine that is not here; default: those of this one."),
+    ] = None,
+    gpu_memory: Annotated[
+        float, typer.Option(min=1, help="Memory of each of these GPUs, in GiB; used with --gpus.")
+    ] = 80.0,
+) -> None:
+    """Show the memory that a run needs on each GPU, and what would help if it is too much.
+
+    Of the model only config.json is needed. The exit status is 1 if the run does not fit.
+    """
+    require("torch", "the plan")
+    from areal_agents.config import load_config
+    from areal_agents.launch.gpus import Machine, this_machine
+    from areal_agents.launch.plan import plan_memory
+
+    machine = this_machine() if gpus is None else Machine(gpus, round(gpu_memory * 2**30))
+    found = plan_memory(load_config(config, overrides or (), weights=False), machine)
+    found.show(Console())
+    if not found.fits:
+        raise typer.Exit(1)
+
+
 @app.command("eval")
 def evaluate(
     config: ConfigPath,

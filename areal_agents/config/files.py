@@ -29,8 +29,11 @@ from areal_agents.whole_files import write_whole
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, weights: bool = True) -> Config:
     """Read a YAML file, apply `key=value` overrides, and validate the result.
+
+    Args:
+        weights: whether a model of the Hub is downloaded with its weights.
 
     Raises:
         ConfigError: the file is missing or malformed, a key is unknown (the nearest known one is
@@ -41,7 +44,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         key, value = parse_override(override)
         set_in(tree, key, with_absolute_paths(nested(key, value), Path.cwd()))
-    _find_models(tree)
+    _find_models(tree, weights=weights)
     if not tree.get("name"):
         tree["name"] = path.resolve().parent.name if path.stem == "config" else path.stem
     config = validate_config(tree, source=str(path))
@@ -56,14 +59,14 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     return config
 
 
-def _find_models(tree: dict[str, Any]) -> None:
-    """Replace the names of models by folders; models of the Hub are downloaded."""
+def _find_models(tree: dict[str, Any], *, weights: bool) -> None:
+    """Replace the names of models by folders; models of the Hub are downloaded, if wanted without weights."""
     for *parents, leaf in _MODEL_KEYS:
         node: Any = tree
         for part in parents:
             node = node.get(part) if isinstance(node, dict) else None
         if isinstance(node, dict) and isinstance(node.get(leaf), str) and node[leaf]:
-            node[leaf] = model_folder(node[leaf], Path.cwd())
+            node[leaf] = model_folder(node[leaf], Path.cwd(), weights=weights)
 
 
 def read_file(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from areal_agents.errors import ConfigError
@@ -16,6 +17,7 @@ from areal_agents.quickstart import NAME, quickstart_model
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Weights in other formats are not downloaded.
 _FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+_WITHOUT_WEIGHTS = ("config.json", "tokenizer.json")
 
 
 def is_model_name(value: str, base: Path) -> bool:
@@ -23,11 +25,12 @@ def is_model_name(value: str, base: Path) -> bool:
     return not (base / value).exists() and (value == NAME or _HUB_ID.fullmatch(value) is not None)
 
 
-def model_folder(value: str, base: Path) -> str:
+def model_folder(value: str, base: Path, *, weights: bool = True) -> str:
     """Return the absolute folder of a model; one of the Hub is downloaded if it is not in the cache.
 
     Args:
         value: a path, absolute or relative to `base`; `quickstart`; or an id such as Qwen/Qwen3-0.6B.
+        weights: whether the weights are needed, or only the configuration.
 
     Raises:
         ConfigError: the model cannot be downloaded, or this installation has no quick-start model.
@@ -35,7 +38,7 @@ def model_folder(value: str, base: Path) -> str:
     if not is_model_name(value, base):
         return os.path.normpath(base / value)
     if value != NAME:
-        return _downloaded(value)
+        return _downloaded(value, _FILES if weights else _WITHOUT_WEIGHTS)
     folder = quickstart_model()
     if folder is None:
         raise ConfigError(
@@ -44,7 +47,7 @@ def model_folder(value: str, base: Path) -> str:
     return str(folder)
 
 
-def _downloaded(name: str) -> str:
+def _downloaded(name: str, files: Sequence[str]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -55,7 +58,7 @@ def _downloaded(name: str) -> str:
 
     instead = f"hf download {name} --local-dir FOLDER"
     try:
-        return snapshot_download(name, allow_patterns=[*_FILES])
+        return snapshot_download(name, allow_patterns=[*files])
     except GatedRepoError:
         raise ConfigError(
             f"model: {name} needs permission: accept its conditions on https://huggingface.co/{name}, and "

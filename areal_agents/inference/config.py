@@ -168,7 +168,13 @@ class EngineConfig(BaseModel):
             "in an embedded engine at most 4096.",
         ),
     ] = 0
-    dtype: Annotated[Literal["float32", "bfloat16"], Field(description="Compute type.")] = "float32"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Field(
+            description="Compute type. auto: float32 on a CPU; on a GPU the 16-bit type of the model's files "
+            "in SGLang (bfloat16 if they are float32), and bfloat16 in the embedded engine."
+        ),
+    ] = "auto"
     device: Annotated[
         str,
         Field(

@@ -318,7 +318,7 @@ def _embedded(
         threads=int(os.environ.get("OMP_NUM_THREADS", "0")),
         slots=engine.slots,
         max_context=engine.max_context,
-        dtype=engine.dtype,
+        dtype=("bfloat16" if placement.gpus else "float32") if engine.dtype == "auto" else engine.dtype,
         device=f"cuda:{placement.gpus[0]}" if placement.gpus else "cpu",
         seed=config.seed + replica,
     )

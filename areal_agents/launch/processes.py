@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from areal_agents.config import Config, load_config
@@ -124,6 +125,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
     from areal_agents.inference import SGLangEngine
     from areal_agents.inference.sglang.server import nccl_environment
     from areal_agents.launch.engines import check_nccl, memory_to_release, wait_for_engines
+    from areal_agents.launch.plan import engine_bytes_in_training
     from areal_agents.rollout.runner import end_of_data
     from areal_agents.store import Store
     from areal_agents.training.batches.recorded import RecordedGroups, recorded_store
@@ -172,6 +174,7 @@ def _trainer(config: Config, folder: RunFolder, options: argparse.Namespace) -> 
             swap_between_batches=config.loop == "one_step_off",
             data_ended=data_ended,
             released=memory_to_release(config),
+            engine_bytes=partial(engine_bytes_in_training, config),
             stop=stop,
             seed=config.seed,
             recorded=recorded,

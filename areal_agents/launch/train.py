@@ -10,6 +10,8 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from areal_agents.launch.children import Children
 from areal_agents.launch.disk_space import disk_space_of
 from areal_agents.launch.engine_busy import EngineBusy
 from areal_agents.launch.engines import EnginePlan, engine_name, plan_engines, wait_for_engines
+from areal_agents.launch.gpus import this_machine
 from areal_agents.launch.live_view import LiveView
 from areal_agents.launch.nodes import Nodes, nodes_of
 from areal_agents.launch.progress import MetricsFile, read_held_out, read_progress
@@ -41,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 REFRESH_S = 0.5
 WITHOUT_TOOL = "after-without-tool"
+PLAN_TIMEOUT_S = 600.0
 
 
 def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool: bool = False) -> Summary:
@@ -83,6 +87,7 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         _report_resume(folder, console)
         save_config(config, folder.config)
+        _check_memory(config, folder, console, nodes)
         _report_plan(config, folder, console, plan, nodes)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
@@ -182,6 +187,36 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
         on_the_cpu = config.trainer.model_copy(update={"device": "cpu"})
         config = config.model_copy(update={"trainer": on_the_cpu})
     return plan_engines(config)
+
+
+def _check_memory(config: Config, folder: RunFolder, console: Console, nodes: Nodes) -> None:
+    """Refuse a run that does not fit in the memory of this machine's GPUs, before anything is loaded.
+
+    Raises:
+        ConfigError: it does not fit, or there are too few GPUs.
+    """
+    if config.trainer.device == "cpu":
+        return
+    machine = this_machine()
+    if not machine.gpus:
+        return
+    # in a process of its own: the supervisor needs no torch
+    command = [sys.executable, "-m", "areal_agents", "plan", str(folder.config)]
+    command += [
+        f"trainer.nodes={nodes.count}",
+        "--gpus",
+        str(machine.gpus),
+        "--gpu-memory",
+        str(machine.memory / 2**30),
+    ]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"the memory of the run was not known within {PLAN_TIMEOUT_S:g} s") from None
+    lines = (done.stdout if done.stdout.strip() else done.stderr).strip().splitlines()
+    if done.returncode:
+        raise ConfigError(lines[-1].removeprefix("ConfigError: ") if lines else "the plan of memory failed")
+    console.print(done.stdout.rstrip(), markup=False, highlight=False, soft_wrap=True)
 
 
 def _report_resume(folder: RunFolder, console: Console) -> None:

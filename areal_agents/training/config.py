@@ -60,14 +60,18 @@ class TrainerConfig(BaseModel):
         default=0,
         ge=0,
         description="Model tokens per micro-batch; a longer sample is dropped with its group. 0: 4096 on a "
-        "CPU, where larger ones fall out of its cache, 32768 on a GPU.",
+        "CPU, where larger ones fall out of its cache; on a GPU as many as its memory allows, at most 32768.",
     )
     share_prefixes: bool = Field(default=True, description="Compute prefixes that samples share once.")
-    activation_checkpointing: Literal["off", "full"] | int = Field(
-        default="off", description="off, full, or n: recompute the activations of every n-th block."
+    activation_checkpointing: Literal["auto", "off", "full"] | int = Field(
+        default="auto",
+        description="off, full, or n: recompute the activations of every n-th block. auto: off on a CPU; on "
+        "a GPU the one with the least recomputation that its memory allows.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Compute type; master weights are always float32."
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Compute type, and type of weights that are not trained; trained weights are float32. "
+        "auto: bfloat16 on a GPU, float32 on a CPU.",
     )
     router_dtype: Literal["auto", "float32"] = Field(
         default="auto",
@@ -198,7 +202,7 @@ class TrainerConfig(BaseModel):
             raise ValueError(f"node_rank must be from 0 to {self.nodes - 1}, got {self.node_rank}")
         if isinstance(self.activation_checkpointing, int) and self.activation_checkpointing < 1:
             raise ValueError(
-                "activation_checkpointing must be off, full or a number of blocks of at least 1, got "
+                "activation_checkpointing must be auto, off, full or a number of blocks of at least 1, got "
                 f"{self.activation_checkpointing}"
             )
         if self.publish.transport == "lora" and self.lora is None:

@@ -31,6 +31,7 @@ from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, use_threads
 from areal_agents.training.distributed import ranks as join_ranks
 from areal_agents.training.loop import TrainingLoop
+from areal_agents.training.memory.choices import settle
 from areal_agents.training.metrics.step_metrics import MetricsWriter
 from areal_agents.training.model.model import Policy
 from areal_agents.training.model.run_models import load_models
@@ -38,7 +39,6 @@ from areal_agents.training.publish.publisher import Publisher
 from areal_agents.training.step.step import StepOptions
 from areal_agents.training.step.teacher import EngineTeacher
 
-_MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _ENDING_TRAINER_S = 60.0  # longest wait for the trainer of an earlier process run to end
 
 
@@ -70,6 +70,7 @@ def run(
     on_stale: OnStale = "mask",
     swap_between_batches: bool = False,
     released: Sequence[MemoryKind] = (),
+    engine_bytes: Callable[[int], int] = lambda memory: 0,
     seed: int = 0,
     recorded: RecordedGroups | None = None,
     evaluates: bool = False,
@@ -92,8 +93,10 @@ def run(
             optimizer step has been taken, after the batch.
         on_stale: how tokens beyond the bound are treated, see `algorithms.staleness`.
         swap_between_batches: publish a version only when the batch that is being generated is complete.
-        released: the kinds of memory that the engines release while a step is trained. recorded: groups of
-        another store to train on, instead of groups of a rollout.
+        released: the kinds of memory that the engines release while a step is trained.
+        engine_bytes: given the bytes of a GPU, returns those that engines hold of this rank's GPU while a
+            step is trained.
+        recorded: groups of another store to train on, instead of groups of a rollout.
         evaluates: whether held-out evaluations are written to the store during training.
         data_ended: returns whether all groups of the data have started, so that with `swap_between_batches`
             an incomplete last batch is not waited for.
@@ -124,9 +127,10 @@ def run(
             raise ValueError("the first rank needs a store, and either engines or recorded groups")
         else:
             store.become_trainer(_ENDING_TRAINER_S)  # before any file of an earlier trainer is changed
+        config = settle(config, algorithm, model_path, group, engine_bytes=engine_bytes)
         models = load_models(config, algorithm, model_path, group)
         options = StepOptions(
-            microbatch_tokens=config.microbatch_tokens or _MICROBATCH_TOKENS[group.device.type],
+            microbatch_tokens=config.microbatch_tokens,
             share_prefixes=config.share_prefixes,
             grad_clip=config.grad_clip,
             downweight_stale=on_stale == "downweight",

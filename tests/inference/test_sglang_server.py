@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -109,7 +110,7 @@ def flags(config: EngineConfig, placement: GpuPlacement = ONE_GPU, **options: An
 
 def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     plain = flags(engine(), seed=7)
-    assert "--model-path /models/m --host 127.0.0.1 --port 30000 --random-seed 7 --dtype float32" in plain
+    assert "--model-path /models/m --host 127.0.0.1 --port 30000 --random-seed 7 --dtype " in plain
     assert "--incremental-streaming-output" in plain and "--tp-size 1" in plain
     for absent in ("lora", "routed", "mem-fraction", "saver", "context-length", "overlap", "--device"):
         assert absent not in plain
@@ -130,6 +131,25 @@ def test_a_server_gets_the_flags_that_its_config_asks_for() -> None:
     assert "--enable-return-routed-experts" in flags(engine(), routed_experts=True)
     assert "--disable-overlap-schedule --disable-radix-cache" in flags(engine(), exact_in_place=True)
     assert "--incremental" not in flags(engine(), cumulative=True)
+
+
+@pytest.mark.parametrize(
+    ("saved", "on_gpu", "want"),
+    [
+        ({"dtype": "bfloat16"}, True, "bfloat16"),
+        ({"torch_dtype": "float16"}, True, "float16"),
+        ({"dtype": "float32"}, True, "bfloat16"),
+        ({}, True, "bfloat16"),
+        ({"dtype": "bfloat16"}, False, "float32"),
+    ],
+)
+def test_the_compute_type_is_that_of_the_files_on_a_gpu(
+    saved: dict[str, str], on_gpu: bool, want: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    placement = ONE_GPU if on_gpu else GpuPlacement()
+    command = server_command(engine(), tmp_path, placement, port=30000)
+    assert command[command.index("--dtype") + 1] == want
 
 
 def test_on_a_cpu_the_flags_are_those_that_a_cpu_can_do() -> None:

@@ -15,12 +15,16 @@ from training_support import build_model
 from transformers import AutoModelForCausalLM
 from vision_support import build_vision_model, samples_with_images
 
+from areal_agents.algorithms.packing.microbatches import pack
 from areal_agents.errors import TrainingError
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.lora import LoraOptions, write_adapter
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.model.reference import BaseOfAdapter
+from areal_agents.training.model.run_models import load_reference
 from areal_agents.training.step.optimizer import make_optimizer
+from areal_agents.training.step.proximal_pass import release
 
 LORA = LoraOptions(rank=3, alpha=5)
 
@@ -124,3 +128,42 @@ def test_unusable_targets_are_refused(model_folder: Path, group: Ranks) -> None:
             load_policy(model_folder, group, options=ModelOptions(lora=LoraOptions(targets=targets)))
     with pytest.raises(ValueError, match="rank of at least 1, got 0"):
         LoraOptions(rank=0)
+
+
+def test_the_reference_of_an_adapter_is_the_policy_with_the_adapter_off(
+    model_folder: Path, group: Ranks
+) -> None:
+    policy = adapted(model_folder, group)
+    (batch,) = pack(samples(), token_budget=4096)
+    trained = [p.requires_grad for p in policy.parameters()]
+    with torch.no_grad():
+        with_adapter = policy(batch).logprobs.clone()
+        off = BaseOfAdapter(policy)(batch)
+        release(BaseOfAdapter(policy))
+        apart = load_reference(model_folder, group)(batch)
+        again = policy(batch).logprobs
+    assert torch.equal(off.logprobs, apart.logprobs)
+    assert torch.equal(off.entropies, apart.entropies)
+    assert not torch.allclose(with_adapter, off.logprobs, atol=1e-2)
+    assert torch.equal(again, with_adapter)
+    assert [p.requires_grad for p in policy.parameters()] == trained
+
+
+def test_frozen_weights_have_the_compute_type_and_change_nothing(model_folder: Path, group: Ranks) -> None:
+    lora = LoraOptions(rank=3)
+    (batch,) = pack(samples(), token_budget=4096)
+    policy = load_policy(model_folder, group, options=ModelOptions(dtype=torch.bfloat16, lora=lora))
+    types = {p.dtype for p in policy.parameters() if not p.requires_grad}
+    assert types == {torch.bfloat16}
+    assert {p.dtype for p in policy.parameters() if p.requires_grad} == {torch.float32}
+    masters = load_policy(model_folder, group, options=ModelOptions(dtype=torch.bfloat16))
+    with torch.no_grad():  # B is zero, so the adapter adds nothing
+        assert torch.equal(policy(batch).logprobs, masters(batch).logprobs)
+    frozen = load_reference(model_folder, group, options=ModelOptions(dtype=torch.bfloat16))
+    assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert torch.equal(frozen(batch).logprobs, masters(batch).logprobs)
+    whole = policy.full_state_dict()
+    assert {tensor.dtype for tensor in whole.values()} == {torch.float32}
+    for name, weight in masters.full_state_dict().items():
+        assert torch.equal(whole[name], weight.bfloat16().float()), name

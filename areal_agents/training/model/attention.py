@@ -84,9 +84,14 @@ class AttentionCall:
 @dataclass(frozen=True, slots=True)
 class AttentionProbe:
     """Records attention calls without computing attention; passed to a model as `segments=` in place of a
-    plan."""
+    plan. The result has no values, but keeps for the backward pass what a fused kernel keeps.
+
+    Attributes:
+        cache_bytes: bytes of the keys and values of all calls.
+    """
 
     calls: list[AttentionCall] = field(default_factory=list)
+    cache_bytes: list[int] = field(default_factory=list)
 
 
 def plan(batch: MicroBatch) -> AttentionPlan:
@@ -288,6 +293,24 @@ class _MergedAttention(torch.autograd.Function):
         return *totals, d_sinks, None, None
 
 
+class _FusedShapes(torch.autograd.Function):
+    """The memory of a fused attention kernel, without its values: it saves its inputs, its output and the
+    log-sum-exp [1, H, T] in float32, and creates the gradients of its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = query.transpose(1, 2)  # the layout in memory of the fused kernels' output
+        out = rows.new_zeros(*rows.shape[:3], value.shape[3]).transpose(1, 2)
+        lse = query.new_zeros(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+
+
 def _attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -311,7 +334,8 @@ def _attention_forward(
     _check_call(module, query, key, value, attention_mask, s_aux, kwargs)
     if isinstance(segments, AttentionProbe):
         segments.calls.append(AttentionCall(module, query.shape[1], key.shape[1], sliding_window or None))
-        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+        segments.cache_bytes.append(key.nbytes + value.nbytes)
+        return _FusedShapes.apply(query, key, value).transpose(1, 2).contiguous(), None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks, window = s_aux, sliding_window or None
     if segments.group is not None:

@@ -100,4 +100,4 @@ def _reverted_shapes(model: PreTrainedModel, parameters: Mapping[str, Shape]) ->
 
 def _whole(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,24 @@ def _linear_layers(model: PreTrainedModel) -> list[str]:
             if isinstance(module, nn.Linear) and not (experts and path.startswith("mlp."))
         }
     )
+
+
+@contextmanager
+def adapters_off(model: PreTrainedModel) -> Iterator[None]:
+    """Compute with the base weights alone inside the block.
+
+    peft's own switch also changes which parameters require a gradient, which FSDP does not expect.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def reset_adapters(model: PreTrainedModel, ranks: Ranks) -> None:

@@ -48,12 +48,14 @@ class ModelOptions:
         lora: the adapter to train instead of the weights.
         router_dtype: the type in which the routers of experts compute; None: `dtype`, in which engines hold
             them. With another one near ties are decided otherwise than in the engine.
+        frozen: whether no weight is trained.
     """
 
     dtype: torch.dtype = torch.float32
     activation_checkpointing: Checkpointing = "off"
     lora: LoraOptions | None = None
     router_dtype: torch.dtype | None = None
+    frozen: bool = False
 
 
 class PolicyOutput(NamedTuple):
@@ -201,13 +203,19 @@ def load_policy(path: str | Path, ranks: Ranks, *, options: ModelOptions = Model
             do not support (see `compatibility`), or cannot be shared by the ranks of a context.
     """
 
-    def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
-        return Policy(model, saved_dtype=saved_dtype, lora=options.lora, logit_scale=logit_scale(model))
-
-    policy = load_sharded(path, ranks, root, options=options)
+    policy = load_sharded(path, ranks, policy_around(options), options=options)
     register_fsdp_forward_method(policy, "backbone")
     register_fsdp_forward_method(policy, "top_logprobs")
     return policy
+
+
+def policy_around(options: ModelOptions) -> Callable[[PreTrainedModel, torch.dtype], Policy]:
+    """Return the function that `load_sharded` creates a policy with."""
+
+    def root(model: PreTrainedModel, saved_dtype: torch.dtype) -> Policy:
+        return Policy(model, saved_dtype=saved_dtype, lora=options.lora, logit_scale=logit_scale(model))
+
+    return root
 
 
 def load_sharded(
@@ -231,16 +239,10 @@ def load_sharded(
     """
     disable_progress_bar()  # the process logs to a file
     folder = Path(path)
-    model, saved_dtype = build_model(folder, head=head)
+    module, model = build_without_weights(folder, root, options=options, head=head)
     if ranks.context_count > 1:
         _check_context(model, folder, ranks.context_count)
-    if options.lora is not None:
-        add_adapters(model, options.lora)
-    if has_experts(model):
-        prepare_replay(model)
     checkpoint_blocks(model, options.activation_checkpointing)
-    with torch.device("meta"):
-        module = root(model, saved_dtype)
     shard(module, model, ranks, dtype=options.dtype, router_dtype=options.router_dtype)
     materialize(module, model, ranks.device)
     error: TrainingError | None = None
@@ -254,6 +256,36 @@ def load_sharded(
     if options.lora is not None:
         reset_adapters(model, ranks)
     return module
+
+
+def build_without_weights(
+    folder: Path,
+    root: Callable[[PreTrainedModel, torch.dtype], M],
+    *,
+    options: ModelOptions,
+    head: bool = True,
+) -> tuple[M, PreTrainedModel]:
+    """Create a module around a Hugging Face model on the meta device, as it is before it is sharded.
+
+    Trained parameters are float32. Frozen ones have the compute type: they are converted to it for every
+    computation anyway, and no optimizer adds small updates to them.
+
+    Raises:
+        TrainingError: as for `build_model` and `add_adapters`.
+    """
+    model, saved_dtype = build_model(folder, head=head)
+    if options.lora is not None:
+        add_adapters(model, options.lora)
+    if has_experts(model):
+        prepare_replay(model)
+    with torch.device("meta"):
+        module = root(model, saved_dtype)
+    if options.frozen:
+        module.requires_grad_(False)
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(options.dtype)
+    return module, model
 
 
 def _check_context(model: PreTrainedModel, folder: Path, count: int) -> None:

@@ -20,6 +20,7 @@ from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.critic import CriticState, load_critic
 from areal_agents.training.model.model import ModelOptions, Policy, load_policy
+from areal_agents.training.model.reference import BaseOfAdapter, Reference
 from areal_agents.training.step.learner import rate_factor, set_learning_rate
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
@@ -32,7 +33,7 @@ class Models:
     policy: Policy
     optimizer: torch.optim.Optimizer
     critic: CriticState | None
-    reference: Policy | None
+    reference: Reference | None
     teacher: Teacher | None = None
 
     @property
@@ -61,11 +62,13 @@ def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: P
     Raises:
         TrainingError: a folder cannot be loaded.
     """
+    checkpointing = config.activation_checkpointing
+    assert checkpointing != "auto", "the memory of the ranks decides, see memory.choices"
     options = ModelOptions(
-        dtype=DTYPES[config.dtype],
-        activation_checkpointing=config.activation_checkpointing,
+        dtype=compute_dtype(config, on_gpu=ranks.device.type == "cuda"),
+        activation_checkpointing=checkpointing,
         lora=lora_options(config.lora),
-        router_dtype=torch.float32 if config.router_dtype == "float32" else None,
+        router_dtype=router_dtype(config),
     )
     whole = replace(options, lora=None)
     frozen = replace(whole, activation_checkpointing="off")
@@ -75,9 +78,40 @@ def load_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: P
         model = load_critic(config.critic_model or model_path, ranks, options=whole)
         critic = CriticState(model, make_optimizer(model, config, lr=config.critic_lr))
     if algorithm.needs_reference:
-        reference = load_reference(config.reference_model or model_path, ranks, options=frozen)
+        reference = (
+            BaseOfAdapter(policy)
+            if _is_base_of_adapter(config)
+            else load_reference(config.reference_model or model_path, ranks, options=frozen)
+        )
     teacher = _load_teacher(config, algorithm, policy, ranks, options=frozen)
     return Models(policy, make_optimizer(policy, config), critic, reference, teacher)
+
+
+def compute_dtype(config: TrainerConfig, *, on_gpu: bool) -> torch.dtype:
+    """The type of `trainer.dtype` on this kind of device."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if on_gpu else torch.float32
+    return DTYPES[config.dtype]
+
+
+def router_dtype(config: TrainerConfig) -> torch.dtype | None:
+    """The type in which routers compute; None: the compute type."""
+    return torch.float32 if config.router_dtype == "float32" else None
+
+
+def frozen_models(config: TrainerConfig, algorithm: AlgorithmConfig, model_path: Path) -> list[Path]:
+    """The folders of the models that `load_models` loads beside the trained ones."""
+    paths = []
+    if algorithm.needs_reference and not _is_base_of_adapter(config):
+        paths.append(Path(config.reference_model or model_path))
+    if algorithm.teacher == "model":
+        paths.append(Path(config.teacher_model))
+    return paths
+
+
+def _is_base_of_adapter(config: TrainerConfig) -> bool:
+    """Whether the reference policy is the policy without its adapter."""
+    return config.lora is not None and not config.reference_model
 
 
 def _load_teacher(
@@ -110,6 +144,4 @@ def load_reference(path: str | Path, ranks: Ranks, *, options: ModelOptions | No
     Raises:
         TrainingError: the folder cannot be loaded.
     """
-    policy = load_policy(path, ranks, options=options or ModelOptions())
-    policy.requires_grad_(False)
-    return policy
+    return load_policy(path, ranks, options=replace(options or ModelOptions(), frozen=True))

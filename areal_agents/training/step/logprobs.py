@@ -144,7 +144,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
         return
     for rows in tiles(total):
-        if right.is_cuda:
+        if right.is_cuda or right.is_meta:
             total[rows] += torch.mm(left[rows], right, out_dtype=torch.float32)
         else:  # the sum over this chunk's rows is float32 within the kernel, and is rounded once
             total[rows] += torch.mm(left[rows], right)

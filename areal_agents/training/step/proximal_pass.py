@@ -27,6 +27,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.clock import Clock
 from areal_agents.training.model.critic import Critic
 from areal_agents.training.model.model import Policy
+from areal_agents.training.model.reference import BaseOfAdapter, Reference
 from areal_agents.training.step.divergence import TopTargets
 from areal_agents.training.step.plan import BatchPlan, PlannedMicroBatch, by_sample
 from areal_agents.training.step.teacher import EngineTeacher, HeldTeacher, SelfTeacher, Teacher
@@ -120,7 +121,7 @@ def score_batch(
     algorithm: AlgorithmConfig,
     *,
     critic: Critic | None,
-    reference: Policy | None,
+    reference: Reference | None,
     teacher: Teacher | None,
     ranks: Ranks,
     clock: Clock,
@@ -197,7 +198,7 @@ def _teacher_targets(
     return TopTargets(ranks.sum(ids), ranks.sum(logprobs))
 
 
-def release(policy: Policy) -> None:
+def release(policy: Policy | BaseOfAdapter) -> None:
     """Free the gathered weights that a sharded model keeps after a forward pass without a backward pass."""
     for module in policy.modules():
         if isinstance(module, FSDPModule):

@@ -22,6 +22,7 @@ from areal_agents.training.distributed import Ranks
 from areal_agents.training.metrics.clock import Clock
 from areal_agents.training.model.critic import CriticState
 from areal_agents.training.model.model import Policy
+from areal_agents.training.model.reference import Reference
 from areal_agents.training.step.learner import Learner
 from areal_agents.training.step.losses import pair_pass, policy_share, value_share
 from areal_agents.training.step.plan import BatchPlan, Minibatch, lay_out
@@ -67,7 +68,7 @@ def train_batch(
     version: int,
     seed: int,
     critic: CriticState | None = None,
-    reference: Policy | None = None,
+    reference: Reference | None = None,
     teacher: Teacher | None = None,
     stopping: Callable[[], bool] = lambda: False,
 ) -> StepResult:
@@ -130,7 +131,7 @@ def _check(
     algorithm: AlgorithmConfig,
     ranks: Ranks,
     critic: CriticState | None,
-    reference: Policy | None,
+    reference: Reference | None,
     teacher: Teacher | None,
 ) -> None:
     for name, needed, given in (

@@ -48,8 +48,7 @@ class HeldTeacher:
             TrainingError: the model cannot be loaded, its output layer is not a plain matrix, or its
                 vocabulary differs from the policy's.
         """
-        self._policy = load_policy(path, ranks, options=replace(options, lora=None))
-        self._policy.requires_grad_(False)
+        self._policy = load_policy(path, ranks, options=replace(options, lora=None, frozen=True))
         head = self._policy.model.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise TrainingError(

@@ -24,7 +24,7 @@ def wide_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     """
     if not is_half(weight):
         return linear(hidden, weight, bias)
-    if weight.is_cuda:
+    if weight.is_cuda or weight.is_meta:  # a meta tensor stands for one on a GPU
         logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
     else:  # a CPU has no product of 16-bit matrices with a float32 result
         logits = torch.empty(len(hidden), len(weight), dtype=torch.float32, device=weight.device)

@@ -1,0 +1,56 @@
+"""Finds the GPUs of this machine without taking memory on them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from areal_agents.errors import ConfigError
+
+PROBE_TIMEOUT_S = 120.0  # the first import of torch from a cold disk is slow
+_PROBE = (
+    "import torch\n"
+    "for index in range(torch.cuda.device_count()):\n"
+    "    print(torch.cuda.get_device_properties(index).total_memory)\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine with `gpus` equal GPUs of `memory` bytes; with no GPU, `memory` is that of the machine."""
+
+    gpus: int
+    memory: int
+
+
+def this_machine() -> Machine:
+    """The GPUs that torch sees here; of GPUs of several sizes the smallest counts.
+
+    Raises:
+        ConfigError: there is a driver for GPUs, but torch cannot use it.
+    """
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if not _has_driver():
+        return Machine(0, memory)
+    # in a process of its own, because CUDA keeps memory of each GPU that a process has looked at
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(f"torch did not list the GPUs within {PROBE_TIMEOUT_S:g} s") from None
+    if done.returncode:
+        raise ConfigError(f"torch cannot list the GPUs: {done.stderr.strip()[-300:]}")
+    sizes = [int(line) for line in done.stdout.split()]
+    return Machine(len(sizes), min(sizes)) if sizes else Machine(0, memory)
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""The memory that training needs on each rank, known before anything is loaded."""
