@@ -124,13 +124,13 @@ def test_activations_and_gradients_are_those_of_a_real_pass(
         activation_checkpointing=checkpointing, lora=LoraOptions(rank=4, alpha=32.0) if lora else None
     )
     policy = load_policy(folders[model], group, options=options)
-    learner = Learner(policy, make_optimizer(policy, config))
+    learner = Learner(policy, make_optimizer(policy, config), shards=1)
     kept = Kept(policy)
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
         logprobs = policy(microbatch())[0]
     assert need.activations == pytest.approx(kept.bytes, rel=0.1)
 
-    learner.backward(logprobs.sum(), sync=True)
+    learner.backward(logprobs.sum(), last=True)
     gradients = [p.grad.to_local() for p in policy.parameters() if p.grad is not None]  # type: ignore[attr-defined]
     assert need.gradients == sum(g.nbytes for g in gradients)
     learner.step(1.0)
