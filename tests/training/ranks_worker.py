@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 from presets_support import WHOLE as WHOLE_BATCH
 from presets_support import preset, train_once
 from publish_support import (
@@ -23,6 +26,8 @@ from publish_support import (
     sample,
     serve_folder,
 )
+from recording_backend import NAME as RECORDING
+from recording_backend import RecordingGroup, Span, register
 from training_support import random_group, training_data
 
 from areal_agents.algorithms.config import AlgorithmConfig
@@ -32,12 +37,14 @@ from areal_agents.errors import EngineUnavailable, TrainingError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.engine import MemoryKind
 from areal_agents.store import Store
+from areal_agents.training.batches import source
 from areal_agents.training.checkpoint.checkpoint import Checkpoints, TrainingProgress, latest_checkpoint
 from areal_agents.training.config import TrainerConfig
 from areal_agents.training.distributed import Ranks, ranks
 from areal_agents.training.model.lora import LoraOptions
 from areal_agents.training.model.model import ModelOptions, load_policy
 from areal_agents.training.publish import preflight, swapping
+from areal_agents.training.publish.fleet import EventLoopThread
 from areal_agents.training.run import run
 from areal_agents.training.step.optimizer import make_optimizer
 from areal_agents.training.step.step import StepOptions, Stopped, train_batch
@@ -173,6 +180,33 @@ def sleep_beside_a_slow_rank(folder: Path, group: Ranks, engine_url: str, out: P
     return times
 
 
+def watched_loop(*arguments: Any) -> tuple[Any, list[Span], list[Span]]:
+    """As `loop`; when the first rank waited for a batch or engines, and when this rank was in a collective
+    of the device."""
+    waits: list[Span] = []
+    next_batch, run_on_loop = source.next_batch, EventLoopThread.run
+
+    def waiting(name: str, seconds: float, call: Callable[[], Any]) -> Any:
+        began = time.monotonic()
+        time.sleep(seconds)
+        try:
+            return call()
+        finally:
+            waits.append((name, began, time.monotonic()))
+
+    RecordingGroup.spans.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            source, "next_batch", lambda *a, **k: waiting("batch", 0.5, lambda: next_batch(*a, **k))
+        )
+        patch.setattr(
+            EventLoopThread,
+            "run",
+            lambda self, work: waiting("engines", 0.2, lambda: run_on_loop(self, work)),
+        )
+        return loop(*arguments), waits, list(RecordingGroup.spans)
+
+
 def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps: int) -> Any:
     """How the whole loop ends: step, version and latest checkpoint, or the error that every rank gets."""
     try:
@@ -193,9 +227,19 @@ def loop(model: Path, run_dir: Path, store: Store | None, engine_url: str, steps
     return result.step, result.version, checkpoint and checkpoint.name
 
 
+def keep_files_from_children() -> None:
+    """Keep open files from processes that this one starts. PyTorch's daemon of shared memory (ipc on a CPU)
+    lives as long as the engine, and would hold the pipe by which the parent sees that this process ended."""
+    for name in os.listdir("/dev/fd"):
+        with suppress(OSError):
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)
+
+
 def main(rank: int, port: int, model: str, reference: str, out: str, engine_url: str) -> None:
     """Train like one rank, save a checkpoint, stop together, and run the whole loop."""
     torch.set_num_threads(1)
+    keep_files_from_children()
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
@@ -205,6 +249,8 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     folder = Path(out)
+    register()
+    dist.init_process_group(RECORDING)
     with ranks("cpu") as group:
         statistics, weights = train(Path(model), group)
         policy = load_policy(Path(model), group)
@@ -222,13 +268,14 @@ def main(rank: int, port: int, model: str, reference: str, out: str, engine_url:
         except Stopped:
             stopped = True
         store = Store.open(folder / "run" / "store.db") if rank == 0 else None
-        outcomes = [loop(Path(model), folder / "run", store, engine_url, steps) for steps in (3, 2)]
+        ended, waits, spans = watched_loop(Path(model), folder / "run", store, engine_url, 3)
+        outcomes = [ended, loop(Path(model), folder / "run", store, engine_url, 2)]
         if store is not None:
             store.close()
         published = publish_by_each(Path(model), group, engine_url, folder / "published")
         slept = sleep_beside_a_slow_rank(Path(model), group, engine_url, folder / "asleep")
         layouts = train_layouts(Path(model), Path(reference))
         torch.save(
-            (statistics, weights, after_one, stopped, outcomes, layouts, published, slept),
+            (statistics, weights, after_one, stopped, outcomes, layouts, published, slept, waits, spans),
             folder / f"{rank}.pt",
         )

@@ -111,3 +111,15 @@ def test_two_ranks_publish_by_every_transport(spawned: tuple[Path, list[Any]]) -
 def test_engines_wake_when_every_rank_has_freed_its_memory(spawned: tuple[Path, list[Any]]) -> None:
     first, second = (result[7] for result in spawned[1])
     assert first["freed"] < second["freed"] <= first["woken"]  # the second rank was slow
+
+
+def test_no_collective_of_the_device_is_pending_while_the_first_rank_waits(
+    spawned: tuple[Path, list[Any]],
+) -> None:
+    waits = spawned[1][0][8]
+    assert {name for name, *_ in waits} == {"batch", "engines"}
+    for spans in (result[9] for result in spawned[1]):
+        assert any("reduce_scatter" in name for name, *_ in spans)
+        for what, _, waited in waits:
+            pending = [name for name, began, ended in spans if began < waited < ended]
+            assert not pending, what
