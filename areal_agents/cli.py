@@ -127,8 +127,8 @@ def plan(
         typer.Option(min=1, help="Number of GPUs of a machine that is not here; default: those of this one."),
     ] = None,
     gpu_memory: Annotated[
-        float, typer.Option(min=1, help="Memory of each of these GPUs, in GiB; used with --gpus.")
-    ] = 80.0,
+        float | None, typer.Option(min=1, help="Memory of each of these GPUs, in GiB; default: 80.")
+    ] = None,
 ) -> None:
     """Show the memory that a run needs on each GPU, and what would help if it is too much.
 
@@ -139,7 +139,9 @@ def plan(
     from areal_agents.launch.gpus import Machine, this_machine
     from areal_agents.launch.plan import plan_memory
 
-    machine = this_machine() if gpus is None else Machine(gpus, round(gpu_memory * 2**30))
+    if gpus is None and gpu_memory is not None:
+        raise typer.BadParameter("--gpu-memory describes the GPUs of --gpus; give their number, too")
+    machine = this_machine() if gpus is None else Machine(gpus, round((gpu_memory or 80.0) * 2**30))
     found = plan_memory(load_config(config, overrides or (), weights=False), machine)
     found.show(Console())
     if not found.fits:

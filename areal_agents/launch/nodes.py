@@ -85,7 +85,7 @@ def rank_variables(trainer: TrainerConfig, environment: Mapping[str, str]) -> di
     if count != trainer.ranks:
         raise ConfigError(
             f"trainer.ranks is {trainer.ranks}, and the number of ranks that were started is {count} "
-            "(WORLD_SIZE of torchrun or Ray, SLURM_NTASKS of srun); make them the same"
+            "(WORLD_SIZE of torchrun or Ray, SLURM_STEP_NUM_TASKS of srun); make them the same"
         )
     return found if count > 1 else {}
 
@@ -133,7 +133,8 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
             )
         found = {name: environment[name] for name in names}
         return {**found, "LOCAL_WORLD_SIZE": environment.get("LOCAL_WORLD_SIZE", found["WORLD_SIZE"])}
-    if int(environment.get("SLURM_NTASKS", "1")) == 1 or "SLURM_PROCID" not in environment:
+    # A batch script has the variables of its job, but only what srun starts has those of a step.
+    if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) == 1 or "SLURM_PROCID" not in environment:
         return {}
     node = int(environment["SLURM_NODEID"])
     address = environment.get("MASTER_ADDR")
@@ -143,7 +144,7 @@ def _variables(environment: Mapping[str, str]) -> dict[str, str]:
     tasks = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment["SLURM_TASKS_PER_NODE"]
     return {
         "RANK": environment["SLURM_PROCID"],
-        "WORLD_SIZE": environment["SLURM_NTASKS"],
+        "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(_tasks_on(tasks, node)),
         "GROUP_RANK": str(node),

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
@@ -75,6 +76,8 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
     plan = None if config.data.episodes else _plan(config)
     config = without_place(config)
     folder = RunFolder(Path(config.run_dir))
+    if fresh or not has_ended(config, folder):
+        _check_memory(config, console, nodes)  # before anything of an earlier run is changed
     for earlier in folder.set_aside(config.store.url) if fresh else ():
         console.print(f"the earlier run is kept in {earlier}", soft_wrap=True)
     with folder.locked(config.store.url), interruptible(), chosen_endpoints(config) as endpoints:
@@ -87,7 +90,6 @@ def train(config: Config, *, console: Console, fresh: bool = False, ablate_tool:
         folder.summary.unlink(missing_ok=True)  # until this run ends, it has no summary
         _report_resume(folder, console)
         save_config(config, folder.config)
-        _check_memory(config, folder, console, nodes)
         _report_plan(config, folder, console, plan, nodes)
         eval_episodes = config.eval.episodes if config.eval else 0
         view = LiveView(
@@ -189,30 +191,31 @@ def _plan(config: Config, *, trains: bool = True) -> EnginePlan:
     return plan_engines(config)
 
 
-def _check_memory(config: Config, folder: RunFolder, console: Console, nodes: Nodes) -> None:
+def _check_memory(config: Config, console: Console, nodes: Nodes) -> None:
     """Refuse a run that does not fit in the memory of this machine's GPUs, before anything is loaded.
+
+    A trainer that something else starts checks its own memory.
 
     Raises:
         ConfigError: it does not fit, or there are too few GPUs.
     """
-    if config.trainer.device == "cpu":
+    if config.trainer.device == "cpu" or not config.trainer.start:
         return
     machine = this_machine()
     if not machine.gpus:
         return
-    # in a process of its own: the supervisor needs no torch
-    command = [sys.executable, "-m", "areal_agents", "plan", str(folder.config)]
-    command += [
-        f"trainer.nodes={nodes.count}",
-        "--gpus",
-        str(machine.gpus),
-        "--gpu-memory",
-        str(machine.memory / 2**30),
-    ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PLAN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise ConfigError(f"the memory of the run was not known within {PLAN_TIMEOUT_S:g} s") from None
+    options = ["--gpus", str(machine.gpus), "--gpu-memory", str(machine.memory / 2**30)]
+    with TemporaryDirectory(prefix="areal-agents-plan-") as temporary:
+        file = Path(temporary) / "config.yaml"
+        save_config(config, file)
+        # in a process of its own: the supervisor needs no torch
+        command = [sys.executable, "-m", "areal_agents", "plan", str(file), f"trainer.nodes={nodes.count}"]
+        try:
+            done = subprocess.run(
+                [*command, *options], capture_output=True, text=True, timeout=PLAN_TIMEOUT_S
+            )
+        except subprocess.TimeoutExpired:
+            raise ConfigError(f"the memory of the run was not known within {PLAN_TIMEOUT_S:g} s") from None
     lines = (done.stdout if done.stdout.strip() else done.stderr).strip().splitlines()
     if done.returncode:
         raise ConfigError(lines[-1].removeprefix("ConfigError: ") if lines else "the plan of memory failed")

@@ -30,12 +30,12 @@ TORCHRUN = {
 }  # fmt: skip
 RAY = {name: value for name, value in TORCHRUN.items() if name != "GROUP_RANK"} | {"NODE_RANK": "1"}
 SRUN = {
-    "SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
+    "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NODEID": "1",
     "SLURM_TASKS_PER_NODE": "4(x2)", "SLURM_JOB_NODELIST": "gpu[08-09]", "SLURM_JOB_ID": "1234567",
 }  # fmt: skip
 ONCE = {  # one process per node
     "torchrun": TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
-    "srun": SRUN | {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"},
+    "srun": SRUN | {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_TASKS_PER_NODE": "1(x2)"},
 }
 
 
@@ -57,9 +57,11 @@ def test_variables_name_the_machines_where_keys_do_not() -> None:
     assert nodes_of(trainer(nodes=2, master="head:1"), ONCE["srun"]) == Nodes(2, 1, "head", 1)
     # torchrun itself listens on its port
     assert nodes_of(trainer(), ONCE["torchrun"]) == Nodes(2, 1, "head", 29501)
-    # a shell in an allocation, and a task alone, are one machine
+    # a shell in an allocation, a batch script, and a task alone, are one machine
+    script = {name: value for name, value in SRUN.items() if "STEP" not in name} | {"SLURM_NTASKS": "8"}
+    assert nodes_of(trainer(), script | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}) == Nodes()
     assert nodes_of(trainer(), {"SLURM_JOB_NODELIST": "gpu[08-09]", "SLURM_NTASKS": "2"}) == Nodes()
-    assert nodes_of(trainer(), SRUN | {"SLURM_NTASKS": "1"}) == Nodes()
+    assert nodes_of(trainer(), SRUN | {"SLURM_STEP_NUM_TASKS": "1"}) == Nodes()
     assert nodes_of(trainer(nodes=1), ONCE["srun"]) == Nodes()
 
 

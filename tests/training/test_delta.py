@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from publish_support import assert_serves, disturb, publisher, serve_folder
 from training_support import build_model
 
-from areal_agents.errors import EngineError, EngineRejected
+from areal_agents.errors import EngineError, EngineRejected, RequestError
 from areal_agents.inference import SGLangEngine
 from areal_agents.inference.embedded.model.architecture import read_architecture
 from areal_agents.inference.embedded.model.weights import load_weights
@@ -198,6 +198,7 @@ def test_changes_lead_to_the_bits_of_the_whole_weights(
             else:
                 changes, rest = split(sent)
                 sparse.add(Piece(rest, changes, str(step)))
+        sparse.note(str(step), flush_cache=True)
         expected = whole.finish(None)
         served = sparse.finish(served if step else None)
         for ours, theirs in zip(served.tensors(), expected.tensors(), strict=True):
@@ -208,6 +209,26 @@ def test_changes_lead_to_the_bits_of_the_whole_weights(
             places = torch.randint(0, len(bits), (count,), generator=generator)
             special = torch.tensor(SPECIAL[dtype]).to(BITS[dtype])
             bits[places] = special[torch.randint(0, len(special), (count,), generator=generator)]
+
+
+def test_incomplete_changes_are_never_served(models: dict[bool, Path]) -> None:
+    """What did not arrive would keep its old value under the new version."""
+    arch = read_architecture(models[False])
+    served = load_weights(models[False], arch)
+    name = next(iter(IncomingWeights(arch)._shapes))
+    change = (name, torch.tensor([0]), torch.tensor([2.0]))
+    update = IncomingWeights(arch)
+    update.add(Piece([], [change], "3"))
+    with pytest.raises(RequestError, match="a piece of the changes did not arrive"):
+        update.finish(served)  # the last piece has the version
+    update.note("4", flush_cache=True)
+    update.has_failed = True
+    with pytest.raises(RequestError, match="a piece of the changes did not arrive"):
+        update.finish(served)
+    update.has_failed = False
+    update.finish(served)
+    with pytest.raises(RequestError, match="were used before"):
+        update.finish(served)
 
 
 @pytest.fixture(scope="module")

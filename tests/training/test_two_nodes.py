@@ -51,7 +51,8 @@ def torchrun(folder: RunFolder, node: int, port: int) -> list[str]:
 def as_srun(node: int, port: int) -> dict[str, str]:
     """The variables of a task of `srun --nodes=2 --ntasks-per-node=1`."""
     return {
-        "SLURM_PROCID": str(node), "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODEID": str(node),
+        "SLURM_PROCID": str(node), "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(node),
         "SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_JOB_NODELIST": "localhost,other", "SLURM_JOB_ID": "1",
         "MASTER_PORT": str(port),
     }  # fmt: skip

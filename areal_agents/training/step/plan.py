@@ -154,7 +154,7 @@ def lay_out(
             shares = _shares(data, algorithm, packing, seed=seed, downweight_at=downweight_at)
         except (TrainingError, ValueError) as error:
             shares = [error] * ranks.data_count
-        shares = [shares[rank // ranks.context_count] for rank in range(ranks.count)]
+        shares = [_without_batch(shares[rank // ranks.context_count], rank) for rank in range(ranks.count)]
     share = ranks.scatter(shares)
     if isinstance(share, Exception):
         raise share
@@ -185,6 +185,14 @@ class _Packing:
             weights=weights,
             shape=self.shape,
         )
+
+
+def _without_batch(share: BatchPlan | Exception, rank: int) -> BatchPlan | Exception:
+    """Return a share as a rank gets it: those that share rank 0's sequences get no samples."""
+    if rank == 0 or isinstance(share, Exception):
+        return share
+    minibatches = tuple(replace(one, samples=()) for one in share.minibatches)
+    return replace(share, data=None, minibatches=minibatches)
 
 
 def _shares(

@@ -29,9 +29,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 class IncomingWeights:
     """One weight update, from its beginning to its end.
 
-    `version` and `flush_cache` are those of the piece with a version; `is_used` tells whether any piece was
-    announced, even if it did not arrive. `before` is the version that the pieces change; None if they replace
-    every weight.
+    `version` and `flush_cache` are those of the piece with a version, which is the last one; `is_used` tells
+    whether any piece was announced, even if it did not arrive, and `has_failed` whether one did not. `before`
+    is the version that the pieces change; None if they replace every weight.
     """
 
     def __init__(self, arch: Architecture) -> None:
@@ -39,6 +39,8 @@ class IncomingWeights:
         self.before: str | None = None
         self.flush_cache = True
         self.is_used = False
+        self.has_failed = False
+        self._finished = False
         self._arch = arch
         self._shapes = expected_shapes(arch)
         self._tensors: dict[str, Tensor] = {}
@@ -88,16 +90,22 @@ class IncomingWeights:
             self.version, self.flush_cache = version, flush_cache
 
     def finish(self, served: Weights | None) -> Weights:
-        """Return the model's weights, once; RequestError if some are missing.
+        """Return the model's weights, once; RequestError if some are missing, or at the second call.
 
         Args:
             served: the weights of the version `before`, placed, to which changes apply; None without it.
         """
+        if self._finished:
+            raise RequestError("the update's weights were used before; begin another one")
+        if self.before is not None and (self.has_failed or self.version is None):
+            # whatever is missing would silently keep its value of the version before
+            raise RequestError("a piece of the changes did not arrive; the old weights are kept")
         if self.before is None and (missing := sorted(self._shapes.keys() - self._tensors.keys())):
             raise RequestError(
                 f"the update lacks {len(missing)} of the model's {len(self._shapes)} weights, the first is "
                 f"{missing[0]}; the old weights are kept"
             )
+        self._finished = True
         tensors, self._tensors = self._tensors, {}
         if served is None:
             return assemble(tensors, self._arch)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from areal_agents.errors import RequestError
 from areal_agents.inference.embedded.model.architecture import Architecture
@@ -38,11 +39,13 @@ class WeightUpdates:
     ) -> None:
         """Add a piece to the open update; see payloads.read_payload."""
         update = self._used()
-        if len(payloads) != 1:
-            raise RequestError(
-                f"expected one of serialized_named_tensors, for this engine's one worker, got {len(payloads)}"
-            )
-        await asyncio.to_thread(lambda: update.add(read_payload(payloads[0], form)))
+        with _noted_failure(update):
+            if len(payloads) != 1:
+                raise RequestError(
+                    "expected one of serialized_named_tensors, for this engine's one worker, got "
+                    f"{len(payloads)}"
+                )
+            await asyncio.to_thread(lambda: update.add(read_payload(payloads[0], form)))
         update.note(version, flush_cache=flush_cache)
 
     async def receive(
@@ -50,9 +53,10 @@ class WeightUpdates:
     ) -> None:
         """Receive a piece of the open update from rank 0 of `group`."""
         update = self._used()
-        update.check(bucket.names, bucket.shapes)
-        flat = await self._groups.receive(group, bucket)
-        update.add(Piece(split_bucket(flat, bucket)))
+        with _noted_failure(update):
+            update.check(bucket.names, bucket.shapes)
+            flat = await self._groups.receive(group, bucket)
+            await asyncio.to_thread(lambda: update.add(Piece(split_bucket(flat, bucket))))
         update.note(version, flush_cache=flush_cache)
 
     async def prepare(self) -> None:
@@ -82,3 +86,13 @@ class WeightUpdates:
         if self._open is None:
             raise RequestError(NOT_OPEN)
         return self._open
+
+
+@contextmanager
+def _noted_failure(update: IncomingWeights) -> Iterator[None]:
+    """Note a failure within the block in the update."""
+    try:
+        yield
+    except BaseException:
+        update.has_failed = True
+        raise
