@@ -128,7 +128,10 @@ def test_overrides_reach_inside(minimal: Path) -> None:
         ("trainer.reference_model=model", "the algorithm decoupled_ppo has no reference policy"),
         ("data.episodes=nowhere.db", "data.episodes: there is no store nowhere.db"),
         ("trainer.replicas=2", "ranks must be a multiple of replicas × context_parallel, got 1 and 2 × 1"),
-        ("trainer.activation_checkpointing=0", "activation_checkpointing must be off, full or a number"),
+        (
+            "trainer.activation_checkpointing=0",
+            "activation_checkpointing must be auto, off, full or a number",
+        ),
         ("trainer.lora.rank=0", "trainer.lora.rank"),
         ("trainer.lora.dropout=0.1", "trainer.lora.dropout"),
         ("trainer.best_metric=heldout", "heldout needs evaluations during training; give eval.every"),

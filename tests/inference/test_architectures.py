@@ -140,7 +140,9 @@ def test_a_sample_from_logits_with_a_nan_of_either_sign_says_so(bits: int) -> No
     logits = np.zeros((1, 50), np.float32)
     logits.view(np.uint32)[0, 7] = bits
     tokens, logprobs = np.zeros(1, np.int32), np.zeros(1, np.float32)
-    kernels.draw(logits, np.ones(1, np.float32), np.array([0.5]), tokens, logprobs, np.zeros(50, np.float32))
+    kernels.sample(
+        logits, np.ones(1, np.float32), np.array([0.5]), tokens, logprobs, np.zeros(50, np.float32)
+    )
     assert np.isnan(logprobs[0])
 
 

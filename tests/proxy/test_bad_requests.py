@@ -494,11 +494,6 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "search",
             {"role": "assistant", "tool_calls": CALLS},
         ),
         (
-            "/v1/chat/completions",
-            {"messages": [USER, {"role": "tool", "content": "In France."}]},
-            {"role": "assistant", "tool_calls": CALLS},
-        ),
-        (
             "/v1/responses",
             {"input": [USER, {"type": "function_call_output", "call_id": "call_1", "output": "In France."}]},
             FUNCTION_CALL,
@@ -515,7 +510,7 @@ FUNCTION_CALL = {"type": "function_call", "call_id": "call_1", "name": "search",
             {"role": "assistant", "content": [TOOL_USE]},
         ),
     ],
-    ids=["chat", "chat, without an id", "responses", "messages"],
+    ids=["chat", "responses", "messages"],
 )
 def test_a_result_needs_its_call_in_the_conversation(
     proxy: RunningProxy, path: str, body: dict[str, Any], call: dict[str, Any]
@@ -527,3 +522,14 @@ def test_a_result_needs_its_call_in_the_conversation(
     conversation = next(value for value in body.values() if isinstance(value, list))
     conversation.insert(1, call)
     assert proxy.http.post(url, json={"model": "policy", **body}).status_code == 200
+
+
+def test_a_result_that_names_no_call_is_read(proxy: RunningProxy) -> None:
+    """Agents that write their calls as text send such results."""
+    url = f"{proxy.url}/e/{proxy.open_episode()['key']}/v1/chat/completions"
+    messages = [
+        USER,
+        {"role": "assistant", "content": "search(Lyon)"},
+        {"role": "tool", "content": "France."},
+    ]
+    assert proxy.http.post(url, json={"model": "policy", "messages": messages}).status_code == 200

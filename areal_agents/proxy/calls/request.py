@@ -112,23 +112,20 @@ def refuse_unknown_results(messages: Sequence[Message]) -> None:
     """Raise RequestError 400 if a tool result answers a call that is nowhere before it in the conversation.
 
     The model would read an answer to a question that it never asked: the client has dropped or replaced the
-    message with the call. A call without an id can be answered by any result.
+    message with the call. A call without an id can be answered by any result, and a result without an id
+    names no call: agents that write their calls as text send such results.
     """
     known: set[str] = set()
     for index, message in enumerate(messages):
         if message.tool_calls:
             known.update(call.id for call in message.tool_calls)
-        elif message.role == "tool" and not _may_answer(message.tool_call_id, known):
+        elif message.tool_call_id is not None and not known & {message.tool_call_id, ""}:
             raise RequestError(
                 f"message {index} is the result of the tool call {shown(message.tool_call_id)}, but no "
                 "message before it has this call; send the assistant's message with the call, too",
                 code="invalid_conversation",
                 param="messages",
             )
-
-
-def _may_answer(call_id: str | None, known: set[str]) -> bool:
-    return bool(known) if call_id is None else call_id in known or "" in known
 
 
 @dataclass(frozen=True, slots=True)
