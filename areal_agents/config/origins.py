@@ -10,6 +10,7 @@ import yaml
 
 from areal_agents.algorithms.presets import preset_values
 from areal_agents.config.files import load_config, nested, parse_override, read_file, set_in
+from areal_agents.config.profiles import PROFILES
 from areal_agents.config.tree import LOOP_STALENESS, Config
 
 FILE, ARGUMENT, DEFAULT = "file", "argument", "default"
@@ -23,8 +24,8 @@ _DERIVED: dict[tuple[str, ...], str] = {
 def annotated(path: str | Path, overrides: Sequence[str] = ()) -> str:
     """Return the whole configuration of a run as YAML, with the origin of each value in a comment.
 
-    An origin is `file`, `argument` (of the command line), the algorithm's preset, another key that the value
-    follows from, or `default`. Keys of the proxy are not shown.
+    An origin is `file`, `argument` (of the command line), the profile, the algorithm's preset, another key
+    that the value follows from, or `default`. Keys of the proxy are not shown.
 
     Raises:
         ConfigError: as `load_config` does.
@@ -50,6 +51,8 @@ def origin(config: Config, file: Mapping[str, Any], arguments: Mapping[str, Any]
         return f"preset {preset}" if key in preset_values(preset) else DEFAULT
     if at == ("rollout", "max_staleness") and config.loop in LOOP_STALENESS:
         return f"loop: {config.loop}"
+    if _has(PROFILES.get(config.profile, {}), at):
+        return f"profile {config.profile}"
     return _DERIVED.get(at, DEFAULT)
 
 

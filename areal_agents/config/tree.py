@@ -18,6 +18,7 @@ from areal_agents.algorithms.credit.estimators import GdpoEstimator, GroupEstima
 from areal_agents.algorithms.losses.correction import NoCorrection
 from areal_agents.algorithms.losses.dpo import DpoLoss
 from areal_agents.algorithms.replay import NoReplay
+from areal_agents.config.profiles import with_profile
 from areal_agents.inference.config import EngineConfig
 from areal_agents.inference.expert_routing import expert_layout
 from areal_agents.model_folder import folder_fault, read_object
@@ -39,6 +40,11 @@ class Config(BaseModel):
     name: str = Field(
         default="",
         description="Name of the run; empty: the config file's name, or its folder's for config.yaml.",
+    )
+    profile: Literal["", "24gb", "80gb", "node"] = Field(
+        default="",
+        description="Settings for a kind of machine, below all others: one GPU of 24 GB (adapters, up to "
+        "1.7B), one of 80 GB, or eight of them; docs/gpus.md. --dry-run shows them.",
     )
     seed: int = Field(
         default=0, ge=0, le=2**63 - 1, description="Seed of the data order, of sampling and of training."
@@ -97,6 +103,12 @@ class Config(BaseModel):
                 f"{json.dumps(agent, ensure_ascii=False, default=str)}"
             )
         return agent
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_profile(cls, given: Any) -> Any:
+        """Add the settings of the profile that are not given."""
+        return with_profile(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="before")
     @classmethod

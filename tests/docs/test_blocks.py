@@ -21,7 +21,7 @@ from areal_agents.quickstart import quickstart_model
 from areal_agents.store import Store
 
 LANGUAGES = {"bash", "python", "js", "yaml", "json", "console", "text", "mermaid"}
-CONFIGURED = ("train", "eval")  # the commands whose arguments are configuration keys
+CONFIGURED = ("train", "eval", "plan")  # the commands whose arguments are configuration keys
 
 
 @pytest.fixture(scope="module")
