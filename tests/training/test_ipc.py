@@ -5,6 +5,9 @@ from __future__ import annotations
 import base64
 import os
 import pickle
+import select
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +56,25 @@ def test_a_handle_is_read_as_the_weights_it_names(dtype: torch.dtype) -> None:
     (a, first), (b, second) = piece.whole
     assert (a, b, first.shape, second.shape) == ("a", "b", (2, 2), (3,))
     assert torch.equal(first, values[:4].view(2, 2)) and torch.equal(second, values[4:])
+
+
+def test_the_process_that_torch_starts_holds_no_pipe_of_ours() -> None:
+    """Or whoever waits for the end of a pipe of this process waits for the engines as well."""
+    code = (
+        "import os, torch; from areal_agents.training.publish.ipc import shared_buffer; "
+        "buffer = shared_buffer(100, torch.device('cpu')); print('made', flush=True); input()"
+    )
+    reading, writing = os.pipe()
+    os.set_inheritable(writing, True)
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[writing]
+    ) as process:
+        os.close(writing)
+        assert process.stdout is not None and process.stdout.readline() == b"made\n"
+        process.kill()  # the manager lives on for a moment
+    holds = select.select([reading], [], [], 0)[0] == []
+    os.close(reading)
+    assert not holds
 
 
 def test_no_byte_of_the_weights_is_in_the_request(

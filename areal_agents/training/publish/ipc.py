@@ -13,6 +13,7 @@ import io
 import os
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,6 +99,7 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
         room = free.f_bavail * free.f_frsize
         if nbytes > room:
             raise OSError(f"{room / 1e6:.0f} MB are free")
+        _close_files_on_exec()
         storage = torch.UntypedStorage._new_using_filename_cpu(nbytes)
     except (OSError, RuntimeError) as error:
         raise TrainingError(
@@ -105,6 +107,19 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
             "needs two: enlarge it (docker: --shm-size), remove what fills it, or set publish.bucket_mb"
         ) from error
     return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _close_files_on_exec() -> None:
+    """Keep the files of this process from torch_shm_manager, which torch starts with the first buffer.
+
+    It lives until every process that opened a buffer has ended, engines included. A pipe that it held would
+    not end with this process, and whoever waits for that would wait on.
+    """
+    files = Path("/proc/self/fd")
+    for name in os.listdir(files) if files.is_dir() else ():
+        with suppress(OSError):  # the one that listed them is closed
+            if int(name) > 2:
+                os.set_inheritable(int(name), False)
 
 
 def handed(buckets: Iterator[Packed], ranks: Ranks) -> Iterator[Packed]:
