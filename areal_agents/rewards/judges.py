@@ -208,7 +208,7 @@ def _text(reply: Any) -> str:
     except (AttributeError, IndexError, TypeError):
         raise ValueError(f"expected a chat completion, got {str(reply)[:200]!r}") from None
     if not isinstance(text, str):
-        raise ValueError(f"expected a chat completion with a text, got {text!r:.200}")
+        raise ValueError(f"expected a chat completion whose content is a string, got {text!r:.200}")
     return text
 
 

@@ -108,7 +108,12 @@ async def test_a_judge_is_asked_again_after_a_busy_server_and_after_an_invalid_a
         (200, "whole body: [1]", 2, "expected a chat completion, got '[1]'"),
         (200, 'whole body: {"choices": null}', 2, "expected a chat completion, got"),
         (200, 'whole body: {"choices": [{"message": null}]}', 2, "expected a chat completion, got"),
-        (200, 'whole body: {"choices": [{"message": {"content": null}}]}', 2, "with a text, got None"),
+        (
+            200,
+            'whole body: {"choices": [{"message": {"content": null}}]}',
+            2,
+            "whose content is a string, got None",
+        ),
     ],
 )
 async def test_a_judge_without_a_valid_answer_is_an_error(
