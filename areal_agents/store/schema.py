@@ -132,9 +132,9 @@ versions = sa.Table(
     sa.Column("version", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("step", sa.Integer, nullable=False),
     sa.Column("path", sa.Text, nullable=False),
-    sa.Column("folder_pending", sa.Integer),  # 1: the folder at `path` is not complete yet; null: it is
     sa.Column("checksum", sa.Text),
     sa.Column("published_at", sa.Float, nullable=False),
+    sa.Column("folder_pending", sa.Integer),  # 1: the folder at `path` is not complete yet; null: it is
 )
 
 checkpoints = sa.Table(

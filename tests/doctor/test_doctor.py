@@ -202,7 +202,7 @@ def test_what_cannot_be_examined() -> None:
         examine()
     with pytest.raises(ConfigError, match="needs --model"):
         examine(function=f"{AGENTS}:good", engine_url="http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match="not a model folder"):
+    with pytest.raises(ConfigError, match="not a Hugging Face model folder"):
         examine(function=f"{AGENTS}:good", model=AGENTS.parent)
     with pytest.raises(AgentError, match="has no function 'missing'"):
         examine(function=f"{AGENTS}:missing")

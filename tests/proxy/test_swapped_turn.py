@@ -57,6 +57,12 @@ def endless_model(folder: Path, renderer: ChatRenderer, *, seed: int) -> Path:
 
 
 @pytest.fixture(scope="module")
+def renderer() -> ChatRenderer:
+    """Earlier thoughts stay in the prompt, so that a conversation with several questions is one path."""
+    return ChatRenderer.from_folder(MODEL, options={"thinking_retention": "all"})
+
+
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, renderer: ChatRenderer) -> list[Path]:
     return [endless_model(tmp_path_factory.mktemp("m"), renderer, seed=seed) for seed in range(2)]
 
@@ -69,23 +75,24 @@ def embedded(models: list[Path]) -> Iterator[str]:
 
 
 class Conversation:
-    """An agent that answers whatever it hears with tool results, as untidily as frameworks do."""
+    """An agent that repeats what it hears as untidily as frameworks do."""
 
     def __init__(self, client: AsyncOpenAI, rng: random.Random) -> None:
         self.client, self.rng = client, rng
         self.messages: list[Any] = [{"role": "user", "content": f"question {rng.randrange(99)}"}]
 
     async def turn(self, max_tokens: int) -> str:
-        """One model call and the tool's answer to it; the completion's id."""
+        """One model call and what follows: results of its tool calls, or a question; the completion's id."""
         answer = await self.client.chat.completions.create(
             model="p", messages=self.messages, tools=[SEARCH], max_tokens=max_tokens
         )
         message = answer.choices[0].message
-        ids = [call.id for call in message.tool_calls or ()] or [f"call_{len(self.messages)}"]
         self.messages.append(replayed(self.rng, message.to_dict()))
-        for call_id in ids:
+        for call in message.tool_calls or ():
             content = f"result {self.rng.randrange(99)}"
-            self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+            self.messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+        if not message.tool_calls:
+            self.messages.append({"role": "user", "content": f"question {self.rng.randrange(99)}"})
         return answer.id
 
 
