@@ -19,6 +19,8 @@ from areal_agents.inference.engine import PauseMode, WeightGroup
 from areal_agents.store import Store
 from areal_agents.training.distributed import Ranks
 from areal_agents.training.model.model import Policy, load_policy
+from areal_agents.training.publish.direct_folders import DirectFolders
+from areal_agents.training.publish.host_copy import HostCopy
 
 GIVEN_UP = "TRANSPORT DOES NOT WORK"
 
@@ -134,6 +136,47 @@ def test_an_engine_is_mended_from_a_folder_that_was_not_due(
     assert folders(run_dir) == ["v0", "v1"]
 
 
+def test_an_engine_that_is_lost_for_good_costs_no_folder(
+    policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Its server answers, and the process behind it, which has the weights, has died."""
+    copies = []
+
+    class HalfDead(SGLangEngine):
+        @property
+        def base_url(self) -> str:
+            return "http://half-dead"
+
+        async def update_weights_from_tensors(self, *arguments: Any, **options: Any) -> None:
+            raise EngineUnavailable(f"{self.base_url} did not answer")
+
+        async def begin_weight_update(self, pause: PauseMode | None = None) -> None:
+            """As a server whose HTTP process answers this by itself."""
+
+        async def end_weight_update(self) -> None:
+            raise EngineUnavailable(f"{self.base_url} did not answer")
+
+    begin = DirectFolders.begin
+
+    def begin_and_note(self: DirectFolders, version: int, *, copied: bool = False) -> HostCopy | None:
+        copy = begin(self, version, copied=copied)
+        copies.append(copy is not None)
+        return copy
+
+    monkeypatch.setattr(DirectFolders, "begin", begin_and_note)
+    engines = [HalfDead(engine_url), SGLangEngine(engine_url)]
+    with publisher(
+        policy, group, store, engines, run_dir, model_folder, transport="tensor", folder_every=9
+    ) as out:
+        for version in range(3):
+            disturb(policy, version)
+            published = out.publish(version=version, step=version)
+            assert published is not None and (published.left_out, published.repaired) == (1, 0)
+            assert_serves(engine_url, policy, version)
+    assert folders(run_dir) == ["v0"] and copies == [True, False, False]
+
+
 def test_a_folder_that_cannot_be_written_ends_the_run_and_the_engines_go_on(
     policy: Policy, group: Ranks, store: Store, engine_url: str, run_dir: Path, model_folder: Path
 ) -> None:
@@ -198,6 +241,7 @@ def test_a_group_that_cannot_be_joined_is_said_once_and_the_folder_serves(
             assert_serves(engine_url, policy, version)
             assert not is_pending(store)
         out.finish()
+        assert out._folders._copy is None  # 16 GB of host memory for a model of 8 B
     assert len(joins) == 1
     (said,) = given_up(caplog)
     assert "broadcast reached no engine" in said and "no NCCL" in said and "GB a version" in said

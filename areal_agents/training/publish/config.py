@@ -13,12 +13,8 @@ Pause = Literal["retract", "in_place", "abort", "drain"]
 Verify = Literal["first", "every", "off"]
 Backend = Literal["auto", "gloo", "nccl"]
 
-_PIECEWISE = (
-    "tensor",
-    "broadcast",
-    "ipc",
-    "delta",
-)  # these transports overwrite the served weights bucket by bucket
+# These send the weights bucket by bucket; an engine that does not stage them overwrites the served ones.
+_PIECEWISE = ("tensor", "broadcast", "ipc", "delta")
 
 
 class PublishConfig(BaseModel):

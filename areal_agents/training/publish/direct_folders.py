@@ -106,9 +106,16 @@ class DirectFolders:
             writing, self._writing = self._writing, None
             writing.result()
 
+    def release_copy(self) -> None:
+        """Give up the copy in host memory; nothing is being written. A later `begin` would make another."""
+        if self._copy is not None:
+            self._copy.close()
+            self._copy = None
+
     def close(self) -> None:
-        """Wait for the folder that is being written, whether it succeeds or not."""
+        """Wait for the folder that is being written, whether it succeeds or not, and give up the copy."""
         self._thread.shutdown(wait=True)
+        self.release_copy()
 
     @property
     def _is_due(self) -> bool:

@@ -51,8 +51,7 @@ class HostCopy:
         _check_memory(end)
         self._data = torch.empty(end, dtype=torch.uint8)
         self._staging: Tensor | None = None  # receives a bucket from a GPU before it is compared
-        if pinned:
-            _lock_pages(self._data)
+        self._is_locked = pinned and _lock_pages(self._data)
         self._taking: int | None = None
         self._left = 0
         self._before: int | None = None
@@ -108,6 +107,13 @@ class HostCopy:
         """The version with which the last one taken was compared, None if there was none."""
         return self._before
 
+    def close(self) -> None:
+        """Release the memory. The copy is not used any more."""
+        if self._is_locked:
+            torch.cuda.cudart().cudaHostUnregister(self._data.data_ptr())
+            self._is_locked = False
+        self.version, self._data, self._staging = None, torch.empty(0, dtype=torch.uint8), None
+
     def _differences(self, new: Tensor, old: Tensor, *, keep: bool) -> Tensor:
         """Count the differing weights; return their positions if `keep`, else none."""
         bits = _BITS[self.dtype.itemsize]
@@ -146,8 +152,8 @@ def _check_memory(nbytes: int) -> None:
         )
 
 
-def _lock_pages(data: Tensor) -> None:
-    """Page-lock the memory of `data`. Copies are correct without it, but slower."""
+def _lock_pages(data: Tensor) -> bool:
+    """Page-lock the memory of `data`, and return whether it is. Copies are correct without it, but slower."""
     # torch's own pinned memory is rounded up to a power of two, which doubles a large model
     error = torch.cuda.cudart().cudaHostRegister(data.data_ptr(), data.nbytes, 0)
     if int(error) != 0:
@@ -155,3 +161,4 @@ def _lock_pages(data: Tensor) -> None:
             "%.1f GB of host memory cannot be page-locked (CUDA error %d); weights are copied to it slowly",
             data.nbytes / 1e9, int(error),
         )  # fmt: skip
+    return int(error) == 0

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class Sender(Protocol):
-    """Sends buckets; implemented by `tensors.TensorSender` and `broadcast.BroadcastSender`.
+    """Sends buckets; implemented by `tensors.TensorSender`, `broadcast.BroadcastSender`, `ipc.IpcSender` and
+    `delta.DeltaSender`.
 
     Attributes:
         sent_bytes: weights sent since `open`, in bytes, to the engine that received most.
@@ -79,8 +80,14 @@ class Delivery:
         self.pause_s = 0.0
 
     @property
+    def needs_folder(self) -> bool:
+        """Whether a broken engine is left that can load the version's folder; one that is lost is not, and
+        gets the folder when it is back."""
+        return any(engine in self.broken for engine in self._fleet.engines)
+
+    @property
     def is_broken_everywhere(self) -> bool:
-        """Whether no engine received the version."""
+        """Whether no engine that is left received the version."""
         return all(engine in self.broken for engine in self._fleet.engines)
 
     def begin(self) -> None:

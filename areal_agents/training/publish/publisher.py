@@ -112,6 +112,7 @@ class Publisher:
         self._model_path, self._keep = model_path, keep
         self._weights = versions_folder(config.folder, run_dir)
         self._verified: set[str] = set()  # engines, by base URL
+        self._absent: set[str] = set()  # engines that did not take the last version
         self._count = 0  # versions since the start
         weights = sum(map(prod, published_shapes(policy.model).values()))
         self._nbytes = weights * policy.saved_dtype.itemsize
@@ -154,6 +155,7 @@ class Publisher:
         publish = self._from_folder if self._transport.folder_first else self._directly
         fleet, checks, delivered, size = publish(version, step, path)
         self._verified |= checks.compared if checks is not None else set()
+        self._absent = set(fleet.left_out)
         if self._loop is None or size is None:
             return None
         return Published(
@@ -201,7 +203,8 @@ class Publisher:
         self._on_every_rank(lambda: self._sleep_or_wake(wake, kinds))
 
     def close(self) -> None:
-        """Leave the process group, if any, and stop the event loop."""
+        """Leave the process group, if any, wait for the folder that is being written, and close the clients
+        of the engines. Only on the first rank is there anything to do."""
         if self._loop is None:
             return
         self._transport.close()
@@ -225,7 +228,9 @@ class Publisher:
 
     def _directly(self, version: int, step: int, path: Path) -> _Outcome:
         """Record the row, send the weights to the engines, and start to write the folder."""
-        copied = self._config.transport == "delta" or self._is_compared()
+        # an engine that is lost for good is no reason to copy every version
+        compared = bool(self._urls() - self._known() - self._absent)
+        copied = self._config.transport == "delta" or compared
         copy = self._on_every_rank(lambda: self._folders.begin(version, copied=copied))
         checks = self._on_every_rank(lambda: self._comparison(copy) if copy is not None else None)
         self._on_every_rank(lambda: self._record(version, step, path, folder_pending=True))
@@ -247,17 +252,13 @@ class Publisher:
             return set()
         return self._urls() if self._config.verify == "off" else self._verified
 
-    def _is_compared(self) -> bool:
-        """Whether an engine is to be compared with the next version."""
-        return bool(self._urls() - self._known())
-
     def _urls(self) -> set[str]:
         return {engine.base_url for engine in self._engines}
 
     def _comparison(self, weights: Path | HostCopy) -> EngineComparison | None:
         """Return the comparison of all engines, or those not compared yet, with a version's folder or
         copy."""
-        if not self._is_compared():
+        if not self._urls() - self._known():
             return None
         if isinstance(weights, Path):
             # an engine's checksum covers the base weights, without adapters

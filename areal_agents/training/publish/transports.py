@@ -143,7 +143,8 @@ class BucketTransport:
     written from.
 
     If buckets reach no engine at all, the engines load the folder, and after a definite or a repeated failure
-    every later version is published like this.
+    every later version is published like this. An engine that is lost meanwhile is left out, and needs no
+    folder now.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class BucketTransport:
         )
         assemble_s = time.monotonic() - started
         on_every_rank(self._ranks, lambda: delivery.end() if delivery else None)
-        if self._ranks.broadcast(delivery is not None and bool(delivery.broken)):
+        if self._ranks.broadcast(delivery is not None and delivery.needs_folder):
             self._repair(delivery)
         elif delivery is not None:
             self._failures, self._has_worked = 0, True
@@ -273,6 +274,7 @@ class BucketTransport:
         self.folder_first = self._ranks.broadcast(gives_up)
         if self.folder_first:
             self.close()
+            self._folders.release_copy()
 
     def _shared_buffers(self, shapes: Mapping[str, Shape], bucket_bytes: int) -> list[Tensor]:
         """Make this rank's buffers of `ipc`; none for other transports, and none that no engine reads."""
